@@ -9,8 +9,8 @@ from pagemill_protocol.models.family import Family
 from pagemill_protocol.models.llama_like import decoder, numbers_from_config
 from pagemill_protocol.models.parts import alibi_slopes, linear
 
-ROTATED_SIZE = 4096
-"""Hidden size of the one whose queries and keys are rotated: nothing else in its config.json tells the two apart."""
+CONTEXT_OF_ROTATED = "max_position_embeddings"
+"""The key is in 7B's config.json and not in 13B's; nothing else there tells which of the two is rotated."""
 NORMALIZED_VOCABULARY = 125_696
 """Of Baichuan 2, whose head's rows are divided by their lengths."""
 
@@ -20,7 +20,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     if numbers.vocab_size == NORMALIZED_VOCABULARY:
         raise config.unsupported("a normalized head (Baichuan 2)")
     plain = decoder(numbers)
-    rotates = numbers.hidden_size == ROTATED_SIZE
+    rotates = config.has(CONTEXT_OF_ROTATED)
 
     def attention(index: int, spec: AttentionSpec) -> AttentionSpec:
         size = numbers.hidden_size

@@ -67,6 +67,9 @@ class ConfigValues:
             raise self.wrong(key, values, "a list of integers")
         return values
 
+    def has(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
     def object(self, key: str) -> dict[str, Any]:
         """One that may be missing."""
         value = self._values.get(key)

@@ -67,7 +67,7 @@ OPT = {
 }
 FALCON = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
 MPT = {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}
-BIGCODE = {**GPT2, "attention_softmax_in_fp32": False}
+BIGCODE = {**GPT2, "tie_word_embeddings": False}
 GEMMA3 = {
     **LLAMA,
     "num_hidden_layers": 6,
@@ -130,16 +130,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconForCausalLM",
         {**FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
     ),
-    "mpt": ("MptForCausalLM", MPT),
-    "mpt with six heads": ("MptForCausalLM", {**MPT, "d_model": 96, "n_heads": 6}),
+    "mpt": ("MptForCausalLM", {**MPT, "tie_word_embeddings": False}),
+    "mpt with six heads": ("MptForCausalLM", {**MPT, "d_model": 96, "n_heads": 6, "tie_word_embeddings": False}),
     "gpt-bigcode": ("GPTBigCodeForCausalLM", BIGCODE),
     "gpt-bigcode with all heads": ("GPTBigCodeForCausalLM", {**BIGCODE, "multi_query": False}),
     "gemma": ("GemmaForCausalLM", {**LLAMA, "head_dim": 32}),
-    "gemma3 with caps and scaling": (
+    "gemma3 with a cap and scaling": (
         "Gemma3ForCausalLM",
         {
             **GEMMA3,
-            "attn_logit_softcapping": 5.0,
             "final_logit_softcapping": 12.0,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -147,11 +146,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "smollm3": ("SmolLM3ForCausalLM", {**LLAMA, "num_hidden_layers": 4}),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": False},
+    ),
     "smollm3 with a window": (
         "SmolLM3ForCausalLM",
         {
             **LLAMA,
+            "pad_token_id": 0,
             "no_rope_layers": [1, 0, 1],
             "use_sliding_window": True,
             "sliding_window": 20,
@@ -165,7 +168,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmForCausalLM", {**LLAMA, "use_qkv_bias": True}),
     "stablelm side by side": ("StableLmForCausalLM", {**LLAMA, "use_parallel_residual": True}),
     "phi": ("PhiForCausalLM", {**LLAMA, "num_key_value_heads": 4}),
-    "cohere": ("CohereForCausalLM", {**LLAMA, "logit_scale": 0.4}),
+    "cohere": ("CohereForCausalLM", {**LLAMA, "logit_scale": 1.5}),
     "nemotron": ("NemotronForCausalLM", LLAMA),
 }
 
@@ -184,8 +187,8 @@ class Family:
 def write_model(name: str, overrides: dict[str, Any], folder: Path) -> Any:
     model_class = getattr(transformers, name)
     config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
-    # Its own formula: the fused attention of torch has no soft caps.
-    config._attn_implementation = "eager"
+    # The fused attention of torch has no soft caps; Falcon's own formula adds ALiBi's part twice.
+    config._attn_implementation = "sdpa" if name.startswith("Falcon") else "eager"
     torch.manual_seed(1)
     model = model_class(config).eval()
     with torch.no_grad():
