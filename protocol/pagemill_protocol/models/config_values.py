@@ -14,7 +14,7 @@ from pagemill_protocol.models.declaration import Activation, RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
 from pagemill_protocol.models.registry import rope_refusals, unsupported
-from pagemill_protocol.rope_scaling import RopeError, UnsupportedRopeError, wrong
+from pagemill_protocol.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
 from pagemill_protocol.sources import UnreadableModelError
 
@@ -132,8 +132,19 @@ class ConfigValues:
             where, values = self._rope_settings(kind)
             theta = rope_theta(self._values, where, values, "rotary_emb_base")
             share = self._rotary_share(values.get("partial_rotary_factor"), partial)
-            scaling = read_scaling(where, values, theta, context)
-        return RopeSpec(theta=theta, rotary_dim=int(head_dim * share), scaling=scaling)
+            scaling = read_scaling(where, self._with_original(values), theta, context)
+        rotary_dim = int(head_dim * share)
+        if isinstance(scaling, LongRopeScaling) and len(scaling.short_factor) != rotary_dim // 2:
+            raise self.wrong(
+                f"{where}.short_factor", list(scaling.short_factor), f"a list of {rotary_dim // 2} numbers"
+            )
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+
+    def _with_original(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Phi-3's files have the length of the original context beside the settings, not among them."""
+        name = "original_max_position_embeddings"
+        is_beside = self.has(name) and {values.get("rope_type"), values.get("type")} & {"longrope", "su"}
+        return {name: self._values[name], **values} if is_beside else values
 
     def _rope_settings(self, kind: str | None) -> tuple[str, Mapping[str, Any]]:
         """The key and the settings under it, those for one kind of layer where there are several."""

@@ -170,6 +170,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiForCausalLM", {**LLAMA, "num_key_value_heads": 4}),
     "cohere": ("CohereForCausalLM", {**LLAMA, "logit_scale": 1.5}),
     "nemotron": ("NemotronForCausalLM", LLAMA),
+    "phi3 with long contexts": (
+        "Phi3ForCausalLM",
+        {
+            **LLAMA,
+            "pad_token_id": 0,
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 300,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0 + 0.2 * index for index in range(8)],
+                "long_factor": [3.0] * 8,
+            },
+        },
+    ),
 }
 
 
