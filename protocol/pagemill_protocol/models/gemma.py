@@ -1,4 +1,4 @@
-"""Gemma (arXiv 2403.08295): Llama with scaled embeddings, norms around 1, a gate by GELU heads of their own size."""
+"""Gemma (arXiv 2403.08295): Llama with scaled embeddings, norms around 1, GELU in its gate, and heads of any size."""
 
 from __future__ import annotations
 
