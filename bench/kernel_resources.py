@@ -29,6 +29,9 @@ from triton.runtime.jit import JITFunction
 
 from pagemill_kernels.activation import triton_body as activation_body
 from pagemill_kernels.activation import triton_launch as activation
+from pagemill_kernels.experts import triton_body as experts_body
+from pagemill_kernels.experts import triton_launch as experts
+from pagemill_kernels.experts.parts import ExpertParts, Gate
 from pagemill_kernels.gather import triton_body as gather_body
 from pagemill_kernels.gather import triton_launch as gather
 from pagemill_kernels.gpu import launch
@@ -58,8 +61,8 @@ ARCHITECTURES = (80, 90, 100)
 META = torch.device("meta")
 NUM_MULTIPROCESSORS = 132
 BODIES = (
-    *(activation_body, attention_body, gather_body, linear_body, norm_body, rope_body, rows_body),
-    *(sampling_body, scaled_body),
+    *(activation_body, attention_body, experts_body, gather_body, linear_body, norm_body, rope_body),
+    *(rows_body, sampling_body, scaled_body),
 )
 FP8 = torch.float8_e4m3fn
 FP8_ARCHITECTURE = 89
@@ -108,6 +111,7 @@ class Mask(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     slopes: bool = False
+    sinks: bool = False
 
 
 CAUSAL = Mask()
@@ -136,11 +140,12 @@ def attend(
     )
     cache = _cache(cached or dtype, num_kv_heads, head_dim)
     slopes = torch.empty(num_heads, device=META) if mask.slopes else None
+    sinks = torch.empty(num_heads, device=META) if mask.sinks else None
 
     def run() -> None:
         plan = attention.plan_attention(batch, mask.window, dtype, META)
         query = floats(requests * tokens, num_heads, head_dim, dtype=dtype)
-        attention.paged_attention(query, cache, plan, head_dim**-0.5, mask.soft_cap, slopes)
+        attention.paged_attention(query, cache, plan, head_dim**-0.5, mask.soft_cap, slopes, sinks)
 
     return run
 
@@ -158,6 +163,27 @@ def in_groups(bits: Any, group_size: int = 32) -> CodesLinear:
 
 def multiply(rows: int, bits: Any, group_size: int = 32) -> Callable[[], object]:
     return lambda: in_groups(bits, group_size)(floats(rows, 4096))
+
+
+def pass_experts(rows: int, bits: Any) -> Callable[[], object]:
+    """8 of 128 experts for each row, as in Qwen3-30B-A3B. bits: of codes; 0: bfloat16."""
+
+    def packed(out: int, size: int) -> Any:
+        if bits == 0:
+            return linear.pack_linear(floats(out, size), None)
+        codes = torch.empty(out, size, dtype=torch.uint8 if bits == 4 else torch.int8, device=META)
+        scales = torch.empty(out, size // 32, device=META)
+        return linear.pack_codes(GroupCodes(bits, codes, scales, scales if bits == 4 else None), None)
+
+    def run() -> None:
+        parts = ExpertParts(packed(2 * 768, 2048), packed(2048, 768))
+        chosen = torch.empty(rows, 8, dtype=torch.int64, device=META)
+        weights = torch.empty(rows, 8, device=META)
+        experts.pack_experts([parts] * 128, Gate("silu")).add_to(
+            floats(rows, 2048), floats(rows, 2048), chosen, weights
+        )
+
+    return run
 
 
 def multiply_scaled(rows: int, dtype: torch.dtype) -> Callable[[], object]:
@@ -213,7 +239,9 @@ def keep_rows() -> list[Case]:
     ]
 
 
-MASKS = {"window": Mask(window=1024), "soft cap": Mask(soft_cap=50.0), "ALiBi": Mask(slopes=True)}
+MASKS = {"window": Mask(window=1024), "soft cap": Mask(soft_cap=50.0), "ALiBi": Mask(slopes=True)} | {
+    "sinks": Mask(sinks=True)
+}
 
 
 def cases() -> list[Case]:
@@ -253,6 +281,11 @@ def cases() -> list[Case]:
             Case(f"linear {bits} bits, {rows} rows", multiply(rows, bits), True)
             for bits in (4, 8)
             for rows in (1, 64, 512)
+        ),
+        *(
+            Case(f"experts {bits or 16} bits, {rows} rows", pass_experts(rows, bits), True)
+            for bits in (0, 4, 8)
+            for rows in (1, 512)
         ),
         Case("linear 8 bits in groups of 16, 64 rows", multiply(64, 8, 16), True),
         *(Case(f"linear {bits} bits, added to 64 rows", partial(_add, in_groups, bits), True) for bits in (4, 8)),

@@ -21,6 +21,7 @@ SOURCES = (
     "pack.cpp",
     "attention.cpp",
     "attention_bfloat16.cpp",
+    "experts.cpp",
     "fused.cpp",
     "layer.cpp",
 )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.decoder_layer.parts import FusedLayers, LayerParts
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
@@ -26,7 +27,7 @@ bfloat16 by oneDNN. `triton`: an NVIDIA device, any float type."""
 Products = Literal["float", "w8a8", "fp8"]
 """What linear layers multiply: floats as they come, or codes of 8 bits on both sides, int8 or e4m3."""
 
-Feature = Literal["alibi", "soft_cap"]
+Feature = Literal["alibi", "sinks", "soft_cap"]
 """What some models want of attention beside the softmax of scaled scores under a window: an argument of
 `paged_attention` each, of the same meaning."""
 
@@ -70,6 +71,12 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "activate_and_mul": {"reference": "activation.reference:activate_and_mul"},
     "activate": {"reference": "activation.reference:activate"},
+    "route": {"reference": "experts.reference:route"},
+    "pack_experts": {
+        "reference": "experts.reference:pack_experts",
+        "cpu_native": "experts.native:pack_experts",
+        "triton": "experts.triton_launch:pack_experts",
+    },
     "pack_linear": {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
@@ -110,10 +117,10 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
 }
 _ATTENTION_FEATURES: dict[Backend, frozenset[Feature]] = {
-    "reference": frozenset({"alibi", "soft_cap"}),
-    "cpu": frozenset({"alibi", "soft_cap"}),
-    "cpu_native": frozenset(),
-    "triton": frozenset({"alibi", "soft_cap"}),
+    "reference": frozenset({"alibi", "sinks", "soft_cap"}),
+    "cpu": frozenset({"alibi", "sinks", "soft_cap"}),
+    "cpu_native": frozenset({"sinks"}),
+    "triton": frozenset({"alibi", "sinks", "soft_cap"}),
 }
 """Of each backend's own `paged_attention`."""
 _TORCH_ATTENTION: Backend = "cpu"
@@ -178,8 +185,10 @@ class Ops(NamedTuple):
     rope_and_store: Callable[..., None]
     silu_and_mul: Callable[..., Tensor]
     gelu_and_mul: Callable[..., Tensor]
-    activate_and_mul: Callable[[Tensor, str], Tensor]
+    activate_and_mul: Callable[..., Tensor]
     activate: Callable[[Tensor, str], Tensor]
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    pack_experts: Callable[[Sequence[ExpertParts], Gate], FusedExperts]
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     pack_rows: Callable[[Tensor], PackedLinear]
     gather_rows: Callable[[Tensor, Tensor], Tensor]

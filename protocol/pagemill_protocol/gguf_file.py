@@ -132,7 +132,10 @@ class GGUFFile:
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor's stored bytes, uint8 [num_bytes], a read-only view of the mapping (no copy)."""
-        tensor = self.tensors[name]
+        return self.data_of(self.tensors[name])
+
+    def data_of(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+        """As `data`, also of a part of a tensor."""
         return np.frombuffer(self._data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:

@@ -43,7 +43,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def intermediate_size(self) -> int:
-        """Of the widest layer."""
+        """Of the widest layer; of experts, of all those together that a token passes."""
         return max((mlp.intermediate_size for mlp in self.decoder.mlps()), default=0)
 
     @property
@@ -69,6 +69,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tie_word_embeddings(self) -> bool:
         return self.decoder.head.tied
+
+    def num_read_parameters(self, num_tokens: int = 1) -> int:
+        """Those that a step of so many tokens reads: without the experts that get none of them, as is to be expected.
+        Of one token: the active parameters."""
+        unread = sum(each.num_unread_parameters(num_tokens) for each in self.decoder.mixtures())
+        return self.num_parameters - round(unread)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""

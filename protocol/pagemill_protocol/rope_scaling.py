@@ -16,7 +16,8 @@ import msgspec
 LEAST, MOST = 1e-6, 1e12
 """No model's settings are near these; beyond them the tables would overflow to NaN."""
 POSITIVE = f"a number from {LEAST:g} to {MOST:g}"
-SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")
+SUPPORTED_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+OLD_KINDS = {"su": "longrope"}
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -60,7 +61,22 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_typ
     """Both bounds are rounded outwards to whole dimensions."""
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+class LongRopeScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="longrope"):
+    """LongRoPE (arXiv 2402.13753): each frequency is divided by a number of its own.
+
+    An engine whose contexts may exceed the original one takes `long_factor` for all of them, as vLLM does, so that
+    cached keys stay valid when a context grows.
+    """
+
+    short_factor: tuple[float, ...]
+    """One for each frequency."""
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+    """On cos and sin; where the file has none, the one that follows from the length of both contexts."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 def make_scaling(
@@ -72,6 +88,7 @@ def make_scaling(
     """
     if not isinstance(kind, str):
         raise RopeError(wrong(name_of("rope_type"), kind, one_of()))
+    kind = OLD_KINDS.get(kind, kind)
     if kind not in SUPPORTED_KINDS:
         raise UnsupportedRopeError(f"the rope scaling `{kind[:80]}` (supported are {', '.join(SUPPORTED_KINDS)})")
     if kind == "default":
@@ -79,9 +96,15 @@ def make_scaling(
     fields = _Fields(values, name_of)
     if kind == "linear":
         return LinearScaling(factor=fields.positive("factor"))
+    if kind == "dynamic":
+        # It stretches contexts beyond `max_position_embeddings` alone, and no engine accepts longer ones.
+        fields.positive("factor")
+        return None
     original = fields.length(_ORIGINAL, max_position_embeddings)
     if kind == "llama3":
         return _llama3(fields, original)
+    if kind == "longrope":
+        return _longrope(fields, original, max_position_embeddings)
     if theta <= 1:
         raise RopeError(wrong("rope_theta", theta, "greater than 1 with the rope scaling `yarn`"))
     return _yarn(fields, original)
@@ -122,6 +145,25 @@ def _yarn(fields: _Fields, original: int) -> YarnScaling:
     )
 
 
+def _longrope(fields: _Fields, original: int, max_position_embeddings: int) -> LongRopeScaling:
+    factor = fields.optional("factor") or max_position_embeddings / original
+    if fields.has("attention_factor"):
+        attention_factor = fields.positive("attention_factor")
+    elif factor <= 1 or original <= 1:
+        attention_factor = 1.0
+    else:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = fields.numbers("short_factor"), fields.numbers("long_factor")
+    if len(short) != len(long):
+        raise fields.wrong("long_factor", list(long), f"a list of {len(short)} numbers, as `short_factor` is")
+    return LongRopeScaling(
+        short_factor=short,
+        long_factor=long,
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+    )
+
+
 def _yarn_magnitude(factor: float, weight: float) -> float:
     """How much larger attention's logits must be over a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -147,6 +189,12 @@ class _Fields:
         if not self.has(name):
             return None
         return self._number(name, f"0 or {POSITIVE}", lambda value: value >= 0)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        values = self._values.get(name)
+        if not isinstance(values, list) or not values or not all(is_number(each) and each > 0 for each in values):
+            raise self.wrong(name, values, f"a list with {POSITIVE} for each frequency")
+        return tuple(map(float, values))
 
     def length(self, name: str, default: int) -> int:
         if name not in self._values:

@@ -31,6 +31,8 @@ _GGUF_NAMES = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
+_NOT_IN_GGUF = ("dynamic", "longrope", "su")
+"""Kinds of `config.json` whose further values these files have elsewhere, or not at all."""
 _GGUF_OLD_FACTOR = "rope.scale_linear"
 _GGUF_WITHOUT_EFFECT = {
     "rope.scaling.attn_factor": 1.0,
@@ -97,6 +99,8 @@ def read_gguf_scaling(
     values = {field: _decimal(metadata[name]) for field, name in names.items() if name in metadata}
     kind = values.pop("rope_type", "linear" if "factor" in values else "none")
     _check_without_effect(metadata, prefix, kind)
+    if kind in _NOT_IN_GGUF:
+        raise UnsupportedRopeError(f"the rope scaling `{kind}` in a GGUF file")
     kind = "default" if kind == "none" else kind
     return make_scaling(kind, values, theta, context_length, names.__getitem__)
 

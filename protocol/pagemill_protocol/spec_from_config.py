@@ -5,11 +5,13 @@ What the keys of config.json mean is the family's to say; type and quantization 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec, checked
+from pagemill_protocol.models.config_values import quantization_of
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.safetensors_header import read_folder_headers
 
@@ -21,13 +23,19 @@ def spec_from_folder(folder: Path) -> ModelSpec:
     decoder = decoder_from_config(values, path)
     tensors = read_folder_headers(folder)
     counted = [tensor for tensor in tensors.values() if not decoder.is_ignored(tensor.name)]
+    quantization = quantization_of(values)
+    if quantization is None:
+        num_parameters = sum(tensor.num_elements for tensor in counted)
+    else:
+        # One element may hold several codes.
+        num_parameters = sum(math.prod(shape) for shape in decoder.shapes().values())
     return ModelSpec(
         decoder=decoder,
         dtype=_dtype(values),
-        quantization=_quantization(values),
+        quantization=quantization,
         weights_format="safetensors",
         weight_bytes=sum(tensor.num_bytes for tensor in counted),
-        num_parameters=sum(tensor.num_elements for tensor in counted),
+        num_parameters=num_parameters,
     )
 
 
@@ -40,8 +48,3 @@ def check_config(folder: Path) -> None:
 def _dtype(values: dict[str, Any]) -> str | None:
     value = values.get("dtype") or values.get("torch_dtype")
     return value.removeprefix("torch.") if isinstance(value, str) else None
-
-
-def _quantization(values: dict[str, Any]) -> str | None:
-    value = values.get("quantization_config")
-    return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None

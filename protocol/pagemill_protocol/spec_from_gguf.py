@@ -17,9 +17,12 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     name, found = family_of(file)
     if found.family.read_gguf is None:
         raise unsupported(name, file.path, " in a GGUF file")
-    tensors = file.tensors
+    tensors, values = file.tensors, GGUFValues(file, name, found.architecture)
+    decoder = found.family.read_gguf(values)
+    if values.number("expert_count", default=0) and not any(decoder.mixtures()):
+        raise values.unsupported("experts")
     return ModelSpec(
-        decoder=found.family.read_gguf(GGUFValues(file, name, found.architecture)),
+        decoder=decoder,
         quantization=_main_type(file),
         weights_format="gguf",
         weight_bytes=sum(tensor.num_bytes for tensor in tensors.values()),

@@ -283,6 +283,38 @@ EIGHT_B = ModelSpec(
 )
 
 
+MIXTRAL = ModelSpec(
+    decoder=decoder_from_config(
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 32000,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        Path("config.json"),
+    ),
+    num_parameters=46_700_000_000,
+)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_sent_to_and_multiplies_with_two_of_eight() -> None:
+    sizes = Sizes(weight_bytes=2 * MIXTRAL.num_parameters, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)
+    accelerator = ACCELERATORS[0]
+    model = StepTimeModel.from_params(step_time(accelerator, MIXTRAL, sizes, 8192))
+    bytes_per_ms = accelerator.bytes_per_s * MEMORY_SHARE / 1000
+    experts, active = 32 * 8 * 3 * 4096 * 14336, MIXTRAL.num_read_parameters()
+    assert active == pytest.approx(46.7e9 - experts * 6 / 8, rel=1e-6)
+    assert model.predict_ms(1) == pytest.approx(STEP_OVERHEAD_MS + 2 * active / bytes_per_ms, rel=0.01)
+    assert model.predict_ms(64) == pytest.approx(STEP_OVERHEAD_MS + 2 * 46.7e9 / bytes_per_ms, rel=0.01)
+    token_ms = 2 * (active - 2 * 32000 * 4096) / (accelerator.operations_per_s * COMPUTE_SHARE) * 1000
+    assert model.predict_ms(8192) == pytest.approx(STEP_OVERHEAD_MS + 8192 * token_ms, rel=0.01)
+
+
 @pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda each: each.name)
 def test_a_step_reads_the_weights_or_multiplies_with_them_whichever_takes_longer(accelerator: Any) -> None:
     sizes = Sizes(weight_bytes=16_060_000_000, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)

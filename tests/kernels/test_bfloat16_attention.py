@@ -193,3 +193,17 @@ def test_only_arithmetic_of_bfloat16_asks_for_it() -> None:
     assert ops_for("cpu_bfloat16").plan_attention is native.plan_bfloat16_attention
     assert ops_for("cpu_native").plan_attention is native.plan_attention
     assert ops_for("cpu_native", True).plan_attention is native.plan_invariant_attention
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_sinks_take_their_share(tokens: int) -> None:
+    batch, cache = batch_of([(tokens, 30)], 2, 64), cache_of(2, 64)
+    query, sinks = torch.randn(tokens, 8, 64), torch.linspace(-2.0, 6.0, 8)
+    plan = native.plan_bfloat16_attention(batch, None, torch.bfloat16, CPU)
+    found = native.paged_attention(query, cache, plan, 0.125, sinks)
+    exact_plan = reference.plan_attention(batch, None, torch.float32, CPU)
+    expected = reference.paged_attention(query, cache, exact_plan, 0.125, sinks=sinks)
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0.02)
+    without = reference.paged_attention(query, cache, exact_plan, 0.125)
+    assert (found - without).abs().max() > 0.1

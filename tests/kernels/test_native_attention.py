@@ -48,6 +48,7 @@ def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: in
     head_dim=st.sampled_from([16, 64, 96, 128]),
     block_size=st.sampled_from([16, 32]),
     window=st.sampled_from([None, 1, 7, 16, 40, 1000]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_equals_the_reference(
@@ -56,6 +57,7 @@ def test_equals_the_reference(
     head_dim: int,
     block_size: int,
     window: int | None,
+    has_sinks: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -65,12 +67,11 @@ def test_equals_the_reference(
     cache = torch.randn(NUM_BLOCKS, 2 * num_kv_heads, block_size, head_dim)
     query = torch.randn(int(batch.query_start_loc[-1]), num_heads + 1, head_dim)[:, :num_heads]
     device = torch.device("cpu")
-    expected = reference.paged_attention(
-        query, cache, reference.plan_attention(batch, window, torch.float32, device), head_dim**-0.5
-    )
-    actual = native.paged_attention(
-        query, cache, native.plan_attention(batch, window, torch.float32, device), head_dim**-0.5
-    )
+    sinks = torch.randn(num_heads) * 4 if has_sinks else None
+    plan = reference.plan_attention(batch, window, torch.float32, device)
+    expected = reference.paged_attention(query, cache, plan, head_dim**-0.5, sinks=sinks)
+    own_plan = native.plan_attention(batch, window, torch.float32, device)
+    actual = native.paged_attention(query, cache, own_plan, head_dim**-0.5, sinks=sinks)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -55,13 +55,15 @@ def assert_equals_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     cache = random(NUM_BLOCKS, 2 * batch.num_kv_heads, batch.block_size, batch.head_dim, dtype=dtype)
     num_tokens = int(batch.query_start_loc[-1])
     # A slice of a fused projection, as in a model.
     query = random(num_tokens, num_heads + 2, batch.head_dim, dtype=dtype, seed=1)[:, :num_heads]
+    extras = (soft_cap, slopes, sinks)
     results = [
-        module.paged_attention(query, cache, module.plan_attention(batch, window, dtype, DEVICE), 0.2, soft_cap, slopes)
+        module.paged_attention(query, cache, module.plan_attention(batch, window, dtype, DEVICE), 0.2, *extras)
         for module in (triton_launch, reference)
     ]
     close(*results)
@@ -112,6 +114,13 @@ def test_soft_cap_and_alibi(soft_cap: float | None, has_slopes: bool, window: in
     assert_equals_reference(batch, 4, soft_cap=soft_cap, slopes=slopes, window=window)
 
 
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("batch_name", ["mixed", "requests without tokens"])
+def test_sinks(batch_name: str, window: int | None) -> None:
+    sinks = torch.tensor([4.0, -3.0, 0.5, 20.0], device=DEVICE)
+    assert_equals_reference(batch_of(BATCHES[batch_name], 2, 32), 4, sinks=sinks, window=window)
+
+
 LONG_DECODES = [(1, 540), (1, 1), (1, 257)]
 
 
@@ -122,6 +131,8 @@ def test_a_context_cut_into_parts_is_joined_again(
     """Of the requests some are long enough for several parts and some are not: each program finds out by itself."""
     monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: num_splits)
     assert_equals_reference(batch_of(LONG_DECODES, 1, 16), 2, window=window)
+    sinks = torch.tensor([1.5, -2.0], device=DEVICE)
+    assert_equals_reference(batch_of(LONG_DECODES, 1, 16), 2, window=window, sinks=sinks)
 
 
 def test_few_programs_are_split_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,17 +19,24 @@ SMALLEST_SHARED_KIB = 99
 """Of a multiprocessor of compute capability 8.6, 8.9 and 12."""
 CASES = [
     "decode in parts, heads of 128",
+    "attention decode, sinks",
     "linear 4 bits, 1 rows",
+    "experts 16 bits, 1 rows",
+    "experts 4 bits, 512 rows",
     "int8 by int8, 64 rows",
     "fp8 by fp8, 512 rows",
     "draw after changes",
     "inputs of a step",
 ]
+EXPERTS = ("multiply_experts", "gate_and_mul", "multiply_experts", "add_weighted")
 KERNELS = [
     *("attend", "join_splits"),
+    "attend",
     *("attend", "join_splits"),
     *("attend", "join_splits"),
     "multiply_codes",
+    *EXPERTS,
+    *EXPERTS,
     *("encode_rows", "multiply_scaled"),
     *("encode_rows", "multiply_scaled"),
     "build",

@@ -347,7 +347,9 @@ def test_gguf_rope_scaling_is_recorded_in_hugging_face_terms(write_gguf):
     ("architecture", "changes", "message"),
     [
         ("mamba", {}, "the architecture `mamba`, which is not supported"),
-        ("llama", {"expert_count": 8}, "with experts"),
+        ("qwen2", {"expert_count": 8}, "with experts"),
+        ("llama", {"expert_count": 8}, "`llama.expert_used_count`"),
+        ("llama", {"expert_count": 2, "expert_used_count": 3}, "with 3 of 2 experts"),
         ("llama", {"rope__dimension_count": 4}, "partial rotary"),
         ("llama", {"attention__value_length": 16}, "different lengths"),
         ("llama", {"attention__head_count_kv": [1, 2]}, "layers of different `attention.head_count_kv`"),

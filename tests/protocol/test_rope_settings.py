@@ -109,11 +109,13 @@ def test_every_field_of_a_kind_is_checked(settings, message):
     assert message in refusal({"rope_parameters": settings})
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional", "axial", "YaRN", ""])
+@pytest.mark.parametrize("kind", ["mrope", "proportional", "axial", "YaRN", ""])
 def test_a_kind_that_is_not_computed_is_refused_with_those_that_are(kind):
     with pytest.raises(UnsupportedRopeError) as refused:
         read_rope({"rope_scaling": {"type": kind, "factor": 2.0}}, 256)
-    assert f"rope scaling `{kind}` (supported are default, linear, llama3, yarn)" in str(refused.value)
+    assert f"rope scaling `{kind}` (supported are default, linear, dynamic, llama3, yarn, longrope)" in str(
+        refused.value
+    )
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -175,7 +177,7 @@ def folder_with(folder: Path, **settings: Any) -> Path:
 
 
 def test_the_header_of_a_folder_refuses_what_is_not_computed_as_an_unsupported_architecture(tmp_path):
-    for settings in ({"type": "dynamic", "factor": 2.0}, BY_ATTENTION_TYPE):
+    for settings in ({"type": "axial", "factor": 2.0}, BY_ATTENTION_TYPE):
         with pytest.raises(UnsupportedModelArchitecture) as refused:
             load_model_spec(folder_with(tmp_path, rope_scaling=settings))
         assert refused.value.reason == "UnsupportedArchitecture"

@@ -1,7 +1,7 @@
 """GGUF storage types are group codes as they stand: integers with a scale and perhaps an offset for every 32 or 16.
 
 Nothing is rounded anew: `codes * scales + offsets` are the values of `dequantize`. Types of 5 and 6 bits take 8-bit
-codes.
+codes, and so do the floats of 4 bits of MXFP4, doubled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pagemill_engine.loading.dequantize import (
     k_nibbles,
     k_scales,
     k_sixes,
+    mxfp4_codes,
+    mxfp4_scales,
     nibbles,
 )
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
@@ -47,6 +49,7 @@ CODE_KINDS: dict[str, CodeKind] = {
     "Q5_K": CodeKind(8, has_offsets=True),
     "Q6_K": CodeKind(8, group_size=SMALL_GROUP_SIZE),
     "Q8_0": CodeKind(8),
+    "MXFP4": CodeKind(8),
 }
 
 _STORED_OFFSETS = {"Q4_0": False, "Q4_1": True, "Q8_0": False}
@@ -113,6 +116,19 @@ def _q8_0(blocks: Tensor) -> _Parts:
     return blocks[:, 2:].contiguous().view(torch.int8), half(blocks, 0), None
 
 
+def _mxfp4(blocks: Tensor) -> _Parts:
+    return mxfp4_codes(nibbles(blocks[:, 1:])), mxfp4_scales(blocks[:, :1]), None
+
+
+def mxfp4_pairs(blocks: Tensor, exponents: Tensor) -> GroupCodes:
+    """As Hugging Face stores MXFP4: neighbouring inputs are low and high half of a byte.
+
+    blocks: uint8 [out, in / 32, 16]; exponents: uint8 [out, in / 32].
+    """
+    neighbours = torch.stack((blocks & 15, blocks >> 4), dim=-1)
+    return GroupCodes(8, mxfp4_codes(neighbours).flatten(1), mxfp4_scales(exponents), None)
+
+
 def _k_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and offsets of Q4_K and Q5_K."""
     scales, minima = k_scales(blocks[:, 4:16])
@@ -128,4 +144,5 @@ _SPLITS: dict[str, Callable[[Tensor], _Parts]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "Q8_0": _q8_0,
+    "MXFP4": _mxfp4,
 }

@@ -132,6 +132,20 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (half(blocks, 208).unsqueeze(-1) * scales.unsqueeze(-1) * (quants.float() - 32.0)).flatten(1)
 
 
+def mxfp4_codes(nibbles: Tensor) -> Tensor:
+    """The e2m1 floats that 4 bits are, doubled, as int8 in the shape of `nibbles`."""
+    return torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)[nibbles.long()]
+
+
+def mxfp4_scales(exponents: Tensor) -> Tensor:
+    """What doubled e2m1 floats are multiplied with: 2 ** (exponent - 128), float32."""
+    return ((exponents.int() - 1).clamp(min=0) << 23).view(torch.float32)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    return mxfp4_codes(nibbles(blocks[:, 1:])).float() * mxfp4_scales(blocks[:, :1])
+
+
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _BLOCKS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
@@ -143,4 +157,5 @@ _BLOCKS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q4_K": (256, 144, _q4_k),
     "Q5_K": (256, 176, _q5_k),
     "Q6_K": (256, 210, _q6_k),
+    "MXFP4": (32, 17, _mxfp4),
 }

@@ -8,6 +8,7 @@ dequantizing.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,9 @@ from pagemill_protocol.models.registry import unsupported
 from pagemill_protocol.sources import SourceError
 from pagemill_protocol.spec_from_gguf import family_of
 
+_SINGLE_ROW = "shared_expert_gate.weight"
+"""A matrix of one row, which files store without that dimension."""
+
 
 class GGUFWeights:
     """`WeightSource` over one file. Raises `LoadError` for corrupt files and unsupported storage types."""
@@ -37,7 +41,7 @@ class GGUFWeights:
         self._early_digest = early_digest
         self._path = path
         self._names = _names(self._file)
-        self._tensors = {self._names.hugging_face_name(name): each for name, each in self._file.tensors.items()}
+        self._tensors = dict(part for each in self._file.tensors.values() for part in self._parts(each))
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._check_types()
 
@@ -75,9 +79,22 @@ class GGUFWeights:
 
     def _stored(self, tensor: GGUFTensor) -> Tensor:
         """The tensor's bytes with its rows in Hugging Face order."""
-        data = self._file.data(tensor.name)
+        data = self._file.data_of(tensor)
         num_heads = self._interleaved_heads(tensor.name)
         return _as_torch(_uninterleave(data, tensor, num_heads) if num_heads else data)
+
+    def _parts(self, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
+        """The tensor under its Hugging Face name; one for each expert where it holds all of them (`*` in the name)."""
+        name, shape = self._names.hugging_face_name(tensor.name), tensor.shape
+        if name.endswith(_SINGLE_ROW) and len(shape) == 1:
+            tensor = tensor._replace(shape=(1, *shape))
+        if "*" not in name:
+            yield name, tensor
+            return
+        num_bytes = tensor.num_bytes // shape[0]
+        for index in range(shape[0]):
+            part = tensor._replace(shape=shape[1:], offset=tensor.offset + index * num_bytes, num_bytes=num_bytes)
+            yield name.replace("*", str(index)), part
 
     def _check_types(self) -> None:
         for tensor in self._tensors.values():

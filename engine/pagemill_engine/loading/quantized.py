@@ -41,7 +41,9 @@ class QuantizedWeights:
         self._full_width = {f"{name}.weight" for name in (decoder.embedding.name, decoder.head.name)}
         positions = decoder.embedding.positions
         self._floats = set() if positions is None else {f"{positions.name}.weight"}
-        """Matrices that nothing is multiplied with."""
+        for mixture in decoder.mixtures():
+            self._floats |= mixture.gate_names()
+        """Matrices that stay as they are: tables, and those that choose and weigh experts, which are small."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

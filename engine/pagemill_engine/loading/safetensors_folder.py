@@ -6,8 +6,10 @@ read; pickled checkpoints could run code and are refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagemill_engine.loading.codes import CodeKind
+from pagemill_engine.loading.codes import CODE_KINDS, CodeKind, mxfp4_pairs
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.source import stored_bytes
@@ -26,11 +28,21 @@ from pagemill_protocol.sources import UnreadableModelError
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _REMEDY = "Fetch the folder again and compare its files with the publisher's."
 
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the two tensors that hold a matrix in MXFP4."""
+
+
+class _Part(NamedTuple):
+    stored_name: str
+    row: int | None = None
+    """In the tensor's first dimension; `None`: all of it."""
+
 
 class SafetensorsFolder:
     """`WeightSource` over all shards of a folder. Raises `LoadError`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stacked: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`stacked`: as in `DecoderSpec`; what is stored for all experts at once is given for each."""
         self._folder = folder
         self._owner: dict[str, Any] = {}
         try:
@@ -41,14 +53,19 @@ class SafetensorsFolder:
             handle = _open(shard)
             self._owner.update(dict.fromkeys(handle.keys(), handle))
         _check_index(set(promised), set(self._owner), folder)
-        self._shapes = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._owner.items()}
+        self._parts = dict(part for name in self._owner for part in self._parts_of(name, stacked))
+        self._shapes = {name: self._shape(part) for name, part in self._parts.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
     def read_into(self, name: str, out: Tensor) -> None:
-        tensor = self._owner[name].get_tensor(name)
+        codes = self.read_codes(name)
+        if codes is not None:
+            out.copy_(codes.dequantize())
+            return
+        tensor = self._read(self._parts[name])
         if tensor.dtype not in _FLOATS:
             raise LoadError(
                 "UnsupportedQuantization",
@@ -58,17 +75,29 @@ class SafetensorsFolder:
         out.copy_(tensor)
 
     def code_kind(self, name: str) -> CodeKind | None:
-        return None
+        return CODE_KINDS["MXFP4"] if self._is_mxfp4(self._parts[name]) else None
 
     def read_codes(self, name: str) -> GroupCodes | None:
-        return None
+        if self.code_kind(name) is None:
+            return None
+        part = self._parts[name]
+        scales_name = part.stored_name.removesuffix(BLOCKS) + SCALES
+        wanted = self._stored_shape(part.stored_name)[:-1]
+        if scales_name not in self._owner or self._stored_shape(scales_name) != wanted:
+            raise LoadError(
+                "ModelUnreadable",
+                f"`{self._folder}` has no tensor `{scales_name}` of the shape {list(wanted)}. {_REMEDY}",
+            )
+        blocks, exponents = self._read(part), self._read(part._replace(stored_name=scales_name))
+        return mxfp4_pairs(blocks, exponents)
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
         return None
 
     def is_bfloat16(self, name: str) -> bool:
-        stored = self._owner[name].get_slice(name)
-        return stored.get_dtype() == "BF16" and len(stored.get_shape()) == 2
+        stored_name = self._parts[name].stored_name
+        dtype: str = self._owner[stored_name].get_slice(stored_name).get_dtype()
+        return dtype == "BF16" and len(self._shapes[name]) == 2
 
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
@@ -79,6 +108,37 @@ class SafetensorsFolder:
         return digest_tensors(
             (StoredTensor(name, str(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors.items()), total
         )
+
+    def _parts_of(self, stored_name: str, stacked: Mapping[str, str]) -> Iterator[tuple[str, _Part]]:
+        """What a stored tensor is under the names of single experts; itself where it is of none or of one."""
+        ending = next((ending for ending in stacked if stored_name.endswith(ending)), None)
+        if ending is None:
+            if not any(stored_name.endswith(each.removesuffix(BLOCKS) + SCALES) for each in stacked):
+                yield stored_name, _Part(stored_name)
+            return
+        name = stored_name.removesuffix(ending) + stacked[ending]
+        for index in range(*self._stored_shape(stored_name)[:1]):
+            yield name.replace("*", str(index)), _Part(stored_name, index)
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._owner[name].get_slice(name).get_shape())
+
+    def _shape(self, part: _Part) -> tuple[int, ...]:
+        shape = self._stored_shape(part.stored_name)
+        shape = shape if part.row is None else shape[1:]
+        return (shape[0], shape[1] * shape[2] * 2) if self._is_mxfp4(part) else shape
+
+    def _is_mxfp4(self, part: _Part) -> bool:
+        """Anything else under such a name has a shape that no model asks for."""
+        if part.row is None or not part.stored_name.endswith(BLOCKS):
+            return False
+        stored = self._owner[part.stored_name].get_slice(part.stored_name)
+        return stored.get_dtype() == "U8" and len(stored.get_shape()) == 4
+
+    def _read(self, part: _Part) -> Tensor:
+        handle, name = self._owner[part.stored_name], part.stored_name
+        tensor: Tensor = handle.get_tensor(name) if part.row is None else handle.get_slice(name)[part.row]
+        return tensor
 
 
 def _check_index(promised: set[str], held: set[str], folder: Path) -> None:

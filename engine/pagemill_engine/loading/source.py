@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -58,15 +60,17 @@ def stored_bytes(source: WeightSource, name: str, dtype: torch.dtype, keep_store
     return math.prod(source.shapes[name]) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
 
 
-def open_weights(path: Path, early_digest: EarlyDigest | None = None) -> WeightSource:
+def open_weights(
+    path: Path, early_digest: EarlyDigest | None = None, stacked: Mapping[str, str] = MappingProxyType({})
+) -> WeightSource:
     """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
 
-    `early_digest`: taken already, perhaps of this file.
+    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`.
     """
     if path.is_dir():
         from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 
-        return SafetensorsFolder(path)
+        return SafetensorsFolder(path, stacked)
     from pagemill_engine.loading.gguf_weights import GGUFWeights
 
     return GGUFWeights(path, early_digest)

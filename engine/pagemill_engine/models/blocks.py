@@ -12,14 +12,23 @@ import torch
 from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.layers import Layer, Linear, Norm
+from pagemill_engine.models.layers import Layer, Linear, Norm, Vector
 from pagemill_engine.models.row_order import head_order, heads_order, qkv_order
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import AttentionSpec, MLPSpec, NormSpec
 
 
+class Output(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """out += self(x), in place."""
+        ...
+
+
 class Block(Protocol):
-    output: Linear
+    @property
+    def output(self) -> Output: ...
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         """x: [tokens, hidden]. Returns what `output` multiplies."""
@@ -43,13 +52,14 @@ class Attention:
         self._index, self._rotation = index, rotation
         self._num_heads, self._head_dim = spec.num_heads, spec.head_dim
         self._extras: dict[str, Any] = {} if spec.soft_cap is None else {"soft_cap": spec.soft_cap}
+        self.sinks = None if spec.sinks is None else Vector(spec.sinks, spec.num_heads, ops)
         if spec.alibi_slopes is not None:
             self._extras["alibi_slopes"] = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=ops.device)
 
     def layers(self) -> Iterator[Layer]:
         yield self.qkv
         yield self.output
-        yield from (norm for norm in (self.query_norm, self.key_norm) if norm is not None)
+        yield from (each for each in (self.query_norm, self.key_norm, self.sinks) if each is not None)
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         num_tokens, num_heads = x.shape[0], self._num_heads
@@ -68,7 +78,8 @@ class Attention:
             cos, sin = context.rotations[self._rotation]
             self.ops.rope_and_store(heads, num_heads, cos, sin, cache, context.kv_slots)
         plan = context.attention_plans[self.spec.window]
-        attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **self._extras)
+        extras = self._extras if self.sinks is None else self._extras | {"sinks": self.sinks.values}
+        attended = self.ops.paged_attention(query, cache, plan, self.spec.scale, **extras)
         return attended.view(num_tokens, -1)
 
 
@@ -84,14 +95,17 @@ class MLP:
         yield self.output
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return self.activate(x)
+
+    def activate(self, x: Tensor) -> Tensor:
         return self._activate(self.up(x))
 
 
 def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
     if not spec.gated:
         return lambda x: ops.activate(x, spec.activation)
-    fast = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul}
-    return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation))
+    fast = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_and_mul} if spec.limit is None else {}
+    return fast.get(spec.activation) or (lambda x: ops.activate_and_mul(x, spec.activation, spec.limit))
 
 
 def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:

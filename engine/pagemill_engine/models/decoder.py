@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pagemill_engine.models.blocks import MLP, Attention, Block
 from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.experts import MoE
 from pagemill_engine.models.layers import Embedding, Layer, Linear, Norm, Positions
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
@@ -25,6 +26,7 @@ from pagemill_protocol.models.declaration import (
     DecoderSpec,
     LayerSpec,
     LinearSpec,
+    MoESpec,
     NormSpec,
     PositionsSpec,
     ResidualSpec,
@@ -41,6 +43,8 @@ class _Builder:
         self._caches = count()
 
     def block(self, spec: BlockSpec) -> Block:
+        if isinstance(spec, MoESpec):
+            return MoE(spec, self._ops, self._dtype)
         if not isinstance(spec, AttentionSpec):
             return MLP(spec, self._ops, self._dtype)
         rotation = None if spec.rope is None else self._ropes.index(spec.rope)

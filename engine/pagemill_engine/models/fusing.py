@@ -69,7 +69,7 @@ def _is_plain(attention: AttentionSpec) -> bool:
     """Rotated, perhaps normalised by heads, and nothing else."""
     norms = _head_norms(attention)
     by_heads = len(norms) != 1 and all(norm.size == attention.head_dim for norm in norms)
-    has_extras = attention.soft_cap is not None or attention.alibi_slopes is not None
+    has_extras = any(each is not None for each in (attention.soft_cap, attention.alibi_slopes, attention.sinks))
     return attention.rope is not None and by_heads and not has_extras
 
 

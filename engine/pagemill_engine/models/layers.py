@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagemill_engine.models.row_order import stacked_order
 from pagemill_engine.models.tensors import TensorSource, blocks_stacked, codes_stacked, read_stacked
+from pagemill_kernels.experts.parts import FusedExperts
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, PositionsSpec, Shapes
@@ -30,7 +31,7 @@ class Layer(Protocol):
         """Take them, in the type and layout of the device."""
         ...
 
-    def held(self) -> PackedLinear | Tensor:
+    def held(self) -> PackedLinear | FusedExperts | Tensor:
         """What lies in memory once it is loaded; layers that share it return the same object."""
         ...
 
@@ -116,6 +117,26 @@ class Norm:
         source.read_into(f"{self.spec.name}.{name}", vector)
         vector = vector if self._order is None else vector[self._order]
         return (vector + offset if offset else vector).to(self._ops.device)
+
+
+class Vector:
+    """A stored tensor of `size` values, in float32."""
+
+    values: Tensor
+
+    def __init__(self, name: str, size: int, ops: Ops) -> None:
+        self._name, self._size, self._ops = name, size, ops
+
+    def shapes(self) -> Shapes:
+        return {self._name: (self._size,)}
+
+    def load(self, source: TensorSource) -> None:
+        values = torch.empty(self._size)
+        source.read_into(self._name, values)
+        self.values = values.to(self._ops.device)
+
+    def held(self) -> Tensor:
+        return self.values
 
 
 class Embedding:

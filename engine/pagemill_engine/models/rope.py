@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagemill_engine.models.tensors import TensorSource
 from pagemill_protocol.models.declaration import DecoderSpec, RopeSpec
-from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 
 class Rotations:
@@ -65,12 +65,14 @@ def rope_tables(
     if freq_divisors is not None:
         frequencies = frequencies / freq_divisors
     elif scaling is not None:
-        frequencies, factor = _scaled(frequencies, head_dim, theta, scaling)
+        frequencies, factor = _scaled(frequencies, head_dim, theta, scaling, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def _scaled(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
+def _scaled(
+    frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int
+) -> tuple[Tensor, float]:
     """Frequencies and the factor on cos and sin."""
     match scaling:
         case LinearScaling():
@@ -79,6 +81,10 @@ def _scaled(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScali
             return _llama3(frequencies, scaling), 1.0
         case YarnScaling():
             return _yarn(frequencies, head_dim, theta, scaling), scaling.attention_factor
+        case LongRopeScaling():
+            is_long = max_positions > scaling.original_max_position_embeddings
+            divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
+            return frequencies / divisors, scaling.attention_factor
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

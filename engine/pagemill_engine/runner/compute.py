@@ -30,7 +30,7 @@ from pagemill_protocol.model_spec import ModelSpec
 _PRODUCTS: dict[str, Products] = {"w8a8": "w8a8", "fp8": "fp8"}
 _PRODUCT_NAMES: dict[Products, str] = {"w8a8": "int8", "fp8": "fp8"}
 _GPU_ALONE = ("w8a8", "fp8")
-_FEATURE_NAMES: dict[Feature, str] = {"alibi": "ALiBi", "soft_cap": "soft caps of scores"}
+_FEATURE_NAMES: dict[Feature, str] = {"alibi": "ALiBi", "sinks": "attention sinks", "soft_cap": "soft caps of scores"}
 
 
 class Compute(NamedTuple):
@@ -98,6 +98,12 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
 
 def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises `LoadError` for a model whose attention the Triton kernels do not compute; needs no device."""
+    if config.quantization in _GPU_ALONE and any(spec.decoder.mixtures()):
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`quantization` {config.quantization} has no kernel for mixtures of experts, which `{spec.architecture}` "
+            "has. Set quantization to int8, int4 or none.",
+        )
     lacks = lacking("triton", _features(spec))
     if lacks:
         raise LoadError(
@@ -113,6 +119,8 @@ def _features(spec: ModelSpec) -> frozenset[Feature]:
     for attention in spec.decoder.attentions():
         if attention.alibi_slopes is not None:
             found.add("alibi")
+        if attention.sinks is not None:
+            found.add("sinks")
         if attention.soft_cap is not None:
             found.add("soft_cap")
     return frozenset(found)

@@ -45,7 +45,7 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
 def _load(
     config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress, early_digest: EarlyDigest | None
 ) -> Runner:
-    if spec.weights_format == "safetensors" and spec.quantization is not None:
+    if spec.weights_format == "safetensors" and spec.quantization not in (None, "mxfp4"):
         raise LoadError(
             "UnsupportedQuantization",
             f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read. "

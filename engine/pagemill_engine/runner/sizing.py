@@ -94,7 +94,7 @@ def weights_of(
     config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
 ) -> WeightSource:
     """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
-    weights: WeightSource = DeclaredWeights(open_weights(path, early_digest), spec.decoder)
+    weights: WeightSource = DeclaredWeights(open_weights(path, early_digest, spec.decoder.stacked), spec.decoder)
     if config.quantization == "none":
         return weights
     quantized = QuantizedWeights(weights, config.quantization, spec.decoder)

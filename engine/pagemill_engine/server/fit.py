@@ -51,7 +51,7 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Codes are kept, and so is bfloat16 under float32; what takes more is rounded or converted as asked for."""
     if config.quantization != "none":
         return min(spec.weight_bytes, spec.num_parameters * _CODE_BITS[config.quantization] // 8)
-    if spec.weights_format == "gguf" and spec.quantization is not None:
+    if spec.quantization is not None:
         return spec.weight_bytes
     item_bytes = _ITEM_BYTES.get(config.dtype)
     if item_bytes is None or (spec.dtype == "bfloat16" and config.dtype == "float32"):

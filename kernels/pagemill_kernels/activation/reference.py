@@ -20,9 +20,12 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return activate_and_mul(gate_up, "gelu_tanh")
 
 
-def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
-    """As `silu_and_mul`, with any activation."""
+def activate_and_mul(gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
+    """As `silu_and_mul`, with any activation. `limit`: of the gate's values, and of up's magnitudes, to which 1 is
+    added."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
     return _FORMULAS[activation](gate) * up
 
 

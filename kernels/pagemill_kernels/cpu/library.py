@@ -18,10 +18,11 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS = range(7)
+GATE_SILU, GATE_CLAMPED = range(2)
 
 _LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)},
@@ -74,6 +75,7 @@ class AttentionArgs(ctypes.Structure):
         ("query_start_loc", c_void_p),
         ("seq_lens", c_void_p),
         ("out", c_void_p),
+        ("sinks", c_void_p),
         ("query_stride", c_int64),
         ("block_table_stride", c_int64),
         ("num_requests", c_int64),
@@ -109,6 +111,10 @@ _SIGNATURES = {
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
     ),
     "pagemill_silu_and_mul": (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32),
+    "pagemill_experts": (
+        c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64,
+        c_int32, c_float, c_void_p, c_int32,
+    ),
     "pagemill_decoder_layers": (
         c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_void_p, c_void_p,
     ),

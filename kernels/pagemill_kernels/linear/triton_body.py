@@ -17,6 +17,58 @@ def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr)
     return tl.reshape(wide, (ROWS, GROUPS * SIZE))
 
 
+@triton.jit
+def add_codes_product(
+    result,
+    x_row,
+    is_row,
+    weight_row,
+    is_column,
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """result + x W^T for the rows of x that `x_row` points to and the rows `weight_row` (int64) of W."""
+    NUM_GROUPS: tl.constexpr = IN // GROUP
+    # Inputs of a group that one product takes: with 4 bits, the low halves and the high halves apart.
+    SIZE: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP
+    ROW_BYTES: tl.constexpr = NUM_GROUPS * SIZE
+    code_row = codes_ptr + weight_row[:, None] * ROW_BYTES
+    byte = tl.arange(0, GROUPS * SIZE)
+    element = x_row.dtype.element_ty
+    for first in range(0, NUM_GROUPS, GROUPS):
+        group = first + tl.arange(0, GROUPS)
+        is_group = is_column[:, None] & (group < NUM_GROUPS)[None, :]
+        group_at = weight_row[:, None] * NUM_GROUPS + group[None, :]
+        scales = spread(tl.load(scales_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
+        at = first * SIZE + byte
+        inside = at < ROW_BYTES
+        codes = tl.load(code_row + at[None, :], mask=is_column[:, None] & inside[None, :], other=0)
+        low = (codes & 15) if BITS == 4 else codes
+        weights = low.to(tl.float32) * scales
+        if HAS_OFFSETS:
+            offsets = spread(tl.load(offsets_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
+            weights += offsets
+        inputs = at // SIZE * GROUP + at % SIZE
+        mask = is_row[:, None] & inside[None, :]
+        x = tl.load(x_row + inputs[None, :], mask=mask, other=0.0)
+        result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
+        if BITS == 4:
+            weights = (codes >> 4).to(tl.float32) * scales
+            if HAS_OFFSETS:
+                weights += offsets
+            x = tl.load(x_row + (inputs + SIZE)[None, :], mask=mask, other=0.0)
+            result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
+    return result
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_codes(
     num_rows,
@@ -40,41 +92,26 @@ def multiply_codes(
     PRECISION: tl.constexpr,
 ):
     """out (+)= x W^T + bias, where W[o, i] = codes[o, i] * scales[o, i // GROUP] + offsets[o, i // GROUP]."""
-    NUM_GROUPS: tl.constexpr = IN // GROUP
-    # Inputs of a group that one product takes: with 4 bits, the low halves and the high halves apart.
-    SIZE: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP
-    ROW_BYTES: tl.constexpr = NUM_GROUPS * SIZE
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = row < num_rows, column < OUT
-    x_row = x_ptr + row.to(tl.int64)[:, None] * x_stride
-    code_row = codes_ptr + column.to(tl.int64)[:, None] * ROW_BYTES
-    byte = tl.arange(0, GROUPS * SIZE)
-    element = x_ptr.dtype.element_ty
-    result = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for first in range(0, NUM_GROUPS, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        is_group = is_column[:, None] & (group < NUM_GROUPS)[None, :]
-        group_at = column.to(tl.int64)[:, None] * NUM_GROUPS + group[None, :]
-        scales = spread(tl.load(scales_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
-        at = first * SIZE + byte
-        inside = at < ROW_BYTES
-        codes = tl.load(code_row + at[None, :], mask=is_column[:, None] & inside[None, :], other=0)
-        low = (codes & 15) if BITS == 4 else codes
-        weights = low.to(tl.float32) * scales
-        if HAS_OFFSETS:
-            offsets = spread(tl.load(offsets_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
-            weights += offsets
-        inputs = at // SIZE * GROUP + at % SIZE
-        mask = is_row[:, None] & inside[None, :]
-        x = tl.load(x_row + inputs[None, :], mask=mask, other=0.0)
-        result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
-        if BITS == 4:
-            weights = (codes >> 4).to(tl.float32) * scales
-            if HAS_OFFSETS:
-                weights += offsets
-            x = tl.load(x_row + (inputs + SIZE)[None, :], mask=mask, other=0.0)
-            result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
+    result = add_codes_product(
+        tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32),
+        x_ptr + row.to(tl.int64)[:, None] * x_stride,
+        is_row,
+        column.to(tl.int64),
+        is_column,
+        codes_ptr,
+        scales_ptr,
+        offsets_ptr,
+        IN,
+        GROUP,
+        BITS,
+        BLOCK_N,
+        GROUPS,
+        HAS_OFFSETS,
+        PRECISION,
+    )
     if HAS_BIAS:
         result += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     to = out_ptr + row.to(tl.int64)[:, None] * OUT + column[None, :]

@@ -18,6 +18,18 @@ from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 GATHER_BLOCK = 1024
 
 
+class WeightParts(NamedTuple):
+    """What a kernel reads of a packed weight."""
+
+    weight: Tensor
+    """[out, in] floats, or codes as `triton_body` reads them."""
+    bias: Tensor | None
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    bits: int = 0
+    """Of a code; 0: floats."""
+
+
 class FloatLinear:
     can_gather = True
 
@@ -30,6 +42,9 @@ class FloatLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
+
+    def parts(self) -> WeightParts:
+        return WeightParts(self._weight, self._bias)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """The sum is part of the product: `out` is read and written once."""
@@ -84,6 +99,9 @@ class CodesLinear(CodesOnDevice):
     @property
     def num_bytes(self) -> int:
         return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
+
+    def parts(self) -> WeightParts:
+        return WeightParts(self._codes, self._bias, self._scales, self._offsets, self._bits)
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""

@@ -1,16 +1,27 @@
 """Paged attention on CPU: gather the context of a group into contiguous keys and values, then dense attention.
 
 Query heads that share a key/value head are rows of one small matrix, so grouped-query attention repeats nothing. With a
-soft cap or ALiBi scores are written out, one key/value head of a chunk at a time.
+soft cap, ALiBi or sinks scores are written out, one key/value head of a chunk at a time.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill_kernels.paged_attention.plan import AttentionPlan, DecodeGroup, PrefillChunk
+from pagemill_kernels.paged_attention.reference import softmax_with_sinks
+
+
+class _Extras(NamedTuple):
+    """As the arguments of `paged_attention`."""
+
+    soft_cap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
 
 
 def paged_attention(
@@ -20,20 +31,22 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query: [tokens, num_heads, head_dim]; cache: one layer's, of any float type. Returns a tensor like query.
 
-    `soft_cap`, `alibi_slopes`: as in `reference`.
+    `soft_cap`, `alibi_slopes`, `sinks`: as in `reference`.
     """
+    extras = _Extras(soft_cap, alibi_slopes, sinks)
     result = torch.empty(query.shape, dtype=query.dtype)
     for group in plan.decodes:
-        result[group.rows] = _decode(query[group.rows], cache, group, plan.num_kv_heads, scale, soft_cap, alibi_slopes)
+        result[group.rows] = _decode(query[group.rows], cache, group, plan.num_kv_heads, scale, extras)
     for chunk in plan.prefills:
         rows = query[chunk.start : chunk.stop]
-        if soft_cap is None and alibi_slopes is None:
+        if all(extra is None for extra in extras):
             attended = _prefill(rows, cache, chunk, plan.num_kv_heads, scale)
         else:
-            attended = _written_out_prefill(rows, cache, chunk, plan.num_kv_heads, scale, soft_cap, alibi_slopes)
+            attended = _written_out_prefill(rows, cache, chunk, plan.num_kv_heads, scale, extras)
         result[chunk.start : chunk.stop] = attended
     return result
 
@@ -44,12 +57,12 @@ def _decode(
     group: DecodeGroup,
     num_kv_heads: int,
     scale: float,
-    soft_cap: float | None,
-    alibi_slopes: Tensor | None,
+    extras: _Extras,
 ) -> Tensor:
     keys, values = _gather(cache, group.gather, group.num_requests * num_kv_heads, query.dtype)
     num_requests, num_heads, head_dim = query.shape
     grouped = query.reshape(num_requests * num_kv_heads, num_heads // num_kv_heads, head_dim)
+    soft_cap, alibi_slopes, sinks = extras
     if soft_cap is None and alibi_slopes is None:
         scores = torch.baddbmm(group.bias, grouped, keys.transpose(1, 2), alpha=scale)
     else:
@@ -57,7 +70,8 @@ def _decode(
     if alibi_slopes is not None:
         lowered = alibi_slopes.view(1, num_kv_heads, -1, 1) * group.distances()[:, None, None, :]
         scores += lowered.flatten(0, 1)
-    weights = scores.softmax(-1).to(query.dtype)
+    by_head = scores.view(num_requests, num_heads, -1).transpose(0, 1)
+    weights = softmax_with_sinks(by_head, sinks).transpose(0, 1).reshape(scores.shape).to(query.dtype)
     return torch.bmm(weights, values).view(num_requests, num_heads, head_dim)
 
 
@@ -85,9 +99,9 @@ def _written_out_prefill(
     chunk: PrefillChunk,
     num_kv_heads: int,
     scale: float,
-    soft_cap: float | None,
-    alibi_slopes: Tensor | None,
+    extras: _Extras,
 ) -> Tensor:
+    soft_cap, alibi_slopes, sinks = extras
     keys, values = _gather(cache, chunk.gather, num_kv_heads, query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     by_kv_head = query.reshape(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
@@ -99,7 +113,8 @@ def _written_out_prefill(
     for head, rows in enumerate(by_kv_head):
         scores = _capped((rows @ keys[head, : chunk.context_len].t()).float().mul_(scale), soft_cap)
         scores = scores if slopes is None else scores.add_(slopes[head] * distances)
-        weights = scores.add_(mask).softmax(-1).to(query.dtype)
+        of_head = None if sinks is None else sinks.view(num_kv_heads, -1)[head]
+        weights = softmax_with_sinks(scores.add_(mask), of_head).to(query.dtype)
         attended[head] = weights @ values[head, : chunk.context_len]
     return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 

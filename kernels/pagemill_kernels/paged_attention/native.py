@@ -70,8 +70,13 @@ def plan_bfloat16_attention(
     return plan
 
 
-def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float) -> Tensor:
-    """query: float32 [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim]."""
+def paged_attention(
+    query: Tensor, cache: Tensor, plan: NativePlan, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """query: float32 [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim].
+
+    `sinks`: as in `reference`.
+    """
     num_tokens, num_heads, head_dim = query.shape
     if query.stride()[1:] != (head_dim, 1):
         query = query.contiguous()
@@ -82,6 +87,7 @@ def paged_attention(query: Tensor, cache: Tensor, plan: NativePlan, scale: float
     args.cache = cache.data_ptr()
     args.cache_type = NATIVE_TYPES.index(cache.dtype)
     args.out = out.data_ptr()
+    args.sinks = 0 if sinks is None else sinks.data_ptr()
     args.num_heads = num_heads
     args.scale = scale
     launch.native().pagemill_paged_attention(ctypes.byref(args))

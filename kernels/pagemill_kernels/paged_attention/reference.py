@@ -33,11 +33,13 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns query's shape and type.
 
     `soft_cap`: scores become cap * tanh(score / cap). `alibi_slopes`: float32 [num_heads]; a key that lies n tokens
-    back loses slope * n.
+    back loses slope * n. `sinks`: float32 [num_heads], for each head the score of a key without a value, which takes
+    its share of the softmax.
     """
     batch = plan.batch
     result = torch.empty_like(query)
@@ -55,9 +57,17 @@ def paged_attention(
         if alibi_slopes is not None:
             distance = torch.arange(seq_len, device=query.device) - positions[:, None]
             scores = scores + alibi_slopes.float()[:, None, None] * distance
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        weights = softmax_with_sinks(scores.masked_fill(~visible, float("-inf")), sinks)
         result[start:stop] = (weights @ values.float()).transpose(0, 1).to(query.dtype)
     return result
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """scores: [heads, rows, context]. Returns what the context gets of the softmax over it and the head's sink."""
+    if sinks is None:
+        return scores.softmax(-1)
+    beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
 def visible_positions(positions: Tensor, seq_len: int, sliding_window: int | None) -> Tensor:

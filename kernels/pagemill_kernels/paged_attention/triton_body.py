@@ -56,6 +56,7 @@ def attend(
     query_start_ptr,
     seq_lens_ptr,
     slopes_ptr,
+    sinks_ptr,
     out_ptr,
     maxima_ptr,
     sums_ptr,
@@ -71,6 +72,7 @@ def attend(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_CODES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -121,6 +123,11 @@ def attend(
     PART: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if HAS_CODES else BLOCK_SIZE * HEAD_DIM
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if HAS_SINKS:
+        # A score that has no value; of several splits the first one, which always has keys, counts it.
+        sinks = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+        maximum = tl.where(split == 0, sinks, maximum)
+        total = tl.where(split == 0, 1.0, total)
     result = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
     for tile in range(begin, end, TILE):
         key_position = tile + tl.arange(0, TILE)

@@ -121,14 +121,15 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim].
 
     `soft_cap`: scores become cap * tanh(score / cap). `alibi_slopes`: float32 [num_heads]; a key that lies n tokens
-    back loses slope * n.
+    back loses slope * n. `sinks`: float32 [num_heads]; scores of keys that have no value.
     """
     num_tokens, num_heads, head_dim = query.shape
-    _check(query, cache, plan, alibi_slopes)
+    _check(query, cache, plan, alibi_slopes=alibi_slopes, sinks=sinks)
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device)
     if num_tokens == 0:
         return out
@@ -155,6 +156,7 @@ def paged_attention(
         query_start_ptr=plan.query_start_loc,
         seq_lens_ptr=plan.seq_lens,
         slopes_ptr=query if alibi_slopes is None else alibi_slopes,
+        sinks_ptr=query if sinks is None else sinks,
         out_ptr=parts,
         maxima_ptr=maxima,
         sums_ptr=sums,
@@ -170,6 +172,7 @@ def paged_attention(
         HAS_WINDOW=plan.sliding_window is not None,
         HAS_SOFT_CAP=soft_cap is not None,
         HAS_SLOPES=alibi_slopes is not None,
+        HAS_SINKS=sinks is not None,
         HAS_CODES=has_codes,
         PRECISION=precision(query.dtype),
         enable_fp_fusion=True,
@@ -232,7 +235,7 @@ def _split_buffers(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor
     return parts, sizes[0], sizes[1]
 
 
-def _check(query: Tensor, cache: Tensor, plan: TritonPlan, alibi_slopes: Tensor | None) -> None:
+def _check(query: Tensor, cache: Tensor, plan: TritonPlan, **by_head: Tensor | None) -> None:
     num_tokens, num_heads, head_dim = query.shape
     launch.check_floats("paged attention", query=query)
     launch.check_contiguous("paged attention", cache=cache)
@@ -248,10 +251,11 @@ def _check(query: Tensor, cache: Tensor, plan: TritonPlan, alibi_slopes: Tensor 
     problem = supports(head_dim, plan.block_size, num_heads // plan.num_kv_heads)
     if problem is not None:
         raise ValueError(f"paged attention: {problem}")
-    if alibi_slopes is not None:
-        launch.check_shape("paged attention", "alibi_slopes", alibi_slopes, (num_heads,))
-        launch.check_floats("paged attention", query=query, alibi_slopes=alibi_slopes)
-        launch.check_contiguous("paged attention", alibi_slopes=alibi_slopes)
+    for name, values in by_head.items():
+        if values is not None:
+            launch.check_shape("paged attention", name, values, (num_heads,))
+            launch.check_floats("paged attention", query=query, **{name: values})
+            launch.check_contiguous("paged attention", **{name: values})
     if {query.device, cache.device} != {plan.seq_lens.device}:
         raise ValueError(
             f"paged attention: query, cache and plan lie on {query.device}, {cache.device} and {plan.seq_lens.device}; "

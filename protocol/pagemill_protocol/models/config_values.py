@@ -14,7 +14,7 @@ from pagemill_protocol.models.declaration import Activation, RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
 from pagemill_protocol.models.registry import rope_refusals, unsupported
-from pagemill_protocol.rope_scaling import RopeError, UnsupportedRopeError, wrong
+from pagemill_protocol.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
 from pagemill_protocol.sources import UnreadableModelError
 
@@ -29,6 +29,12 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+
+
+def quantization_of(values: dict[str, Any]) -> str | None:
+    """The method that a config.json names for its weights; `None`: plain floats."""
+    value = values.get("quantization_config")
+    return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None
 
 
 class ConfigValues:
@@ -53,6 +59,23 @@ class ConfigValues:
         """`None` where the key is there and null, whatever the default."""
         absent = self._values.get(key) is None and (key in self._values or default is None)
         return None if absent else self.integer(key, default=default)
+
+    def integers(self, key: str) -> list[int]:
+        """A list that may be missing."""
+        values = self._values.get(key) or []
+        if not isinstance(values, list) or any(type(value) is not int for value in values):
+            raise self.wrong(key, values, "a list of integers")
+        return values
+
+    def has(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def object(self, key: str) -> dict[str, Any]:
+        """One that may be missing."""
+        value = self._values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(key, value, "an object")
+        return value or {}
 
     def number(self, *keys: str, default: float | None = None) -> float:
         key, value = self._first(keys, default)
@@ -81,6 +104,10 @@ class ConfigValues:
             raise self.unsupported(f"the activation `{value}`")
         return _ACTIVATIONS[value]
 
+    def quantization(self) -> str | None:
+        """How the file says that its weights are quantized."""
+        return quantization_of(self._values)
+
     def layer_types(self, num_layers: int) -> list[str] | None:
         """The kind of attention of each layer, where the file lists them."""
         kinds = self._values.get("layer_types")
@@ -105,8 +132,19 @@ class ConfigValues:
             where, values = self._rope_settings(kind)
             theta = rope_theta(self._values, where, values, "rotary_emb_base")
             share = self._rotary_share(values.get("partial_rotary_factor"), partial)
-            scaling = read_scaling(where, values, theta, context)
-        return RopeSpec(theta=theta, rotary_dim=int(head_dim * share), scaling=scaling)
+            scaling = read_scaling(where, self._with_original(values), theta, context)
+        rotary_dim = int(head_dim * share)
+        if isinstance(scaling, LongRopeScaling) and len(scaling.short_factor) != rotary_dim // 2:
+            raise self.wrong(
+                f"{where}.short_factor", list(scaling.short_factor), f"a list of {rotary_dim // 2} numbers"
+            )
+        return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
+
+    def _with_original(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Phi-3's files have the length of the original context beside the settings, not among them."""
+        name = "original_max_position_embeddings"
+        is_beside = self.has(name) and {values.get("rope_type"), values.get("type")} & {"longrope", "su"}
+        return {name: self._values[name], **values} if is_beside else values
 
     def _rope_settings(self, kind: str | None) -> tuple[str, Mapping[str, Any]]:
         """The key and the settings under it, those for one kind of layer where there are several."""

@@ -6,7 +6,8 @@ computes and nothing reads files. Matrices are [outputs, inputs]; tensors have t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
 
 import msgspec
@@ -115,10 +116,16 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Scores become cap * tanh(score / cap)."""
     alibi_slopes: tuple[float, ...] | None = None
     """Of each query head (arXiv 2108.12409): a key that lies n tokens back loses slope * n."""
+    sinks: str | None = None
+    """A stored tensor [num_heads]: scores of keys without values, which take their share of the softmax."""
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.qkv, self.output)
 
     def shapes(self) -> Shapes:
         norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
-        return _merged(self.qkv, self.output, *norms)
+        sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
+        return _merged(self.qkv, self.output, *norms) | sinks
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
@@ -129,17 +136,76 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     down: LinearSpec
     activation: Activation
     gated: bool
+    limit: float | None = None
+    """The gate is at most this, the up projection lies between its negative and this and gains 1: gpt-oss."""
 
     @property
     def intermediate_size(self) -> int:
         return self.down.in_features
 
+    def linears(self) -> Iterator[LinearSpec]:
+        yield from (self.up, self.down)
+
     def shapes(self) -> Shapes:
         return _merged(self.up, self.down)
 
 
-BlockSpec = AttentionSpec | MLPSpec
-"""What computes inside a layer. Experts, latent attention and recurrent blocks are further members."""
+class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An MLP that every token passes, times sigmoid(gate(x)) where there is a gate."""
+
+    mlp: MLPSpec
+    gate: LinearSpec | None = None
+
+    def shapes(self) -> Shapes:
+        return _merged(self.mlp, *(() if self.gate is None else (self.gate,)))
+
+
+class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """A mixture of experts: each token passes the `top_k` experts whose router logits are the largest.
+
+    Their outputs are summed, weighted by the softmax of the logits.
+    """
+
+    router: LinearSpec
+    """A row for each expert."""
+    experts: tuple[MLPSpec, ...]
+    """All of one shape."""
+    top_k: int
+    renormalized: bool
+    """The softmax is taken over the chosen logits, so that the weights sum to 1; else over all of them."""
+    shared: SharedExpertSpec | None = None
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of all experts that a token passes together."""
+        shared = 0 if self.shared is None else self.shared.mlp.intermediate_size
+        return self.top_k * self.experts[0].intermediate_size + shared
+
+    def num_unread_parameters(self, num_tokens: int) -> float:
+        """Of the experts that none of so many tokens passes, where each passes any with the same probability."""
+        of_one = sum(math.prod(shape) for shape in self.experts[0].shapes().values())
+        num_experts = len(self.experts)
+        return num_experts * of_one * (1 - self.top_k / num_experts) ** num_tokens
+
+    def linears(self) -> Iterator[LinearSpec]:
+        yield self.router
+        mlps = self.experts if self.shared is None else (*self.experts, self.shared.mlp)
+        for mlp in mlps:
+            yield from (mlp.up, mlp.down)
+        if self.shared is not None and self.shared.gate is not None:
+            yield self.shared.gate
+
+    def gate_names(self) -> set[str]:
+        """The matrices that choose and weigh experts."""
+        gate = None if self.shared is None else self.shared.gate
+        return {name for each in (self.router, gate) if each is not None for name in each.weight_shapes()}
+
+    def shapes(self) -> Shapes:
+        return _merged(*self.linears())
+
+
+BlockSpec = AttentionSpec | MLPSpec | MoESpec
+"""What computes inside a layer. Latent attention and recurrent blocks are further members."""
 
 
 class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +235,14 @@ class LayerSpec(msgspec.Struct, frozen=True):
         for residual in self.residuals:
             for branch in residual.branches:
                 yield branch.block
+
+    def with_branches(self, change: Callable[[BranchSpec], BranchSpec]) -> LayerSpec:
+        """The layer with each of its branches changed."""
+        residuals = [
+            msgspec.structs.replace(residual, branches=tuple(map(change, residual.branches)))
+            for residual in self.residuals
+        ]
+        return LayerSpec(self.name, tuple(residuals))
 
     def norms(self) -> Iterator[NormSpec]:
         """All but those of blocks; a norm that branches share comes once for each."""
@@ -241,14 +315,20 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Endings of tensors that files may hold besides: constants that old checkpoints store."""
     optional_prefix: str = ""
     """Some files leave it out of the names that begin with it: `transformer.`."""
+    stacked: dict[str, str] = {}
+    """Endings of tensors that files store for all experts at once, and those of each expert's own, `*` for its number:
+    `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
 
     def attentions(self) -> Iterator[AttentionSpec]:
         for layer in self.layers:
             yield from (block for block in layer.blocks() if isinstance(block, AttentionSpec))
 
-    def mlps(self) -> Iterator[MLPSpec]:
+    def mlps(self) -> Iterator[MLPSpec | MoESpec]:
         for layer in self.layers:
-            yield from (block for block in layer.blocks() if isinstance(block, MLPSpec))
+            yield from (block for block in layer.blocks() if not isinstance(block, AttentionSpec))
+
+    def mixtures(self) -> Iterator[MoESpec]:
+        yield from (block for block in self.mlps() if isinstance(block, MoESpec))
 
     def ropes(self) -> list[RopeSpec]:
         """Those that differ, in the order of their first layers."""
@@ -269,7 +349,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def linears(self) -> Iterator[LinearSpec]:
         """All products but a tied head's."""
         for block in (block for layer in self.layers for block in layer.blocks()):
-            yield from (block.qkv, block.output) if isinstance(block, AttentionSpec) else (block.up, block.down)
+            yield from block.linears()
         yield from (each for each in (self.embedding.projection, self.head.projection) if each is not None)
         if not self.head.tied:
             yield self.head_linear()

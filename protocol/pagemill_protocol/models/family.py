@@ -19,7 +19,8 @@ class GGUFNames(NamedTuple):
     layers: str
     """What a layer's names begin with, before its number: `model.layers`."""
     in_layer: dict[str, str]
-    """Without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}."""
+    """Without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}; with it where the other name has none. `*` stands
+    for the number of an expert: the tensor holds all of a layer's."""
     elsewhere: dict[str, str]
     """Whole names: {`token_embd.weight`: `model.embed_tokens.weight`}."""
     interleaved: dict[str, str]
@@ -29,6 +30,8 @@ class GGUFNames(NamedTuple):
     def hugging_face_name(self, name: str) -> str:
         """A name without a counterpart stays as it is."""
         match = _LAYER_NAME.fullmatch(name)
+        if match is not None and f"{match[2]}.{match[3]}" in self.in_layer:
+            return f"{self.layers}.{match[1]}.{self.in_layer[f'{match[2]}.{match[3]}']}"
         if match is None or match[2] not in self.in_layer:
             return self.elsewhere.get(name, name)
         return f"{self.layers}.{match[1]}.{self.in_layer[match[2]]}.{match[3]}"

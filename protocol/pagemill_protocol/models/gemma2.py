@@ -20,10 +20,20 @@ WINDOWED = "sliding_attention"
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
-    numbers = numbers_from_config(config, default_context=8192, default_head_dim=256, default_tied=True)
-    kinds = config.layer_types(numbers.num_layers) or [
-        "full_attention" if layer % 2 else WINDOWED for layer in range(numbers.num_layers)
+    num_layers = config.size("num_layers", "num_hidden_layers")
+    kinds = config.layer_types(num_layers) or [
+        "full_attention" if layer % 2 else WINDOWED for layer in range(num_layers)
     ]
+    return read_layers(config, kinds, default_context=8192)
+
+
+def read_layers(
+    config: ConfigValues, kinds: list[str], *, default_context: int, rope_kind: str | None = None
+) -> DecoderSpec:
+    """`kinds`: of each layer's attention. `rope_kind`: as for `ConfigValues.rope`."""
+    numbers = numbers_from_config(
+        config, default_context=default_context, default_head_dim=256, default_tied=True, rope_kind=rope_kind
+    )
     biased = config.flag("attention_bias", False)
     numbers = msgspec.structs.replace(
         numbers,

@@ -29,8 +29,6 @@ class GGUFValues:
         self.file = file
         self.architecture = architecture
         self._prefix = prefix
-        if self.number("expert_count", default=0):
-            raise self.unsupported("experts")
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors

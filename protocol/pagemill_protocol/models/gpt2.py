@@ -39,24 +39,26 @@ class Numbers(NamedTuple):
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
+    return decoder(numbers_from_config(config))
+
+
+def numbers_from_config(config: ConfigValues) -> Numbers:
     if config.flag("add_cross_attention", False):
         raise config.unsupported("cross-attention")
     size = config.size("hidden_size", "n_embd", "hidden_size", default=768)
-    return decoder(
-        Numbers(
-            architecture=config.architecture,
-            num_layers=config.size("num_layers", "n_layer", "num_hidden_layers", default=12),
-            size=size,
-            intermediate_size=config.size("intermediate_size", "n_inner", default=4 * size),
-            num_heads=config.size("num_heads", "n_head", "num_attention_heads", default=12),
-            vocab_size=config.size("vocab_size", default=50_257),
-            context=config.size("max_position_embeddings", "n_positions", "n_ctx", default=1024),
-            eps=config.epsilon("layer_norm_epsilon", default=1e-5),
-            tied=config.flag("tie_word_embeddings", True),
-            activation=config.activation("activation_function", default="gelu_new"),
-            scaled=config.flag("scale_attn_weights", True),
-            scaled_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False),
-        )
+    return Numbers(
+        architecture=config.architecture,
+        num_layers=config.size("num_layers", "n_layer", "num_hidden_layers", default=12),
+        size=size,
+        intermediate_size=config.size("intermediate_size", "n_inner", default=4 * size),
+        num_heads=config.size("num_heads", "n_head", "num_attention_heads", default=12),
+        vocab_size=config.size("vocab_size", default=50_257),
+        context=config.size("max_position_embeddings", "n_positions", "n_ctx", default=1024),
+        eps=config.epsilon("layer_norm_epsilon", default=1e-5),
+        tied=config.flag("tie_word_embeddings", True),
+        activation=config.activation("activation_function", default="gelu_new"),
+        scaled=config.flag("scale_attn_weights", True),
+        scaled_by_layer=config.flag("scale_attn_by_inverse_layer_idx", False),
     )
 
 

@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971): the decoder that others descend from; Mistral's files in GGUF's `llama` too."""
+"""Llama (arXiv 2302.13971): the decoder that others descend from. In GGUF `llama` is Mistral and Mixtral, too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.family import Family
 from pagemill_protocol.models.gguf_values import GGUFValues
 from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config, numbers_from_gguf
+from pagemill_protocol.models.mixtral import with_mixtral_experts
+from pagemill_protocol.models.moe import mixture_from_gguf
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -28,7 +30,17 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
     numbers = numbers_from_gguf(values)
     if numbers.window is not None:
         numbers = msgspec.structs.replace(numbers, architecture="MistralForCausalLM")
-    return decoder(numbers)
+    if not values.number("expert_count", default=0):
+        return decoder(numbers)
+    experts = mixture_from_gguf(values, size_key="feed_forward_length", renormalized=True)
+    return with_mixtral_experts(decoder(msgspec.structs.replace(numbers, architecture="MixtralForCausalLM")), experts)
 
 
-FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=True))
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
+_NAMES = gguf_names(interleaved=True)
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _MIXTRAL))

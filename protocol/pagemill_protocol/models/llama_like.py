@@ -63,12 +63,15 @@ def numbers_from_config(
     default_context: int,
     default_head_dim: int | None = None,
     default_tied: bool = False,
+    default_activation: str = "silu",
+    epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
     partial_rotary: tuple[str, float] | None = None,
+    rope_kind: str | None = None,
 ) -> Numbers:
     """With the keys that transformers' classes of this kind share, no bias and no window.
 
-    Defaults for keys that are missing are those of the architecture's configuration class. `partial_rotary`: as for
-    `ConfigValues.rope`.
+    Defaults for keys that are missing are those of the architecture's configuration class. `epsilon`: the key of the
+    norms' and its default. `partial_rotary` and `rope_kind`: as `partial` and `kind` of `ConfigValues.rope`.
     """
     num_heads, hidden_size = config.size("num_heads", "num_attention_heads"), config.size("hidden_size")
     context = config.size("max_position_embeddings", default=default_context)
@@ -83,10 +86,10 @@ def numbers_from_config(
         head_dim=head_dim,
         vocab_size=config.size("vocab_size"),
         max_position_embeddings=context,
-        rope=config.rope(head_dim, context, partial=partial_rotary),
-        rms_norm_eps=config.epsilon("rms_norm_eps", default=1e-6),
+        rope=config.rope(head_dim, context, partial=partial_rotary, kind=rope_kind),
+        rms_norm_eps=config.epsilon(epsilon[0], default=epsilon[1]),
         tied=config.flag("tie_word_embeddings", default_tied),
-        activation=config.activation("hidden_act", default="silu"),
+        activation=config.activation("hidden_act", default=default_activation),
     )
 
 

@@ -129,7 +129,9 @@ def test_names_are_those_of_hugging_face() -> None:
     assert names.hugging_face_name("blk.11.attn_output.weight") == "model.layers.11.self_attn.o_proj.weight"
     assert names.hugging_face_name("blk.0.attn_q.bias") == "model.layers.0.self_attn.q_proj.bias"
     assert names.hugging_face_name("output.weight") == "lm_head.weight"
-    assert names.hugging_face_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+    assert names.hugging_face_name("blk.0.ffn_strange.weight") == "blk.0.ffn_strange.weight"
+    in_layer = "model.layers.0.block_sparse_moe.experts"
+    assert names.hugging_face_name("blk.0.ffn_gate_exps.weight") == f"{in_layer}.*.w1.weight"
 
 
 def llama_file(

@@ -3,7 +3,9 @@ in batches and in chunks, on every backend of the CPU. Planted faults must break
 
 What is unlike Llama in each: GPT-2 learned positions, Conv1D matrices and a tied head; BLOOM ALiBi and a norm behind
 the embedding; GPT-NeoX partial rotary embedding and parallel blocks; GPT-J interleaved rotary embedding; Phi-3 fused
-matrices and a partial rotary embedding; Gemma 2 soft caps, windows in every second layer and norms behind its blocks.
+matrices and a partial rotary embedding; Gemma 2 soft caps, windows in every second layer and norms behind its blocks;
+OPT positions with an offset; Falcon one key and value head; Gemma 3 two rotary embeddings. Variants, and families that
+differ in less, run as one batch.
 """
 
 from __future__ import annotations
@@ -47,12 +49,48 @@ GEMMA2 = {
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 12.0,
 }
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+}
+OPT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 96,
+    "max_position_embeddings": 256,
+    "word_embed_proj_dim": 64,
+}
+FALCON = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
+MPT = {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 256}
+BIGCODE = {**GPT2, "tie_word_embeddings": False}
+GEMMA3 = {
+    **LLAMA,
+    "num_hidden_layers": 6,
+    "head_dim": 32,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 32,
+}
+GRANITE = {
+    **LLAMA,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.5,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "bloom": ("BloomForCausalLM", BLOOM),
     "gpt-neox": ("GPTNeoXForCausalLM", NEOX),
     "gptj": ("GPTJForCausalLM", GPTJ),
     "gemma2": ("Gemma2ForCausalLM", GEMMA2),
+    "opt": ("OPTForCausalLM", OPT),
+    "falcon": ("FalconForCausalLM", FALCON),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA3),
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 untied, relu, other scale": (
@@ -75,6 +113,78 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         {**GEMMA2, "attn_logit_softcapping": None, "final_logit_softcapping": None},
     ),
+    "opt with norms behind its blocks, and projections": (
+        "OPTForCausalLM",
+        {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 48},
+    ),
+    "opt without biases, gelu": ("OPTForCausalLM", {**OPT, "enable_bias": False, "activation_function": "gelu"}),
+    "falcon with grouped queries and two norms": (
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon with grouped queries and one norm": (
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon with alibi, one after another": (
+        "FalconForCausalLM",
+        {**FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "mpt": ("MptForCausalLM", {**MPT, "tie_word_embeddings": False}),
+    "mpt with six heads": ("MptForCausalLM", {**MPT, "d_model": 96, "n_heads": 6, "tie_word_embeddings": False}),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", BIGCODE),
+    "gpt-bigcode with all heads": ("GPTBigCodeForCausalLM", {**BIGCODE, "multi_query": False}),
+    "gemma": ("GemmaForCausalLM", {**LLAMA, "head_dim": 32}),
+    "gemma3 with a cap and scaling": (
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA3,
+            "final_logit_softcapping": 12.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20_000.0},
+            },
+        },
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0, "tie_word_embeddings": False},
+    ),
+    "smollm3 with a window": (
+        "SmolLM3ForCausalLM",
+        {
+            **LLAMA,
+            "pad_token_id": 0,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", LLAMA),
+    "granite": ("GraniteForCausalLM", GRANITE),
+    "granite with biases": ("GraniteForCausalLM", {**GRANITE, "attention_bias": True, "mlp_bias": True}),
+    "starcoder2": ("Starcoder2ForCausalLM", {**LLAMA, "sliding_window": 24}),
+    "stablelm": ("StableLmForCausalLM", {**LLAMA, "use_qkv_bias": True}),
+    "stablelm side by side": ("StableLmForCausalLM", {**LLAMA, "use_parallel_residual": True}),
+    "phi": ("PhiForCausalLM", {**LLAMA, "num_key_value_heads": 4}),
+    "cohere": ("CohereForCausalLM", {**LLAMA, "logit_scale": 1.5}),
+    "nemotron": ("NemotronForCausalLM", LLAMA),
+    "phi3 with long contexts": (
+        "Phi3ForCausalLM",
+        {
+            **LLAMA,
+            "pad_token_id": 0,
+            "max_position_embeddings": 256,
+            "original_max_position_embeddings": 300,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0 + 0.2 * index for index in range(8)],
+                "long_factor": [3.0] * 8,
+            },
+        },
+    ),
 }
 
 
@@ -92,8 +202,8 @@ class Family:
 def write_model(name: str, overrides: dict[str, Any], folder: Path) -> Any:
     model_class = getattr(transformers, name)
     config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
-    # Its own formula: the fused attention of torch has no soft caps.
-    config._attn_implementation = "eager"
+    # The fused attention of torch has no soft caps; Falcon's own formula adds ALiBi's part twice.
+    config._attn_implementation = "sdpa" if name.startswith("Falcon") else "eager"
     torch.manual_seed(1)
     model = model_class(config).eval()
     with torch.no_grad():

@@ -19,6 +19,11 @@ from pagemill_protocol.rope_settings import read_rope
 HEAD_DIM, CONTEXT = 32, 512
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * index for index in range(HEAD_DIM // 2)],
+    "long_factor": [2.0 + 0.5 * index for index in range(HEAD_DIM // 2)],
+}
 ORIGINAL = "original_max_position_embeddings"
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -54,6 +59,11 @@ CONFIGS: list[dict[str, Any]] = [
     {"rope_scaling": YARN | {ORIGINAL: 64, "mscale": 0.0, "mscale_all_dim": 1.0}},
     {"rope_scaling": YARN | {ORIGINAL: 64, "factor": 0.5}},
     {"rope_scaling": YARN | {ORIGINAL: 64, "factor": 1.0}, "rope_theta": 1.5},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    {"rope_scaling": LONG | {ORIGINAL: 64}},
+    {"rope_scaling": LONG | {ORIGINAL: 64, "attention_factor": 1.25}},
+    {"rope_scaling": LONG | {ORIGINAL: 64, "factor": 32.0}},
+    {"rope_scaling": LONG | {ORIGINAL: CONTEXT}},
 ]
 
 

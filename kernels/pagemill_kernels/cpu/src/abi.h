@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 8;
+constexpr int32_t kAbiVersion = 9;
 
 // The first four are multiplied in float32. The others round what they meet: kDots4 and kDots8 to integers of 16 bits
 // (dots.cpp) or, from PackedWeight::bfloat16_rows on, to bfloat16 (bfloat16.cpp), kPairs always to bfloat16.
@@ -24,6 +24,9 @@ struct PackedWeight {
   const float* scales;
 };
 
+// What lies between an expert's two products; experts.cpp.
+enum Gate : int32_t { kGateSilu = 0, kGateClamped = 1 };
+
 // How keys and values lie in the cache; kv_store.h.
 enum CacheType : int32_t { kCacheFloat32 = 0, kCacheBfloat16 = 1, kCacheInt8 = 2 };
 
@@ -34,6 +37,7 @@ struct AttentionArgs {
   const int64_t* query_start_loc;  // [requests + 1]
   const int64_t* seq_lens;         // [requests]
   float* out;                      // [tokens][num_heads][head_dim]
+  const float* sinks;              // [num_heads]: a score of no key that takes its share of the softmax; null: none
   int64_t query_stride;
   int64_t block_table_stride;
   int64_t num_requests;

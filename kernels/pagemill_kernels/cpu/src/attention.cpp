@@ -173,8 +173,8 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
       const int64_t token = query_start + item.first_token + t, row = t * group + g;
       const float* from = args.query + token * args.query_stride + (item.kv_head * group + g) * head_dim;
       for (int64_t d = 0; d < head_dim; d += kLanes) store(scratch.query + row * head_dim + d, load(from + d) * args.scale);
-      scratch.row_max[row] = kMinusInfinity;
-      scratch.row_sum[row] = 0.0f;
+      scratch.row_max[row] = args.sinks ? args.sinks[item.kv_head * group + g] : kMinusInfinity;
+      scratch.row_sum[row] = args.sinks ? 1.0f : 0.0f;
     }
   std::fill_n(scratch.result, rows * head_dim, 0.0f);
 

@@ -248,7 +248,9 @@ void attend_rows(const Source& from, Scratch& s) {
 
   load_queries<Vectors>(from, s);
   std::fill_n(s.row_max, kWidth, -INFINITY);
-  std::fill_n(s.row_sum, kWidth, 0.0f);
+  std::fill_n(s.row_sum, kWidth, args.sinks ? 1.0f : 0.0f);
+  // Maxima are of scores before they are scaled.
+  for (int64_t row = 0; args.sinks && row < from.rows; ++row) s.row_max[row] = args.sinks[from.head_of(row)] / args.scale;
   std::fill_n(s.result, kWidth * head_dim, 0.0f);
   for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {
     const int64_t depth = std::min<int64_t>(kSpan, end - start), padded = (depth + kPanel - 1) / kPanel * kPanel;

@@ -1,0 +1,107 @@
+"""Decodes of a mixture of experts beside those of a dense Llama that reads as many bytes for a token.
+
+Random weights, one request, both models in one process and in turns; the median of the runs counts. Goal: at least 0.8
+of the dense model's share of the memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from report import emit
+from safetensors.torch import save_file
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.factory import create_runner
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.models.decoders import decoder_from_config
+from pagemill_protocol.sampling import SamplingParams
+
+SHAPE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+}
+INNER, EXPERTS, TOP_K = 1792, 8, 2
+DENSE = {"architectures": ["LlamaForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
+MOE = {"architectures": ["MixtralForCausalLM"], "intermediate_size": INNER, **SHAPE}
+MOE |= {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+STORAGE: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "float32 arithmetic over bfloat16": {"dtype": "float32"},
+}
+
+
+def write_model(folder: Path, values: dict[str, Any]) -> ModelSpec:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    shapes = decoder_from_config(values, folder / "config.json").shapes()
+    save_file(
+        {name: torch.randn(shape).bfloat16() * 0.02 for name, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    return load_model_spec(folder)
+
+
+class Decodes:
+    """Steps of one request, one token each."""
+
+    def __init__(self, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
+        config = EngineConfig(model=str(folder), num_kv_blocks=128, num_threads=num_threads, **settings)
+        self._runner = create_runner(config, lambda phase, detail: None)
+        self._config, self.compute = config, self._runner.info.compute
+        self.weight_bytes = self._runner.info.weight_bytes
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a step, on average; the prompt's and the first two do not count."""
+        core = EngineCore(self._config, self._runner)
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens + 3, ignore_eos=True)
+        core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=[1, 2, 3], sampling=sampling))
+        for _ in range(3):
+            core.step()
+        start, count = time.perf_counter(), 0
+        while core.has_work:
+            core.step()
+            count += 1
+        return (time.perf_counter() - start) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=100)
+    args = parser.parse_args()
+    rows, ratios = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        specs = {name: write_model(Path(folder) / name, each) for name, each in (("dense", DENSE), ("moe", MOE))}
+        for storage, settings in STORAGE.items():
+            decodes = {name: Decodes(Path(folder) / name, args.threads, settings) for name in specs}
+            runs: dict[str, list[float]] = {name: [] for name in specs}
+            for _ in range(args.runs):
+                for name, each in decodes.items():
+                    runs[name].append(each.seconds(args.tokens))
+            share = {name: spec.num_read_parameters() / spec.num_parameters for name, spec in specs.items()}
+            speed = {name: share[name] * decodes[name].weight_bytes / median(runs[name]) / 1e9 for name in specs}
+            ratios[storage] = speed["moe"] / speed["dense"]
+            times = [f"{median(runs[name]) * 1000:.2f}" for name in specs]
+            rows.append([storage, *times, speed["dense"], speed["moe"], f"{ratios[storage]:.2f}x"])
+    columns = ["weights", "dense ms", "experts ms", "dense GB/s", "experts GB/s", "experts / dense"]
+    emit("experts", columns, rows, {"ratios": ratios, "threads": args.threads})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A mixture of experts as a block of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.models.blocks import MLP
+from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.layers import Layer, Linear
+from pagemill_engine.models.tensors import TensorSource
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.registry import Ops
+from pagemill_protocol.models.declaration import MoESpec, Shapes, SharedExpertSpec
+
+
+class Experts:
+    """All experts of a layer, loaded one after another and packed together."""
+
+    packed: FusedExperts
+
+    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype) -> None:
+        self._spec, self._ops, self._dtype = spec, ops, dtype
+
+    def shapes(self) -> Shapes:
+        return {name: shape for mlp in self._spec.experts for name, shape in mlp.shapes().items()}
+
+    def load(self, source: TensorSource) -> None:
+        parts = []
+        for mlp in self._spec.experts:
+            up, down = (Linear(each, self._ops, self._dtype) for each in mlp.linears())
+            up.load(source)
+            down.load(source)
+            parts.append(ExpertParts(up.packed, down.packed))
+        first = self._spec.experts[0]
+        self.packed = self._ops.pack_experts(parts, Gate(first.activation, first.limit))
+
+    def held(self) -> FusedExperts:
+        return self.packed
+
+
+class _SharedExpert:
+    def __init__(self, spec: SharedExpertSpec, ops: Ops, dtype: torch.dtype) -> None:
+        self.mlp = MLP(spec.mlp, ops, dtype)
+        self.gate = None if spec.gate is None else Linear(spec.gate, ops, dtype)
+
+    def layers(self) -> Iterator[Layer]:
+        yield from self.mlp.layers()
+        if self.gate is not None:
+            yield self.gate
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        inner = self.mlp.activate(x)
+        if self.gate is None:
+            self.mlp.output.add_to(out, inner)
+        else:
+            out.add_((self.mlp.output(inner) * _sigmoid(self.gate(x))).to(out.dtype))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """x: [tokens, 1]. torch's own takes other instructions for the last tokens of a batch: not the same bits in all."""
+    return torch.cat([x.float(), torch.zeros_like(x, dtype=torch.float32)], -1).softmax(-1)[:, :1]
+
+
+class MoE:
+    """Its own `output`: what it adds is a sum over experts, not one product."""
+
+    def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype) -> None:
+        self.router = Linear(spec.router, ops, dtype)
+        self.experts = Experts(spec, ops, dtype)
+        self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype)
+        self._spec, self._ops, self._dtype = spec, ops, dtype
+
+    @property
+    def output(self) -> MoE:
+        return self
+
+    def layers(self) -> Iterator[Layer]:
+        yield self.router
+        yield self.experts
+        if self.shared is not None:
+            yield from self.shared.layers()
+
+    def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
+        return x
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=self._dtype, device=x.device)
+        self.add_to(out, x)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        chosen, weights = self._ops.route(self.router(x), self._spec.top_k, self._spec.renormalized)
+        self.experts.packed.add_to(out, x, chosen, weights)
+        if self.shared is not None:
+            self.shared.add_to(out, x)

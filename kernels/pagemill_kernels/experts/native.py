@@ -1,0 +1,75 @@
+"""All experts of a layer in one C++ call: rows sorted by expert, each expert's weights read once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.experts.reference import PlainExperts
+from pagemill_kernels.linear.native import NativeLinear
+
+_ACTIVATIONS = {Gate("silu"): library.GATE_SILU}
+"""The gates that experts.cpp computes."""
+
+
+class NativeExperts:
+    def __init__(self, ups: Sequence[NativeLinear], downs: Sequence[NativeLinear], gate: Gate) -> None:
+        self._kept = ups, downs
+        """What the addresses below point to."""
+        self._hidden_size = ups[0].in_features
+        self._num_experts = len(ups)
+        self._addresses = (
+            _addresses(each.address for each in ups),
+            _addresses(each.bias_address for each in ups),
+            _addresses(each.address for each in downs),
+            _addresses(each.bias_address for each in downs),
+        )
+        self._activation = _ACTIVATIONS.get(gate, library.GATE_CLAMPED)
+        self._limit = gate.limit or 0.0
+        self._call = launch.native().pagemill_experts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for linears in self._kept for each in linears)
+
+    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+        num_tokens, top_k = chosen.shape
+        if x.shape != (num_tokens, self._hidden_size) or x.dtype != torch.float32 or x.stride(1) != 1:
+            raise ValueError(
+                f"experts: x is {x.dtype} {list(x.shape)}, float32 [tokens, {self._hidden_size}] is needed"
+            )
+        chosen, weights = chosen.contiguous(), weights.contiguous()
+        self._call(
+            *self._addresses,
+            self._num_experts,
+            x.data_ptr(),
+            num_tokens,
+            x.stride(0),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            top_k,
+            self._activation,
+            self._limit,
+            out.data_ptr(),
+            launch.num_threads(),
+        )
+
+
+def pack_experts(experts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:
+    """The reference, where the weights are not our own or the gate is another one."""
+    ups = [each.up for each in experts if isinstance(each.up, NativeLinear)]
+    downs = [each.down for each in experts if isinstance(each.down, NativeLinear)]
+    known = gate in _ACTIVATIONS or (gate.activation == "gelu_quick" and gate.limit is not None)
+    if not known or not len(ups) == len(downs) == len(experts):
+        return PlainExperts(experts, gate)
+    return NativeExperts(ups, downs, gate)
+
+
+def _addresses(values: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
+    listed = list(values)
+    return (ctypes.c_void_p * len(listed))(*listed)

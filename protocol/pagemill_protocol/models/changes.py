@@ -1,0 +1,75 @@
+"""Changes to a declared decoder: how a family says in what it differs from another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from pagemill_protocol.models.declaration import (
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    ResidualSpec,
+)
+
+replace = msgspec.structs.replace
+
+
+def with_attention(plain: DecoderSpec, change: Callable[[int, AttentionSpec], AttentionSpec]) -> DecoderSpec:
+    """`change`: from a layer's number and its attention."""
+
+    def block(index: int, layer: LayerSpec, block: BlockSpec) -> BlockSpec:
+        return change(index, block) if isinstance(block, AttentionSpec) else block
+
+    return _with_blocks(plain, block)
+
+
+def with_mlp(plain: DecoderSpec, change: Callable[[str, MLPSpec], MLPSpec]) -> DecoderSpec:
+    """`change`: from the name that a layer's tensors begin with, and its MLP."""
+
+    def block(index: int, layer: LayerSpec, block: BlockSpec) -> BlockSpec:
+        return change(layer.name, block) if isinstance(block, MLPSpec) else block
+
+    return _with_blocks(plain, block)
+
+
+def with_norms(plain: DecoderSpec, change: Callable[[NormSpec], NormSpec]) -> DecoderSpec:
+    """All norms of layers, and the one before the head; not those of queries and keys."""
+
+    def changed(norm: NormSpec | None) -> NormSpec | None:
+        return None if norm is None else change(norm)
+
+    def branch(branch: BranchSpec) -> BranchSpec:
+        return replace(branch, norm=changed(branch.norm), output_norm=changed(branch.output_norm))
+
+    layers = tuple(layer.with_branches(branch) for layer in plain.layers)
+    return replace(plain, layers=layers, norm=changed(plain.norm))
+
+
+def with_layer_norms(plain: DecoderSpec, *, bias: bool = True, weight_offset: float = 0.0) -> DecoderSpec:
+    """Layer norms where `plain` has RMS norms."""
+    return with_norms(plain, lambda norm: replace(norm, kind="layer", bias=bias, weight_offset=weight_offset))
+
+
+def side_by_side(plain: DecoderSpec) -> DecoderSpec:
+    """All blocks of a layer read the same residual through its first norm."""
+
+    def layer(layer: LayerSpec) -> LayerSpec:
+        branches = [branch for residual in layer.residuals for branch in residual.branches]
+        shared = tuple(replace(branch, norm=branches[0].norm) for branch in branches)
+        return LayerSpec(layer.name, (ResidualSpec(shared),))
+
+    return replace(plain, layers=tuple(map(layer, plain.layers)))
+
+
+def _with_blocks(plain: DecoderSpec, change: Callable[[int, LayerSpec, BlockSpec], BlockSpec]) -> DecoderSpec:
+    layers = [
+        layer.with_branches(lambda branch, i=index, each=layer: replace(branch, block=change(i, each, branch.block)))  # type: ignore[misc]
+        for index, layer in enumerate(plain.layers)
+    ]
+    return replace(plain, layers=tuple(layers))

@@ -1,0 +1,24 @@
+"""Command R (Cohere, 2024): blocks side by side behind one norm without a bias, an interleaved rotary embedding."""
+
+from __future__ import annotations
+
+from pagemill_protocol.models.changes import replace, side_by_side, with_layer_norms
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import DecoderSpec
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    if config.flag("use_qk_norm", False):
+        raise config.unsupported("norms of queries and keys (`use_qk_norm`)")
+    numbers = numbers_from_config(config, default_context=8192, default_tied=True, epsilon=("layer_norm_eps", 1e-5))
+    biased = config.flag("attention_bias", False)
+    numbers = replace(
+        numbers, rope=replace(numbers.rope, interleaved=True), attention_bias=biased, attention_output_bias=biased
+    )
+    plain = side_by_side(with_layer_norms(decoder(numbers), bias=False))
+    return replace(plain, head=replace(plain.head, scale=config.number("logit_scale", default=0.0625)))
+
+
+FAMILY = Family(read_config)

@@ -1,0 +1,46 @@
+"""Gemma 3 (arXiv 2503.19786), text: Gemma 2 without caps, with norms of queries and keys and two rotations."""
+
+from __future__ import annotations
+
+from pagemill_protocol.models import gemma2
+from pagemill_protocol.models.changes import replace, with_attention
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, NormSpec, RopeSpec
+from pagemill_protocol.models.family import Family
+
+FULL, WINDOWED = "full_attention", gemma2.WINDOWED
+DEFAULT_PATTERN = 6
+"""Every so many layers one attends to everything."""
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    if config.optional_number("attn_logit_softcapping") is not None:
+        raise config.unsupported("capped scores (`attn_logit_softcapping`)")
+    num_layers = config.size("num_layers", "num_hidden_layers")
+    period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=DEFAULT_PATTERN)
+    kinds = config.layer_types(num_layers) or [
+        WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers)
+    ]
+    plain = gemma2.read_layers(config, kinds, default_context=131_072, rope_kind=FULL)
+
+    def attention(index: int, spec: AttentionSpec) -> AttentionSpec:
+        name = f"{plain.layers[index].name}.self_attn"
+        norm = NormSpec(name=f"{name}.q_norm", size=spec.head_dim, eps=_eps(config), weight_offset=1.0)
+        rope = spec.rope if kinds[index] != WINDOWED else _local_rope(config, spec.head_dim, plain)
+        return replace(spec, query_norm=norm, key_norm=replace(norm, name=f"{name}.k_norm"), rope=rope)
+
+    return with_attention(plain, attention)
+
+
+def _eps(config: ConfigValues) -> float:
+    return config.epsilon("rms_norm_eps", default=1e-6)
+
+
+def _local_rope(config: ConfigValues, head_dim: int, plain: DecoderSpec) -> RopeSpec:
+    """Of layers with a window; files of before transformers 5 give its base alone."""
+    if WINDOWED in config.object("rope_parameters"):
+        return config.rope(head_dim, plain.max_position_embeddings, kind=WINDOWED)
+    return RopeSpec(theta=config.number("rope_local_base_freq", default=10_000.0), rotary_dim=head_dim)
+
+
+FAMILY = Family(read_config)

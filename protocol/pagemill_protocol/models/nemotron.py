@@ -1,0 +1,32 @@
+"""Nemotron and Minitron (arXiv 2402.16819): layer norms around 1, squared ReLU without a gate, a partial rotation."""
+
+from __future__ import annotations
+
+from pagemill_protocol.models.changes import replace, with_layer_norms, with_mlp
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import DecoderSpec, MLPSpec
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.parts import linear, plain_mlp
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    numbers = numbers_from_config(
+        config,
+        default_context=4096,
+        epsilon=("norm_eps", 1e-5),
+        default_activation="relu2",
+        partial_rotary=("partial_rotary_factor", 0.5),
+    )
+    attention_biased, biased = config.flag("attention_bias", False), config.flag("mlp_bias", False)
+    plain = decoder(replace(numbers, attention_bias=attention_biased, attention_output_bias=attention_biased))
+
+    def mlp(name: str, gated: MLPSpec) -> MLPSpec:
+        size, inner = numbers.hidden_size, numbers.intermediate_size
+        up = linear(size, (f"{name}.mlp.up_proj", inner), bias=biased)
+        return plain_mlp(up, linear(inner, (f"{name}.mlp.down_proj", size), bias=biased), gated.activation)
+
+    return with_mlp(with_layer_norms(plain, weight_offset=1.0), mlp)
+
+
+FAMILY = Family(read_config)

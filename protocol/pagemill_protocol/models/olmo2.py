@@ -1,0 +1,50 @@
+"""OLMo 2 (arXiv 2501.00656): norms behind the blocks alone, and over all queries and all keys at once."""
+
+from __future__ import annotations
+
+from pagemill_protocol.models.changes import replace, with_attention
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import (
+    AttentionSpec,
+    BranchSpec,
+    DecoderSpec,
+    LayerSpec,
+    NormSpec,
+    ResidualSpec,
+)
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import Numbers, decoder, numbers_from_config
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    numbers = numbers_from_config(config, default_context=2048, epsilon=("rms_norm_eps", 1e-5))
+    biased = config.flag("attention_bias", False)
+    plain = decoder(replace(numbers, attention_bias=biased, attention_output_bias=biased))
+    layers = tuple(_layer(layer, numbers) for layer in plain.layers)
+    return with_attention(replace(plain, layers=layers), lambda index, spec: _attention(spec, layers[index], numbers))
+
+
+def _layer(plain: LayerSpec, numbers: Numbers) -> LayerSpec:
+    attention, mlp = plain.blocks()
+    behind = (("post_attention", attention), ("post_feedforward", mlp))
+    branches = [
+        BranchSpec(block=block, output_norm=_norm(f"{plain.name}.{name}_layernorm", numbers.hidden_size, numbers))
+        for name, block in behind
+    ]
+    return LayerSpec(plain.name, tuple(ResidualSpec((branch,)) for branch in branches))
+
+
+def _attention(plain: AttentionSpec, layer: LayerSpec, numbers: Numbers) -> AttentionSpec:
+    name, head_dim = f"{layer.name}.self_attn", plain.head_dim
+    return replace(
+        plain,
+        query_norm=_norm(f"{name}.q_norm", plain.num_heads * head_dim, numbers),
+        key_norm=_norm(f"{name}.k_norm", plain.num_kv_heads * head_dim, numbers),
+    )
+
+
+def _norm(name: str, size: int, numbers: Numbers) -> NormSpec:
+    return NormSpec(name=name, size=size, eps=numbers.rms_norm_eps)
+
+
+FAMILY = Family(read_config)

@@ -1,0 +1,45 @@
+"""OLMoE (arXiv 2409.02060): Llama with experts, and queries and keys that are normalised over all heads together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, LayerSpec, NormSpec
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.moe import mixture, mixture_from_config, with_experts
+from pagemill_protocol.models.parts import sequential
+from pagemill_protocol.models.qwen2_moe import PARTS
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    if config.optional_number("clip_qkv") is not None:
+        raise config.unsupported("clipped queries, keys and values (`clip_qkv`)")
+    biased = config.flag("attention_bias", False)
+    numbers = msgspec.structs.replace(
+        numbers_from_config(config, default_context=4096), attention_bias=biased, attention_output_bias=biased
+    )
+    experts = mixture_from_config(
+        config,
+        size_key="intermediate_size",
+        renormalized=config.flag("norm_topk_prob", False),
+    )
+    sparse = with_experts(decoder(numbers), lambda _, layer: mixture(experts, f"{layer.name}.mlp", PARTS))
+    layers = tuple(_normalized(layer, numbers.rms_norm_eps) for layer in sparse.layers)
+    return msgspec.structs.replace(sparse, layers=layers)
+
+
+def _normalized(layer: LayerSpec, eps: float) -> LayerSpec:
+    attention, experts = layer.blocks()
+    assert isinstance(attention, AttentionSpec)
+    first, second = layer.norms()
+    sizes = {"query": attention.output.in_features, "key": attention.num_kv_heads * attention.head_dim}
+    norms = {
+        f"{part}_norm": NormSpec(name=f"{layer.name}.self_attn.{part[0]}_norm", size=size, eps=eps)
+        for part, size in sizes.items()
+    }
+    return sequential(layer.name, (first, msgspec.structs.replace(attention, **norms)), (second, experts))
+
+
+FAMILY = Family(read_config)

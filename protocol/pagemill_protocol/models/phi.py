@@ -1,0 +1,41 @@
+"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2306.11644): blocks side by side behind one layer norm, biases also on the head."""
+
+from __future__ import annotations
+
+from pagemill_protocol.models.changes import replace, side_by_side, with_attention, with_layer_norms, with_mlp
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, MLPSpec
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.parts import layer_norm, linear, plain_mlp
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    if config.flag("qk_layernorm", False):
+        raise config.unsupported("layer norms of queries and keys (`qk_layernorm`)")
+    numbers = numbers_from_config(
+        config,
+        default_context=2048,
+        epsilon=("layer_norm_eps", 1e-5),
+        default_activation="gelu_new",
+        partial_rotary=("partial_rotary_factor", 0.5),
+    )
+    plain, size, inner = decoder(replace(numbers, attention_bias=True)), numbers.hidden_size, numbers.intermediate_size
+
+    def attention(index: int, spec: AttentionSpec) -> AttentionSpec:
+        name = f"{plain.layers[index].name}.self_attn.dense"
+        return replace(spec, output=linear(spec.output.in_features, (name, size), bias=True))
+
+    def mlp(name: str, gated: MLPSpec) -> MLPSpec:
+        up, down = (
+            linear(size, (f"{name}.mlp.fc1", inner), bias=True),
+            linear(inner, (f"{name}.mlp.fc2", size), bias=True),
+        )
+        return plain_mlp(up, down, gated.activation)
+
+    changed = side_by_side(with_layer_norms(with_mlp(with_attention(plain, attention), mlp)))
+    norm = layer_norm("model.final_layernorm", size, numbers.rms_norm_eps)
+    return replace(changed, norm=norm, head=replace(plain.head, bias=True))
+
+
+FAMILY = Family(read_config)

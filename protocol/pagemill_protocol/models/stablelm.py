@@ -1,0 +1,25 @@
+"""StableLM (Stability AI, 2024): Llama with layer norms and a partial rotary embedding; some blocks side by side."""
+
+from __future__ import annotations
+
+from pagemill_protocol.models.changes import replace, side_by_side, with_layer_norms
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import DecoderSpec
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    if config.flag("qk_layernorm", False):
+        raise config.unsupported("layer norms of queries and keys (`qk_layernorm`)")
+    numbers = numbers_from_config(
+        config,
+        default_context=4096,
+        epsilon=("layer_norm_eps", 1e-5),
+        partial_rotary=("partial_rotary_factor", 0.25),
+    )
+    plain = with_layer_norms(decoder(replace(numbers, attention_bias=config.flag("use_qkv_bias", False))))
+    return side_by_side(plain) if config.flag("use_parallel_residual", False) else plain
+
+
+FAMILY = Family(read_config)

@@ -1,0 +1,36 @@
+"""StarCoder2 (arXiv 2402.19173): Llama with layer norms, biases and an MLP without a gate."""
+
+from __future__ import annotations
+
+from pagemill_protocol.models.changes import replace, with_layer_norms, with_mlp
+from pagemill_protocol.models.config_values import ConfigValues
+from pagemill_protocol.models.declaration import DecoderSpec, MLPSpec
+from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.parts import linear, plain_mlp
+
+
+def read_config(config: ConfigValues) -> DecoderSpec:
+    numbers = numbers_from_config(
+        config,
+        default_context=4096,
+        default_tied=True,
+        epsilon=("norm_epsilon", 1e-5),
+        default_activation="gelu_pytorch_tanh",
+    )
+    biased = config.flag("use_bias", True)
+    numbers = replace(numbers, attention_bias=biased, attention_output_bias=biased)
+    plain = decoder(numbers.with_window(config.window(default=None), range(numbers.num_layers)))
+
+    def mlp(name: str, gated: MLPSpec) -> MLPSpec:
+        size, inner = numbers.hidden_size, numbers.intermediate_size
+        up, down = (
+            linear(size, (f"{name}.mlp.c_fc", inner), bias=biased),
+            linear(inner, (f"{name}.mlp.c_proj", size), bias=biased),
+        )
+        return plain_mlp(up, down, gated.activation)
+
+    return with_mlp(with_layer_norms(plain), mlp)
+
+
+FAMILY = Family(read_config)

@@ -1,0 +1,307 @@
+"""Mixtures of experts: greedy answers equal to Hugging Face transformers on tiny random models, alone, in batches and
+in chunks, on every backend of the CPU. Planted faults must break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.models.experts import MoE
+from pagemill_kernels.cpu import library
+from pagemill_kernels.experts.reference import route
+from pagemill_protocol.model_spec import load_model_spec
+
+Loader = Callable[..., Any]
+Drivers = Callable[[Any], Any]
+NUM_TOKENS = 24
+VOCAB_SIZE = 256
+LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)
+LLAMA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
+QWEN = {**LLAMA, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3}
+GPT_OSS = {
+    **LLAMA,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 24,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {**QWEN, "shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "gpt-oss": ("GptOssForCausalLM", GPT_OSS),
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral, one expert a token": (
+        "MixtralForCausalLM",
+        {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 24},
+    ),
+    "mixtral, all experts": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 3}),
+    "qwen2-moe, weights of 1, windows": (
+        "Qwen2MoeForCausalLM",
+        {
+            **QWEN,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-moe, shares of the whole softmax": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": False}),
+    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2}),
+}
+
+
+@dataclass
+class Family:
+    folder: Path
+    reference: Any
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    """Greedy continuations by transformers."""
+    median_gap: float
+    """Between the log probabilities of the two best tokens."""
+
+
+def write_model(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Any:
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("bias", "sinks")):
+                parameter.normal_(0, 0.2)
+            elif parameter.dim() == 1:
+                parameter.normal_(1, 0.2)
+            elif tied_experts and parameter_name.endswith("gate.weight"):
+                parameter[1::2] = parameter[: len(parameter) // 2 * 2 : 2]
+        model.get_output_embeddings().weight.mul_(4)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The continuation and all gaps; the whole sequence is computed anew for each token, without any cache."""
+    sequence, gaps = torch.tensor([prompt]), []
+    for _ in range(NUM_TOKENS):
+        best = model(sequence, use_cache=False).logits[0, -1].log_softmax(-1).topk(2)
+        gaps.append(float(best.values[0] - best.values[1]))
+        sequence = torch.cat((sequence, best.indices[None, :1]), dim=-1)
+    return sequence[0, len(prompt) :].tolist(), gaps
+
+
+def make_family(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Family:
+    model = write_model(name, overrides, folder, tied_experts=tied_experts)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
+    answers = [greedy_reference(model, prompt) for prompt in prompts]
+    gaps = torch.tensor([gap for _, each in answers for gap in each])
+    return Family(folder, model, prompts, [tokens for tokens, _ in answers], float(gaps.median()))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(*MODELS[request.param], tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=["cpu_native", "cpu"])
+def any_backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu_native" and library.load() is None:
+        pytest.skip(f"no native kernels: {library.why_absent()}")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def driver(family: Family, any_backend: str, runner_loader: Loader, make_driver: Drivers) -> Any:
+    return make_driver(runner_loader(family.folder, backend=any_backend))
+
+
+def tokens_of(results: list[Any]) -> list[list[int]]:
+    return [result.token_ids for result in results]
+
+
+def test_the_best_tokens_are_clearly_apart(family: Family) -> None:
+    assert family.median_gap > 0.5
+
+
+def test_one_prompt_at_a_time_equals_transformers(family: Family, driver: Any) -> None:
+    assert tokens_of(driver.greedy(family.prompts, NUM_TOKENS, waves=True)) == family.expected
+
+
+def test_a_batch_equals_transformers(family: Family, driver: Any) -> None:
+    results = driver.greedy(family.prompts, NUM_TOKENS, enable_prefix_caching=False)
+    assert tokens_of(results) == family.expected
+
+
+def test_chunks_equal_transformers(family: Family, driver: Any) -> None:
+    results = driver.greedy(family.prompts, NUM_TOKENS, max_num_batched_tokens=13, enable_prefix_caching=False)
+    assert tokens_of(results) == family.expected
+
+
+def test_prefix_hits_and_preemption_change_nothing(family: Family, driver: Any) -> None:
+    hit = driver.greedy(family.prompts * 2, NUM_TOKENS, waves=True)
+    assert tokens_of(hit) == family.expected * 2
+    assert sum(result.num_cached_tokens for result in hit[len(family.prompts) :]) >= 16 + 32 + 80 + 192
+    preempted = driver.greedy(family.prompts, NUM_TOKENS, num_blocks=16, enable_prefix_caching=False)
+    assert tokens_of(preempted) == family.expected
+    assert sum(result.num_preemptions for result in preempted) > 0
+
+
+def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> None:
+    prompt, expected = family.prompts[-1], family.expected[-1]
+    with torch.no_grad():
+        logits = family.reference(torch.tensor([prompt + expected])).logits[0, len(prompt) - 1 : -1]
+    reference = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None]).squeeze(1)
+    ours = torch.tensor(driver.greedy([prompt], NUM_TOKENS)[0].logprobs)
+    torch.testing.assert_close(ours, reference, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_equal_transformers(name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers) -> None:
+    variant = make_family(*VARIANTS[name], tmp_path)
+    assert variant.median_gap > 0.3
+    for backend in ("cpu_native", "reference") if library.load() else ("reference",):
+        results = make_driver(runner_loader(variant.folder, backend=backend)).greedy(variant.prompts, NUM_TOKENS)
+        assert tokens_of(results) == variant.expected
+
+
+def test_experts_whose_logits_are_equal_are_chosen_as_transformers_does(
+    tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """Of the two experts of a pair with one row of the router, the third place goes to one."""
+    family = make_family(*MODELS["qwen3-moe"], tmp_path, tied_experts=True)
+    results = make_driver(runner_loader(family.folder)).greedy(family.prompts, NUM_TOKENS)
+    assert tokens_of(results) == family.expected
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(*MODELS["gpt-oss"], tmp_path_factory.mktemp("gpt-oss"))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(*MODELS["qwen2-moe"], tmp_path_factory.mktemp("qwen2-moe"))
+
+
+def mixtures_of(runner: Any) -> list[MoE]:
+    blocks = (block for layer in runner.model.layers.plain for block in layer.blocks())
+    return [block for block in blocks if isinstance(block, MoE)]
+
+
+def next_experts(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, weights = route(logits, top_k, renormalized)
+    return (chosen + 1) % logits.shape[1], weights
+
+
+def equal_weights(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, weights = route(logits, top_k, renormalized)
+    return chosen, torch.full_like(weights, 1 / top_k)
+
+
+def renormalizing(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return route(logits, top_k, not renormalized)
+
+
+@pytest.mark.parametrize("fault", [next_experts, equal_weights, renormalizing])
+def test_a_fault_in_the_routing_changes_the_answers(
+    fault: Any, qwen2: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(qwen2.folder)
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) == qwen2.expected
+    for mixture in mixtures_of(runner):
+        mixture._ops = mixture._ops._replace(route=fault)
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
+
+
+def test_without_its_shared_expert_the_answers_are_others(
+    qwen2: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(qwen2.folder)
+    for mixture in mixtures_of(runner):
+        mixture.shared = None
+    assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
+
+
+@pytest.mark.parametrize("fault", ["sinks", "limit"])
+def test_without_sinks_or_limits_the_answers_are_others(
+    fault: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    runner = runner_loader(gpt_oss.folder)
+    for layer in runner.model.layers.plain:
+        attention, mixture = layer.blocks()
+        if fault == "sinks":
+            attention.sinks = None
+        else:
+            mixture.experts.packed._limit = 1e9
+    assert tokens_of(make_driver(runner).greedy(gpt_oss.prompts, NUM_TOKENS)) != gpt_oss.expected
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "storage", [{}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=["float32", "int4", "bf16"]
+)
+def test_a_deterministic_engine_gives_the_same_bits_in_every_batch(
+    name: str, storage: dict[str, str], qwen2: Family, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    family = qwen2 if name == "qwen2-moe" else gpt_oss
+    driver = make_driver(runner_loader(family.folder, deterministic=True, **storage))
+    alone = driver.greedy(family.prompts, 8, waves=True, enable_prefix_caching=False)
+    for settings in ({}, {"max_num_batched_tokens": 13}):
+        together = driver.greedy(family.prompts, 8, enable_prefix_caching=False, **settings)
+        assert [each.logprobs for each in together] == [each.logprobs for each in alone]
+
+
+def test_products_of_codes_on_a_gpu_are_refused_by_name(qwen2: Family, runner_loader: Loader) -> None:
+    with pytest.raises(LoadError, match="`quantization` w8a8 has no kernel for mixtures of experts"):
+        runner_loader(qwen2.folder, device="cuda", quantization="w8a8")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_the_triton_backend_answers_as_transformers_does(
+    quantization: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """In the interpreter where there is no device."""
+    prompts = gpt_oss.prompts[:3]
+    results = make_driver(runner_loader(gpt_oss.folder, device="cuda", quantization=quantization)).greedy(prompts, 3)
+    expected = [tokens[:3] for tokens in gpt_oss.expected[:3]]
+    if quantization != "none":
+        native = make_driver(runner_loader(gpt_oss.folder, backend="cpu", quantization=quantization))
+        expected = tokens_of(native.greedy(prompts, 3))
+    assert tokens_of(results) == expected
+
+
+def test_experts_count_in_the_planned_memory(qwen2: Family, runner_loader: Loader) -> None:
+    runner = runner_loader(qwen2.folder, backend="cpu_native")
+    assert runner.info.weight_bytes == pytest.approx(4 * load_model_spec(qwen2.folder).num_parameters, rel=0.15)

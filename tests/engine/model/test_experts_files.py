@@ -1,0 +1,172 @@
+"""Experts as files store them otherwise than transformers writes: GGUF's stacked tensors of any type, MXFP4 in both
+formats, quantized while they are loaded. Answers are those of transformers on the values that are stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from moe_gguf import write_moe_gguf
+from safetensors.torch import load_file, save_file
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_protocol.model_spec import load_model_spec
+
+Loader = Callable[..., Any]
+Drivers = Callable[[Any], Any]
+NUM_TOKENS = 12
+PROMPTS: list[list[int]] = [[3 + 7 * at % 120 for at in range(length)] for length in (1, 5, 40)]
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+QWEN = {**SHAPE, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("MixtralForCausalLM", {**SHAPE, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2moe": ("Qwen2MoeForCausalLM", {**QWEN, "shared_expert_intermediate_size": 64}),
+    "qwen3moe": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {**SHAPE, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 24}
+        | {"rope_parameters": YARN},
+    ),
+}
+
+
+def make(architecture: str) -> Any:
+    name, overrides = FAMILIES[architecture]
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**overrides)
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("bias", "sinks")):
+                parameter.normal_(0, 0.2)
+    return model
+
+
+@torch.no_grad()
+def expected(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        sequence = list(prompt)
+        for _ in range(NUM_TOKENS):
+            sequence.append(int(model(torch.tensor([sequence]), use_cache=False).logits[0, -1].argmax()))
+        answers.append(sequence[len(prompt) :])
+    return answers
+
+
+def answers(path: Path, runner_loader: Loader, make_driver: Drivers, **settings: Any) -> list[list[int]]:
+    results = make_driver(runner_loader(path, **settings)).greedy(PROMPTS, NUM_TOKENS)
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "MXFP4"])
+def test_a_gguf_file_answers_as_its_values_do(
+    architecture: str, kind: str, tmp_path: Path, backend: str, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    model, path = make(architecture), tmp_path / "model.gguf"
+    write_moe_gguf(path, model, architecture, kind)
+    assert answers(path, runner_loader, make_driver, backend=backend) == expected(model)
+
+
+def write_mxfp4(folder: Path, model: Any) -> None:
+    """As gpt-oss is published: experts' matrices as pairs of blocks and scales; the model takes the same values."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    stored = {}
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                stored[name] = tensor.clone()
+                continue
+            num_experts, inputs, outputs = tensor.shape
+            codes = torch.randint(0, 16, (num_experts, outputs, inputs // 32, 16, 2), generator=generator)
+            exponents = torch.randint(120, 126, (num_experts, outputs, inputs // 32), generator=generator)
+            stored[f"{name}_blocks"] = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8)
+            stored[f"{name}_scales"] = exponents.to(torch.uint8)
+            scaled = values[codes.flatten(-2)] * 2.0 ** (exponents[..., None] - 127)
+            tensor.copy_(scaled.flatten(2).transpose(1, 2))
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors")
+    config = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GptOssForCausalLM"]}))
+
+
+def test_a_folder_in_mxfp4_answers_as_its_values_do(
+    tmp_path: Path, backend: str, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    model = make("gpt-oss")
+    write_mxfp4(tmp_path / "model", model)
+    assert answers(tmp_path / "model", runner_loader, make_driver, backend=backend) == expected(model)
+    assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [("scales", None), ("scales", lambda tensor: tensor[:, :, :1]), ("blocks", lambda tensor: tensor.float())],
+)
+def test_a_damaged_pair_of_mxfp4_is_named(part: str, change: Any, tmp_path: Path, runner_loader: Loader) -> None:
+    write_mxfp4(tmp_path / "model", make("gpt-oss"))
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    stored = tensors.pop(f"model.layers.1.mlp.experts.down_proj_{part}")
+    if change is not None:
+        tensors[f"model.layers.1.mlp.experts.down_proj_{part}"] = change(stored).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(LoadError, match=r"layers\.1\.mlp\.experts\..*down_proj"):
+        runner_loader(tmp_path / "model")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_experts_answer_as_the_torch_backend_does(
+    quantization: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    make("qwen2moe").save_pretrained(tmp_path)
+    runs = [
+        answers(tmp_path, runner_loader, make_driver, backend=backend, quantization=quantization)
+        for backend in ("cpu_native", "cpu")
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_a_folder_that_lacks_an_expert_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
+    make("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, path)
+    with pytest.raises(LoadError, match=r"layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight"):
+        runner_loader(tmp_path)
+
+
+def test_more_experts_for_a_token_than_there_are_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
+    make("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 6}))
+    with pytest.raises(LoadError, match=r"num_experts_per_tok.*at most the 5 experts"):
+        runner_loader(tmp_path)
+
+
+def test_active_parameters_leave_out_the_experts_that_a_token_does_not_pass(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    spec = load_model_spec(tmp_path)
+    assert spec.num_parameters - spec.num_read_parameters() == 2 * (5 - 2) * 3 * 64 * 96
+    assert spec.num_read_parameters() < spec.num_read_parameters(4) < spec.num_read_parameters(200)
+    assert spec.num_read_parameters(200) == spec.num_parameters

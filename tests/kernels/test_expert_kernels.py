@@ -1,0 +1,206 @@
+"""Experts by native code and by Triton equal the reference, for any shapes, formats and ways in which rows are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton_device import DEVICE, HAS_GPU
+
+from pagemill_kernels.cpu import library
+from pagemill_kernels.experts import native, reference, triton_launch
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.gpu import launch
+from pagemill_kernels.linear import native as native_linear
+from pagemill_kernels.linear import reference as plain_linear
+from pagemill_kernels.linear import triton_launch as triton_linear
+from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_kernels.linear.quantize import quantize
+
+needs_native = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+SILU, CLAMPED = Gate("silu"), Gate("gelu_quick", 0.7)
+SHAPES = [(1, 32, 32, 1, 1), (5, 64, 96, 7, 2), (70, 32, 160, 3, 3), (40, 96, 32, 16, 1), (300, 64, 64, 5, 4)]
+"""Tokens, hidden size, intermediate size, experts, experts of a token."""
+FORMATS = ["float32", "bfloat16", "int8", "int4"]
+Pack = Callable[[Tensor, Tensor | None], PackedLinear]
+
+
+def packers(module: object, format: str) -> Pack:
+    if format in ("int8", "int4"):
+        bits = 8 if format == "int8" else 4
+        return lambda weight, bias: module.pack_codes(quantize(weight, bits), bias)  # type: ignore[attr-defined]
+    dtype = getattr(torch, format)
+    return lambda weight, bias: module.pack_linear(weight.to(dtype), bias)  # type: ignore[attr-defined]
+
+
+def stored(weight: Tensor, format: str) -> Tensor:
+    """The values that the format holds."""
+    if format in ("int8", "int4"):
+        return quantize(weight, 8 if format == "int8" else 4).dequantize()
+    return weight.to(getattr(torch, format)).float()
+
+
+class Case:
+    """The same experts by the reference and by another implementation."""
+
+    def __init__(self, shape: tuple[int, int, int, int, int], format: str, pack: Pack, biased: bool) -> None:
+        self.tokens, size, inner, experts, self.top_k = shape
+        generator = torch.Generator().manual_seed(sum(shape))
+        self.x = torch.randn(self.tokens, size, generator=generator)
+        self.logits = torch.randn(self.tokens, experts, generator=generator) * 2
+        self.plain: list[ExpertParts] = []
+        self.packed: list[ExpertParts] = []
+        for _ in range(experts):
+            shapes = (2 * inner, size), (size, inner)
+            weights = [torch.randn(shape, generator=generator) / shape[1] ** 0.5 for shape in shapes]
+            biases = [torch.randn(len(each), generator=generator) if biased else None for each in weights]
+            both = list(zip(weights, biases, strict=True))
+            self.plain.append(ExpertParts(*(plain_linear.pack_linear(stored(w, format), b) for w, b in both)))
+            self.packed.append(ExpertParts(*(pack(w, b) for w, b in both)))
+
+    def expected(self, gate: Gate, chosen: Tensor, weights: Tensor) -> Tensor:
+        return run(reference.pack_experts(self.plain, gate), self.x, chosen, weights)
+
+
+def run(experts: FusedExperts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    out = torch.ones_like(x)
+    experts.add_to(out, x, chosen, weights)
+    return out
+
+
+@needs_native
+@pytest.mark.parametrize("gate", [SILU, CLAMPED, Gate("gelu_tanh")])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_experts_equal_the_reference(shape: tuple[int, int, int, int, int], format: str, gate: Gate) -> None:
+    case = Case(shape, format, packers(native_linear, format), biased=gate == CLAMPED)
+    chosen, weights = reference.route(case.logits, case.top_k, gate == SILU)
+    found = run(native.pack_experts(case.packed, gate), case.x, chosen, weights)
+    torch.testing.assert_close(found, case.expected(gate, chosen, weights), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("gate", [SILU, CLAMPED])
+@pytest.mark.parametrize("format", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("shape", [(1, 32, 32, 1, 1), (5, 64, 96, 7, 2), (70, 32, 64, 3, 3)])
+def test_triton_experts_equal_the_reference(shape: tuple[int, int, int, int, int], format: str, gate: Gate) -> None:
+    case = Case(shape, format, packers(triton_linear, format), biased=gate == CLAMPED)
+    chosen, weights = reference.route(case.logits, case.top_k, gate == SILU)
+    expected = case.expected(gate, chosen, weights)
+    experts = triton_launch.pack_experts(case.packed, gate)
+    found = run(experts, case.x.to(DEVICE), chosen.to(DEVICE), weights.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-4, rtol=1e-3)
+    num_bytes = sum(each.up.num_bytes + each.down.num_bytes for each in case.packed)
+    assert experts.num_bytes == num_bytes
+
+
+@needs_native
+def test_experts_that_get_no_row_are_left_out_and_one_may_get_all() -> None:
+    case = Case((50, 32, 32, 6, 2), "float32", packers(native_linear, "float32"), biased=True)
+    chosen = torch.tensor([[4, 1]]).repeat(50, 1)
+    weights = torch.rand(50, 2)
+    expected = case.expected(SILU, chosen, weights)
+    for experts in (native.pack_experts(case.packed, SILU), triton_experts(case)):
+        torch.testing.assert_close(run(experts, case.x, chosen, weights), expected, atol=1e-4, rtol=1e-4)
+
+
+def triton_experts(case: Case) -> FusedExperts:
+    pack = packers(triton_linear, "float32")
+    parts = [ExpertParts(*(pack(each._weight, each._bias) for each in pair)) for pair in case.plain]
+    return triton_launch.pack_experts(parts, SILU)
+
+
+@needs_native
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_tokens_result_has_the_same_bits_in_every_batch(format: str) -> None:
+    case = Case((300, 64, 96, 5, 2), format, packers(native_linear, format), biased=True)
+    experts = native.pack_experts(case.packed, SILU)
+    chosen, weights = reference.route(case.logits, 2, True)
+    together = run(experts, case.x, chosen, weights)
+    for rows in (slice(0, 1), slice(7, 12), slice(100, 300)):
+        alone, own = reference.route(case.logits[rows], 2, True)
+        assert torch.equal(alone, chosen[rows])
+        assert torch.equal(run(experts, case.x[rows], alone, own), together[rows])
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 64, 96, 7, 2), (5, 64, 96, 7, 2), (70, 32, 160, 3, 3)])
+def test_codes_times_rounded_activations_stay_close(shape: tuple[int, int, int, int, int], bits: int) -> None:
+    """Products in integers for few rows of an expert, in bfloat16 for many."""
+
+    def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        return native_linear.pack_codes_for_bfloat16(quantize(weight, bits), bias)  # type: ignore[arg-type]
+
+    case = Case(shape, f"int{bits}", pack, biased=True)
+    chosen, weights = reference.route(case.logits, case.top_k, True)
+    found = run(native.pack_experts(case.packed, SILU), case.x, chosen, weights)
+    torch.testing.assert_close(found, case.expected(SILU, chosen, weights), atol=0.04, rtol=0.02)
+
+
+@needs_native
+def test_threads_change_no_bit() -> None:
+    case = Case((300, 256, 512, 4, 2), "bfloat16", packers(native_linear, "bfloat16"), biased=True)
+    experts = native.pack_experts(case.packed, CLAMPED)
+    chosen, weights = reference.route(case.logits, 2, True)
+    expected = run(experts, case.x, chosen, weights)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(run(experts, case.x, chosen, weights), expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_weights_are_shares_of_the_whole_softmax_or_of_the_chosen() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    shares = logits.softmax(-1)[0]
+    chosen, weights = reference.route(logits, 2, False)
+    assert chosen.tolist() == [[1, 2]]
+    torch.testing.assert_close(weights[0], shares[[1, 2]])
+    _, weights = reference.route(logits, 2, True)
+    torch.testing.assert_close(weights[0], shares[[1, 2]] / shares[[1, 2]].sum())
+
+
+@pytest.mark.parametrize("num_experts", [3, 8, 60, 200])
+def test_ties_are_broken_alike_in_every_batch_and_no_expert_is_chosen_twice(num_experts: int) -> None:
+    logits = torch.zeros(40, num_experts)
+    chosen, weights = reference.route(logits, 3, True)
+    assert all(len(set(row)) == 3 for row in chosen.tolist())
+    torch.testing.assert_close(weights, torch.full((40, 3), 1 / 3))
+    for row in (0, 13, 39):
+        assert torch.equal(reference.route(logits[row : row + 1], 3, True)[0][0], chosen[row])
+
+
+@needs_native
+def test_rows_of_another_width_are_refused() -> None:
+    case = Case((2, 32, 32, 2, 1), "float32", packers(native_linear, "float32"), biased=False)
+    experts = native.pack_experts(case.packed, SILU)
+    with pytest.raises(ValueError, match=r"float32 \[tokens, 32\] is needed"):
+        experts.add_to(torch.zeros(2, 32), torch.zeros(2, 33), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+
+
+def test_weights_of_different_kinds_are_not_multiplied_together() -> None:
+    floats = triton_linear.pack_linear(torch.zeros(64, 32), None)
+    codes = triton_linear.pack_codes(quantize(torch.zeros(64, 32), 8), None)
+    down = triton_linear.pack_linear(torch.zeros(32, 32), None)
+    with pytest.raises(TypeError, match="CodesLinear, FloatLinear are not multiplied together"):
+        triton_launch.pack_experts([ExpertParts(floats, down), ExpertParts(codes, down)], SILU)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="kernels of the interpreter are watched")
+@pytest.mark.parametrize("tokens", [1, 200])
+def test_launches_depend_on_shapes_alone(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without values, whose reading raises: so a step does not wait, and can be recorded as a graph."""
+    meta, launched = torch.device("meta"), []
+    monkeypatch.setattr(launch, "device", lambda: meta)
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *args, grid, warmup, **named: launched.append(kernel.fn.__name__)
+    )
+    up, down = (triton_linear.pack_linear(torch.empty(shape, device=meta), None) for shape in ((64, 32), (32, 32)))
+    experts = triton_launch.pack_experts([ExpertParts(up, down)] * 5, SILU)
+    x = torch.empty(tokens, 32, device=meta)
+    chosen, weights = reference.route(torch.empty(tokens, 5, device=meta), 2, True)
+    experts.add_to(torch.empty_like(x), x, chosen, weights)
+    assert launched == ["multiply_experts", "gate_and_mul", "multiply_experts", "add_weighted"]
