@@ -58,7 +58,7 @@ CHAT: Mapping[str, Unsupported] = {
     "mm_processor_kwargs": Unsupported(_TEXT_ONLY, ({},)),
     "prediction": Unsupported(_REMOVE),
     "web_search_options": Unsupported("This server does not search the web; remove it."),
-    "reasoning_effort": Unsupported("Models that can be told so take it in `chat_template_kwargs`.", ("none",)),
+    "reasoning_effort": Unsupported("Models that know it take it in `chat_template_kwargs`.", ("none",)),
     "verbosity": Unsupported("Ask for the length in the prompt.", ("medium",)),
     "service_tier": Unsupported("Use `priority`.", ("auto", "default")),
     "store": Unsupported("Answers are not stored; remove it.", (False,)),
