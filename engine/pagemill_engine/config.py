@@ -140,7 +140,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ask for. Without it and without a file, the server makes one at its start, in a file that its user alone can read:
     `pagemill-UID/control-ADDRESS-PORT.token` below `$XDG_RUNTIME_DIR`, or below the temporary folder."""
     internal_tokens_file: str | None = None
-    """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
+    """File of further such tokens, one a line, read again when it changes. With an empty file none is accepted."""
     api_keys_file: str | None = None
     """
     File of the API keys that the OpenAI routes ask for, one entry a line: the SHA-256 of a key in hex, and its tenant

@@ -63,7 +63,7 @@ class _Choice:
     """Characters of the choice's text before `positions`."""
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
     """Kept when the client gets the best of several."""
-    untold: list[int] = field(default_factory=list)
+    unreported: list[int] = field(default_factory=list)
     """Tokens that were in no frame yet; only if not streaming."""
 
     def add(self, text: str, events: Sequence[Event] | None) -> None:
@@ -86,7 +86,7 @@ class OutputProcessor:
         self._choices = {index: self._new_choice(index) for index in range(self._first, self._first + num_reported)}
         """By the engine's index, which is also the client's unless the client gets the best of several."""
         self._chooses = num_reported > request.sampling.n
-        self._tells_progress = can_be_continued(request) and not request.stream
+        self._reports_progress = can_be_continued(request) and not request.stream
         self._num_cached_tokens = request.cached_tokens or 0
         self._cached_is_known = request.cached_tokens is not None
         self._queue_s = 0.0
@@ -164,7 +164,7 @@ class OutputProcessor:
         if delta.finish_reason is not None and self.complete:
             progress.done = True
             progress.frames.append(self.last_frame())
-        elif self._tells_progress:
+        elif self._reports_progress:
             progress.frames += self._progress_frames(choice, delta)
 
     def _chunk_frame(self, choice: _Choice, delta: ChoiceDelta) -> Frame:
@@ -181,17 +181,17 @@ class OutputProcessor:
         return Frame(meta, self._chunk(choice, delta))
 
     def _progress_frames(self, choice: _Choice, delta: ChoiceDelta) -> list[Frame]:
-        choice.untold += delta.token_ids
-        if len(choice.untold) < PROGRESS_TOKENS and delta.finish_reason is None:
+        choice.unreported += delta.token_ids
+        if len(choice.unreported) < PROGRESS_TOKENS and delta.finish_reason is None:
             return []
         meta = FrameMeta(
             choice=choice.index,
-            token_ids=choice.untold,
+            token_ids=choice.unreported,
             position=choice.output.num_tokens,
             finish_reason=delta.finish_reason,
             cached_tokens=self._tell_cached(choice),
         )
-        choice.untold = []
+        choice.unreported = []
         return [Frame(meta, b"")]
 
     def _tell_cached(self, choice: _Choice) -> int:

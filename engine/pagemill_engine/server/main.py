@@ -1,7 +1,7 @@
 """One server from start to end: ports first, then the model, then requests, then a drain. Nothing is decided elsewhere.
 
 Both ports are bound before anything slow happens: a port in use is known at once, and while the model loads the control
-port already tells why it is not ready. The engine runs in a process of its own (`ipc.channels`); this one never imports
+port already says why it is not ready. The engine runs in a process of its own (`ipc.channels`); this one never imports
 torch. `__main__` and `pagemill serve` call `run_server`; routes are in `apps`.
 """
 
