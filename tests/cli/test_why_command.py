@@ -108,7 +108,10 @@ def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Pat
     ("content", "words"),
     [
         (b"", "holds no decision about d; it has decisions about nothing"),
-        (encode_record(decided()[0]).replace(b"ns/d", b"ns/other"), "holds no decision about d; it has decisions about ns/other"),
+        (
+            encode_record(decided()[0]).replace(b"ns/d", b"ns/other"),
+            "holds no decision about d; it has decisions about ns/other",
+        ),
         (b"\n{}\n", ":2: is no record of a decision: Object missing required field `key`"),
         (b"what?", ":1: is no record of a decision: JSON is malformed"),
         (b"\xff\xfe", "is not UTF-8 text (byte 0)"),
