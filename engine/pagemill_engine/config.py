@@ -98,7 +98,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str = "auto"
     """How tool calls are read from answers; `auto`: as the chat template asks for them, `none`: tools are refused."""
     reasoning_parser: str = "auto"
-    """How reasoning is told from text; `auto`: as the chat template marks it, `none`: it stays in the text."""
+    """How reasoning is separated from text; `auto`: as the chat template marks it, `none`: it stays in the text."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV and HTTP, no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None

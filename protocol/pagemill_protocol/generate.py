@@ -84,7 +84,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
     reasoning_tokens: int | None = None
-    """The part of the completion tokens; `None`: reasoning is not told from text."""
+    """The part of the completion tokens; `None`: reasoning is not separated from text."""
 
 
 class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
