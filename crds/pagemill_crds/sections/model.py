@@ -118,7 +118,7 @@ class ModelSection(Section):
     `harmony` or one of an installed package; `auto` takes what the chat template asks for, `none` refuses tools.
     """
     reasoning_parser: ParserName = "auto"
-    """How reasoning is separated from text: `think`, `magistral`, `harmony`, `auto`; with `none` it stays in the text."""
+    """How reasoning is separated: `think`, `magistral`, `harmony`, `auto`; with `none` it stays in the text."""
     generation_defaults: GenerationDefaults | None = None
     """Sampling values for requests that send none."""
     adapters: Annotated[
