@@ -25,8 +25,9 @@ from pagemill_protocol.openai.fields import (
     Text,
     TokenIds,
     refusal,
+    shorten,
 )
-from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error, history_error
+from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_protocol.sampling import (
     MAX_CHOICES,
     MAX_PRIORITY,
@@ -226,7 +227,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         errors = (
             _continuation_error(self, self.messages),
             choice_error(self.tool_choice, self.tools),
-            history_error(self.messages),
+            _history_error(self.messages),
         )
         for error in errors:
             if error is not None:
@@ -295,7 +296,7 @@ class TokenizeRequest(ChatTemplateFields):
             if self.messages is None
             else (
                 _continuation_error(self, self.messages),
-                history_error(self.messages),
+                _history_error(self.messages),
             )
         ):
             if error is not None:
@@ -328,4 +329,18 @@ def _continuation_error(request: ChatTemplateFields, messages: list[ChatMessage]
             "continue_final_message",
             f"`continue_final_message` needs a last message of role assistant, got {messages[-1].role}.",
         )
+    return None
+
+
+def _history_error(messages: list[ChatMessage]) -> PydanticCustomError | None:
+    """The first tool message that answers no earlier call."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known.update(call["id"] for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in known:
+            return refusal(
+                f"messages[{index}].tool_call_id",
+                f"No assistant message before it has a call with the id {shorten(message.tool_call_id)}. Send the "
+                "assistant's `tool_calls` too, before the results.",
+            )
     return None

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.openai.fields import MAX_NAME_CHARS, refusal, shorten
-
-if TYPE_CHECKING:
-    from pagemill_protocol.openai.schemas import ChatMessage
 
 MAX_TOOLS = 512
 MAX_CALLS = 1024
@@ -129,20 +126,6 @@ def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, A
     return refusal(
         "tool_choice.function.name", f"`tool_choice` names {shorten(name)}, which is not among `tools`. Add it there."
     )
-
-
-def history_error(messages: Sequence[ChatMessage]) -> PydanticCustomError | None:
-    """The first tool message that answers no earlier call."""
-    known: set[str] = set()
-    for index, message in enumerate(messages):
-        known.update(call["id"] for call in message.tool_calls)
-        if message.role == "tool" and message.tool_call_id not in known:
-            return refusal(
-                f"messages[{index}].tool_call_id",
-                f"No assistant message before it has a call with the id {shorten(message.tool_call_id)}. Send the "
-                "assistant's `tool_calls` too, before the results.",
-            )
-    return None
 
 
 _FUNCTION_NAME = {"type": "string", "pattern": NAME_PATTERN}
