@@ -198,9 +198,12 @@ def test_tokenize_counts_the_prompt_with_its_tools(tokenizer_with: Callable[[str
 )
 def test_bad_tools_are_refused_at_once_by_field_value_and_remedy(fields: dict[str, Any], param: str, says: str) -> None:
     body = raw(**fields)
-    started = time.process_time()
-    with pytest.raises(PagemillError) as caught:
-        parse_body(body, ChatCompletionRequest)
-    assert time.process_time() - started < 0.05
+    took_s = []
+    for _ in range(3):
+        started_s = time.process_time()
+        with pytest.raises(PagemillError) as caught:
+            parse_body(body, ChatCompletionRequest)
+        took_s.append(time.process_time() - started_s)
+    assert min(took_s) < 0.05, "at once, whatever else the machine does"
     assert (caught.value.status, caught.value.param) == (400, param)
     assert says in caught.value.message
