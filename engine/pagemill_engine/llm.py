@@ -41,6 +41,7 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
 from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.bad_words import with_bad_words
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -187,7 +188,7 @@ class LLM:
         return [run.output for run in runs.values()]
 
     def _submit(self, prompt: _Prepared, sampling: SamplingParams) -> _Run:
-        sampling.validate(self._tokenizer.vocab_size)
+        sampling = with_bad_words(sampling.validate(self._tokenizer.vocab_size), self._tokenizer)
         request = GenerateRequest(
             request_id=f"offline-{self._num_requests}",
             model=self._core.config.model,
@@ -221,7 +222,7 @@ class _Run:
     def __init__(self, request: GenerateRequest, text: str | None, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
         self._tokenizer = tokenizer
-        self._wants_logprobs = sampling.logprobs is not None
+        self._wants_logprobs = sampling.num_alternatives is not None
         reported = range(sampling.num_reported)
         self._choices = [ChoiceOutput(tokenizer, request.prompt_token_ids, sampling) for _ in reported]
         self._likelihoods = [MeanLogprob() for _ in reported] if len(reported) > sampling.n else []
@@ -231,6 +232,7 @@ class _Run:
             prompt=text,
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[self._empty(index) for index in reported],
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
         )
 
     def finished(self) -> bool:
@@ -246,6 +248,8 @@ class _Run:
             return False
         if out.choice == 0:
             self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.num_cached_tokens)
+        if self.output.prompt_logprobs is not None:
+            self.output.prompt_logprobs += [dict(self._position(entry)) for entry in out.prompt_logprobs]
         delta = choice.push(out.token_ids, out.logprobs, out.finish_reason)
         output.text += delta.text
         output.token_ids += delta.token_ids

@@ -209,7 +209,7 @@ def _exact(given: SamplingParams) -> SamplingParams:
     values = {name: _plain(getattr(given, name)) for name in SamplingParams.__struct_fields__}
     if isinstance(values["stop"], str):
         values["stop"] = [values["stop"]]
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         values[name] = [] if values[name] is None else values[name]
     return SamplingParams(**values)
 

@@ -6,14 +6,14 @@ tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.sampling.rows import SamplingRows
+from pagemill_engine.sampling.rows import Forbidden, SamplingRows
 from pagemill_engine.scheduler.step import TokenLogprobs
 from pagemill_kernels.sampling import reference
 from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, SamplingBatch
@@ -34,33 +34,44 @@ def sample(
     rows: NDArray[np.int64],
     num_generated: NDArray[np.int64],
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens] = reference.sample_tokens,
+    forbidden: Forbidden | None = None,
 ) -> Sampled:
     """One token for each row of the batch, counted for its penalties.
 
     logits: float32 [batch, vocab] on any device, may be overwritten. rows: [batch], indices into `sampling`.
     num_generated: [batch], tokens that each row has generated before this one: the position in its random sequence.
     """
-    batch = sampling.batch(rows, num_generated)
+    batch = sampling.batch(rows, num_generated, forbidden)
     return by_row(sample_tokens(logits, batch), batch.reports)
+
+
+def by_place(request_ids: Iterable[str], forbidden: Mapping[str, Sequence[int]]) -> Forbidden:
+    """request_ids: of the requests that sample, in the order of the batch."""
+    if not forbidden:
+        return {}
+    return {place: forbidden[name] for place, name in enumerate(request_ids) if name in forbidden}
 
 
 def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
     """`reports`: of the batch that was sampled."""
     logprobs: dict[int, TokenLogprobs] = {}
     if reports is not None and found.logprobs is not None:
-        reported = zip(reports.rows.tolist(), _reported(found, reports, found.logprobs), strict=True)
+        entries = token_logprobs(found.token_ids[reports.rows], reports.widths, found.logprobs)
+        reported = zip(reports.rows.tolist(), entries, strict=True)
         logprobs = {row: report for row, report in reported if found.finite[row]}
     return Sampled(found.token_ids, found.finite, logprobs)
 
 
-def _reported(found: SampledTokens, reports: Reports, logprobs: Logprobs) -> list[TokenLogprobs]:
-    """The chosen token first, then the row's `num_top` most likely ones."""
+def token_logprobs(
+    token_ids: NDArray[np.int64], widths: NDArray[np.int64], logprobs: Logprobs
+) -> list[TokenLogprobs]:
+    """For each row of `logprobs` its token first, then its own number of alternatives."""
     columns = zip(
-        found.token_ids[reports.rows].tolist(),
+        token_ids.tolist(),
         logprobs.chosen.tolist(),
         logprobs.top_ids.tolist(),
         logprobs.top.tolist(),
-        reports.num_top.tolist(),
+        widths.tolist(),
         logprobs.ranks.tolist(),
         strict=True,
     )

@@ -8,12 +8,15 @@ from functools import lru_cache
 
 import msgspec
 
+from pagemill_engine.scheduler.bad_words import has_long_bad_words
 from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
 from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.scheduler.prompt_logprobs import PromptReport
 from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_protocol import hashes
+from pagemill_protocol.continuing import needs_prompt_logprobs
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest, check_prompt_logprobs
 from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
 _SEED_BITS = 63
@@ -39,11 +42,16 @@ class Admission:
             seed = secrets.randbits(_SEED_BITS)
         resumes = {resume.index: resume for resume in request.resume}
         first = request.prompt_index * sampling.num_sequences
-        return [
+        sequences = [
             self._sequence(request, choice, resumes.get(choice), seed, now_s)
             for choice in range(first, first + sampling.num_sequences)
             if choice not in resumes or not resumes[choice].finished
         ]
+        report = PromptReport(request.num_prompt_logprobs or 0) if needs_prompt_logprobs(request) else None
+        for sequence in sequences:
+            sequence.prompt_report = report
+            sequence.has_long_bad_words = has_long_bad_words(sequence)
+        return sequences
 
     def check(self, request: GenerateRequest, num_waiting: int) -> None:
         """Raise the `PagemillError` that `admit` would raise, without its cost."""
@@ -119,6 +127,21 @@ class Admission:
         if len(prompt) >= limits.max_total_tokens:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
+        check_prompt_logprobs([request])
+        self._check_restrictions(request.sampling)
+
+    def _check_restrictions(self, sampling: SamplingParams) -> None:
+        """Refuse what leaves no token to draw."""
+        for word in sampling.bad_word_token_ids:
+            _check_vocabulary(word, "bad_words", self._limits.vocab_size)
+        allowed = set(sampling.allowed_token_ids or ())
+        early = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else self._limits.eos_token_ids)}
+        if allowed and sampling.min_tokens and allowed <= early:
+            raise invalid_field(
+                "allowed_token_ids",
+                f"allowed_token_ids are all tokens that end the answer, but min_tokens is {sampling.min_tokens}. Allow "
+                "another token, or remove min_tokens.",
+            )
 
     def _check_choosing(self, request: GenerateRequest) -> None:
         """Refuse what does not go with answers that are chosen at the end: nothing can be streamed or continued
@@ -164,7 +187,7 @@ def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: in
     if sampling.use_beam_search:
         num_top = num_candidates(sampling, num_stop_ids, vocab_size)
         return msgspec.structs.replace(sampling, temperature=0.0, min_tokens=0, logprobs=num_top)
-    if sampling.num_sequences > sampling.n and sampling.logprobs is None:
+    if sampling.num_sequences > sampling.n and sampling.num_alternatives is None:
         return msgspec.structs.replace(sampling, logprobs=0)
     return sampling
 

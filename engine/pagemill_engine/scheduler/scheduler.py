@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import NOTHING_NEW, Allocation, KVCacheManager
 from pagemill_engine.scheduler.admission import Admission
+from pagemill_engine.scheduler.bad_words import forbidden_tokens
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder
 from pagemill_engine.scheduler.choices import HeldChoices
@@ -32,6 +33,7 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.load import engine_load
 from pagemill_engine.scheduler.outputs import OutputQueue
 from pagemill_engine.scheduler.policies import POLICIES
+from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
@@ -57,6 +59,10 @@ class Scheduler:
         self._held = HeldChoices()
         self._sequences: dict[str, Sequence] = {}
         self._clients: dict[str, dict[int, Sequence]] = {}
+        self._bad_words: dict[str, Sequence] = {}
+        """Sequences with bad words of several tokens."""
+        self._reporting: dict[str, Sequence] = {}
+        """Sequences of requests that report log probabilities of their prompts."""
         self._outputs = OutputQueue()
         self._step = 0
         self._in_flight = InFlightSteps()
@@ -82,6 +88,10 @@ class Scheduler:
         mine = self._clients.setdefault(request.request_id, known)
         for seq in seqs:  # register all before any may leave: the last one to leave removes the client's entry
             mine[seq.choice] = self._sequences[seq.request_id] = seq
+            if seq.has_long_bad_words:
+                self._bad_words[seq.request_id] = seq
+            if seq.prompt_report is not None:
+                self._reporting[seq.request_id] = seq
         live = []
         for seq in seqs:
             reason = finish_reason(seq) if seq.num_resumed_tokens else None
@@ -142,6 +152,10 @@ class Scheduler:
 
     def _launch(self, plan: StepPlan) -> None:
         """Count the step as run; its sampled tokens are pending from now on."""
+        if self._reporting:
+            plan.prompt_targets = prompt_targets(plan, self._reporting)
+        if self._bad_words:
+            plan.forbidden_tokens = forbidden_tokens(plan.samples, self._bad_words)
         self.kv.launch(plan.num_scheduled_tokens)
         for name in plan.samples:
             self._sequences[name].num_pending_tokens += 1
@@ -229,7 +243,8 @@ class Scheduler:
         """Admit a waiting sequence if enough blocks are free. If no other sequence runs, they always are."""
         kv = self.kv
         while True:
-            computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)
+            reusable = reusable_blocks(seq, kv.block_size)
+            computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)[:reusable]
             num_computed_tokens = seq.num_computed_tokens or len(computed_blocks) * kv.block_size
             num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
             undisturbed = alone or not self._running
@@ -320,6 +335,7 @@ class Scheduler:
             self._void(in_flight, broken)
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
         seqs, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
+        targets = plan.prompt_targets
         for name, num_tokens in plan.num_scheduled_tokens.items():
             seq = seqs.get(name)
             if seq is None or name in discarded:
@@ -328,6 +344,8 @@ class Scheduler:
                 kv.commit(seq, num_tokens)
                 if held.num_held and not kv.being_written(seq):
                     self._fork_choices(seq)
+            if name in targets and seq.prompt_report is not None:
+                seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
             if seq.aborted:
                 self._finish(seq, "abort")
             elif name in samples:
@@ -458,6 +476,8 @@ class Scheduler:
         if seq in self._probing:
             self._probing.remove(seq)
         del self._sequences[seq.request_id]
+        self._bad_words.pop(seq.request_id, None)
+        self._reporting.pop(seq.request_id, None)
         mine = self._clients[seq.client_request_id]
         del mine[seq.choice]
         if not mine:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from pagemill_engine.scheduler.beams import BeamSearch
+from pagemill_engine.scheduler.prompt_logprobs import PromptReport
 from pagemill_protocol.sampling import SamplingParams
 
 
@@ -65,6 +66,10 @@ class Sequence:
     first_scheduled_s: float | None = None
     search: BeamSearch[Sequence] | None = None
     """The beam search that the sequence belongs to."""
+    has_long_bad_words: bool = False
+    """Some of its bad words have several tokens."""
+    prompt_report: PromptReport | None = None
+    """What the client request reports of its prompt."""
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,13 @@ class Edits(NamedTuple):
     biases: NDArray[np.float32]
 
 
+class Allowed(NamedTuple):
+    """The only tokens of the rows that are restricted: pairs of row and token, none of them twice."""
+
+    rows: NDArray[np.int64]
+    token_ids: NDArray[np.int64]
+
+
 class Penalties(NamedTuple):
     """Penalties of the rows that have some: repetition over prompt and output, then frequency and presence over the
     output."""
@@ -49,12 +56,30 @@ class Penalties(NamedTuple):
     """int32 [places, vocab]: occurrences. The sampled tokens are added to them."""
 
 
+class NamedTokens(NamedTuple):
+    """Tokens whose log probabilities are wanted by name: one entry each."""
+
+    places: NDArray[np.int64]
+    """The report's place in `Reports`."""
+    columns: NDArray[np.int64]
+    """Its place among the alternatives of the report."""
+    token_ids: NDArray[np.int64]
+
+
 class Reports(NamedTuple):
     """Rows whose log probabilities are wanted."""
 
     rows: NDArray[np.int64]
     num_top: NDArray[np.int64]
-    """How many of the most likely tokens beside the chosen one."""
+    """How many of the most likely tokens beside the chosen one; 0 where tokens are named."""
+    named: NamedTokens | None = None
+
+    @property
+    def widths(self) -> NDArray[np.int64]:
+        """[reports]: alternatives of each."""
+        if self.named is None:
+            return self.num_top
+        return self.num_top + np.bincount(self.named.places, minlength=len(self.rows))
 
 
 class SamplingBatch(NamedTuple):
@@ -63,6 +88,8 @@ class SamplingBatch(NamedTuple):
     edits: Edits | None = None
     penalties: Penalties | None = None
     reports: Reports | None = None
+    allowed: Allowed | None = None
+    """Applied before the edits."""
 
     @property
     def is_plain(self) -> bool:
@@ -77,9 +104,10 @@ class Logprobs(NamedTuple):
     ranks: NDArray[np.int64]
     """[rows]: 1 and how many tokens are more likely than the chosen one."""
     top: NDArray[np.float32]
-    """[rows, most of `num_top`], falling; what lies beyond a row's own number means nothing."""
+    """[rows, most of `widths`], falling, or as the tokens are named; what lies beyond a row's own number means
+    nothing."""
     top_ids: NDArray[np.int64]
-    """[rows, most of `num_top`]."""
+    """[rows, most of `widths`]."""
 
 
 class SampledTokens(NamedTuple):

@@ -7,10 +7,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
+from pagemill_kernels.gpu import launch
 from pagemill_kernels.sampling import filters, randomness
 from pagemill_kernels.sampling.arithmetic import REACH
-from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.batch import (
+    Allowed,
+    Draws,
+    Edits,
+    Logprobs,
+    Penalties,
+    Reports,
+    SampledTokens,
+    SamplingBatch,
+)
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -23,7 +34,8 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
 
     logits = logits.cpu()
     raw_logits = None if batch.reports is None else logits[torch.from_numpy(batch.reports.rows)]
-    chosen = _change(logits, batch) if batch.edits or batch.penalties else token_ids
+    changes = batch.allowed or batch.edits or batch.penalties
+    chosen = _change(logits, batch) if changes else token_ids
     if batch.draws is not None:
         drawn = np.flatnonzero((batch.draws.temperature > 0) & finite)
         chosen[drawn] = draw(logits[torch.from_numpy(drawn)], batch.draws.at(drawn))
@@ -42,6 +54,14 @@ def _best(logits: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         return rows[np.arange(len(rows)), token_ids], token_ids
     best, token_ids = logits.max(-1)
     return best.cpu().numpy(), token_ids.cpu().numpy()
+
+
+def keep_allowed(logits: Tensor, allowed: Allowed) -> None:
+    """-inf for every other token of the rows. On any device, without waiting for it."""
+    rows, tokens = launch.upload(allowed.rows, logits.device), launch.upload(allowed.token_ids, logits.device)
+    kept = logits[rows, tokens]
+    logits.index_fill_(0, rows, float("-inf"))
+    logits[rows, tokens] = kept
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
@@ -86,14 +106,27 @@ def report(raw_logits: Tensor, token_ids: NDArray[np.int64], reports: Reports) -
     chosen = raw_logits.gather(1, torch.from_numpy(token_ids[reports.rows]).unsqueeze(1))
     ranks = (raw_logits > chosen).sum(-1).add_(1)
     top, top_ids = raw_logits.topk(int(reports.num_top.max()), dim=-1)
+    if reports.named is not None:
+        top, top_ids = _with_named(raw_logits, top, top_ids, reports)
     best = raw_logits.amax(-1, keepdim=True)
     total = (raw_logits - best).exp_().sum(-1, keepdim=True).log_()
     chosen, top = chosen - best - total, top - best - total
     return Logprobs(chosen.squeeze(1).numpy(), ranks.numpy(), top.numpy(), top_ids.numpy())
 
 
+def _with_named(raw_logits: Tensor, top: Tensor, top_ids: Tensor, reports: Reports) -> tuple[Tensor, Tensor]:
+    assert reports.named is not None
+    places, columns, token_ids = (torch.from_numpy(each) for each in reports.named)
+    extra = (0, int(reports.widths.max()) - top.shape[1])
+    top, top_ids = functional.pad(top, extra), functional.pad(top_ids, extra)
+    top[places, columns], top_ids[places, columns] = raw_logits[places, token_ids], token_ids
+    return top, top_ids
+
+
 def _change(logits: Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
     """Apply what rows ask for; the best tokens after it."""
+    if batch.allowed is not None:
+        keep_allowed(logits, batch.allowed)
     if batch.edits is not None:
         add_edits(logits, batch.edits)
     if batch.penalties is not None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
+from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts, logprobs, prepare, render
@@ -67,7 +67,7 @@ class ChatRenderer:
             return self._chunk(piece, piece.text, {}, role=piece.is_first, ends=True)
         found = (call_parts.delta(event, self._head.id, piece.choice) for event in piece.events)
         deltas = [each for each in found if each is not None]
-        if not deltas and not (piece.is_first or piece.positions or piece.finish_reason):
+        if not deltas and not (piece.is_first or piece.positions or piece.token_ids or piece.finish_reason):
             return b""
         if piece.is_first:
             deltas.insert(0, {"content": ""})
@@ -90,6 +90,8 @@ class ChatRenderer:
                 include_usage=self._include_usage,
                 usage=piece.usage if ends else None,
                 added=added,
+                token_ids=piece.token_ids if ends else None,
+                prompt=_prompt(piece.prompt) if role else None,
             )
         )
 
@@ -97,13 +99,21 @@ class ChatRenderer:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        return render.chat_body(self._head, [self._choice(each) for each in choices], usage)
+        rendered = [self._choice(each) for each in choices]
+        return render.chat_body(self._head, rendered, usage, _prompt(choices[0].prompt))
 
     def _choice(self, choice: FinishedChoice) -> render.Choice:
         shown = None if choice.positions is None else logprobs.chat(choice.positions)
+        tokens = None if choice.token_ids is None else {"token_ids": choice.token_ids}
         if choice.events is None:
-            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown)
+            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown, added=tokens)
         message = call_parts.message(choice.events, self._head.id, choice.choice)
         reason = call_parts.finish_reason(choice.finish_reason, len(message.get("tool_calls", ())))
         assert reason is not None  # the choice is finished
-        return render.Choice(choice.choice, choice.text, reason, shown, message)
+        return render.Choice(choice.choice, choice.text, reason, shown, message, tokens)
+
+
+def _prompt(report: PromptReport) -> dict[str, Any]:
+    """vLLM's fields of an answer about its prompt, as far as they were asked for."""
+    found = {"prompt_token_ids": report.token_ids, "prompt_logprobs": report.logprobs}
+    return {name: value for name, value in found.items() if value is not None}

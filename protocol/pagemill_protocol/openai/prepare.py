@@ -14,7 +14,7 @@ import msgspec
 
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.generate import GenerateRequest, check_prompt_logprobs
 from pagemill_protocol.openai.chat_format import ChatFormat, chat_format
 from pagemill_protocol.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
@@ -25,6 +25,7 @@ from pagemill_protocol.openai.schemas import (
     TokenizeRequest,
 )
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.bad_words import with_bad_words
 from pagemill_protocol.text.fitting import LARGEST_CONTEXT
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def sampling_of(
 
 def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """`sampling`, checked for this model as well: before its prompt is rendered. Raises `PagemillError` 400."""
-    if sampling.stop_token_ids or sampling.logit_bias or sampling.use_beam_search:
-        return sampling.validate(tokenizer.vocab_size)
-    return sampling
+    named = sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids, sampling.logprob_token_ids
+    if any(named) or sampling.use_beam_search:
+        sampling.validate(tokenizer.vocab_size)
+    return with_bad_words(sampling, tokenizer)
 
 
 def prepare_chat(
@@ -98,13 +100,14 @@ def prepare_chat(
     max_tokens = _answer_budget(
         len(token_ids), req.requested_tokens, None, max_model_len, "messages", req.max_tokens_field
     )
-    return GenerateRequest(
+    request = GenerateRequest(
         request_id=request_id,
         model=req.model,
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
         dialect="chat",
         answer_format=form.answer_behind(text),
+        return_token_ids=req.return_token_ids,
         created_unix_s=created_unix_s,
         stream=req.stream,
         include_usage=req.include_usage,
@@ -112,6 +115,8 @@ def prepare_chat(
         priority=req.priority,
         cache_salt=cache_salt,
     )
+    check_prompt_logprobs([request])
+    return request
 
 
 def prepare_completions(
@@ -157,10 +162,12 @@ def prepare_completions(
                 continuous_usage=req.continuous_usage,
                 priority=req.priority,
                 prompt_text=_echo_text(prompt, req, tokenizer),
+                return_token_ids=req.return_token_ids,
                 prompt_index=index,
                 cache_salt=cache_salt,
             )
         )
+    check_prompt_logprobs(requests)
     return requests
 
 
@@ -279,6 +286,8 @@ def _sampling(
             "seed": req.seed if req.seed is not None else seed,
             "logit_bias": req.logit_bias or None,
             "logprobs": logprobs,
+            "logprob_token_ids": req.logprob_token_ids or None,
+            "allowed_token_ids": req.allowed_token_ids or None,
             "max_tokens": max_tokens,
         }
     ).validate()
