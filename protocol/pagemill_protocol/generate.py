@@ -55,6 +55,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Smaller is served first; 32 bits."""
     prompt_text: str | None = None
     """Only for `echo` in the completions dialect."""
+    prompt_only: bool = False
+    """The answer is the echo alone: the one token that an engine generates is not part of it."""
     return_token_ids: bool = False
     """The answer has the ids of the prompt's and of its own tokens."""
     prompt_index: int = 0

@@ -135,7 +135,10 @@ class OutputProcessor:
         self._queue_s = max(self._queue_s, out.queue_s)
         self._prompt_logprobs += out.prompt_logprobs
         was_running = choice.output.finish_reason is None
-        delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
+        if self.request.prompt_only:
+            delta = choice.output.push((), (), "length")
+        else:
+            delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
         progress = Progress()
         if was_running:
             self._deliver(choice, delta, progress)

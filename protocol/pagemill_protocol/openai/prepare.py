@@ -56,7 +56,7 @@ def sampling_of(
     Arguments as in `prepare_chat`. Raises `PagemillError` 400.
     """
     if isinstance(req, CompletionRequest):
-        return _sampling(req, req.max_tokens, "max_tokens", req.logprobs, seed, defaults or {})
+        return _sampling(req, req.requested_tokens, "max_tokens", req.logprobs, seed, defaults or {})
     logprobs = req.top_logprobs if req.logprobs else None
     return _sampling(req, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults or {})
 
@@ -146,7 +146,7 @@ def prepare_completions(
         if several and num_tokens > MAX_TOKENS_OF_SEVERAL:
             raise _too_many_together(index + 1, len(req.prompt), num_tokens)
         max_tokens = _answer_budget(
-            len(token_ids), req.max_tokens, DEFAULT_COMPLETION_TOKENS, max_model_len, param, "max_tokens"
+            len(token_ids), req.requested_tokens, DEFAULT_COMPLETION_TOKENS, max_model_len, param, "max_tokens"
         )
         requests.append(
             GenerateRequest(
@@ -162,6 +162,7 @@ def prepare_completions(
                 continuous_usage=req.continuous_usage,
                 priority=req.priority,
                 prompt_text=_echo_text(prompt, req, tokenizer),
+                prompt_only=req.prompt_only,
                 return_token_ids=req.return_token_ids,
                 prompt_index=index,
                 cache_salt=cache_salt,

@@ -264,6 +264,16 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     add_special_tokens: bool = True
 
+    @property
+    def prompt_only(self) -> bool:
+        """Nothing is asked for but the prompt, usually for its log probabilities."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """Tokens to generate: an engine generates one at least."""
+        return 1 if self.prompt_only else self.max_tokens
+
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         error = _alternatives_error(self, wants_logprobs=self.logprobs is not None)

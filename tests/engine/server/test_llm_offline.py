@@ -186,3 +186,33 @@ def test_importing_pagemill_and_its_llm_imports_no_torch() -> None:
     code = "import sys; from pagemill import LLM, SamplingParams; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_prompt_logprobs_are_those_of_the_prompts_tokens(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    (output,) = llm.generate("The capital of France is Paris", sampling, use_tqdm=False)
+    entries = output.prompt_logprobs
+    assert entries is not None
+    assert entries[0] is None
+    assert [list(at)[0] for at in entries[1:] if at is not None] == output.prompt_token_ids[1:]
+    last = entries[-1]
+    assert last is not None
+    chosen = last[output.prompt_token_ids[-1]]
+    assert (chosen.rank, chosen.decoded_token) == (1, " Paris")
+    assert len(last) == 2, "the token itself is one of the two most likely"
+    (plain,) = llm.generate("The capital of France is Paris", GREEDY, use_tqdm=False)
+    assert plain.prompt_logprobs is None
+
+
+def test_bad_words_allowed_and_named_tokens_work_offline(llm: LLM) -> None:
+    def answer(**fields: Any) -> Any:
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, **fields)
+        return llm.generate("The capital of France is", sampling, use_tqdm=False)[0].outputs[0]
+
+    assert "Paris" in answer().text
+    assert "Paris" not in answer(bad_words=["Paris"]).text
+    assert set(answer(allowed_token_ids=[28, 30], ignore_eos=True).token_ids) <= {28, 30}
+    named = answer(logprob_token_ids=[28, 30])
+    assert [set(at) for at in named.logprobs] == [{token_id, 28, 30} for token_id in named.token_ids]
+    with pytest.raises(PagemillError, match="logprob_token_ids names token 49152"):
+        answer(logprob_token_ids=[49152])
