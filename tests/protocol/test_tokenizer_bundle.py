@@ -159,7 +159,10 @@ def test_digits_are_grouped_as_the_vocabulary_was_trained(write_gguf, pre, piece
 
 @pytest.mark.parametrize(
     ("pre", "pieces"),
-    [("gpt-2", ["a", " ", " 1234", " +", "b", " ?!"]), ("default", ["a", " ", " ", "123", "4", " ", "+", "b", " ", "?!"])],
+    [
+        ("gpt-2", ["a", " ", " 1234", " +", "b", " ?!"]),
+        ("default", ["a", " ", " ", "123", "4", " ", "+", "b", " ", "?!"]),
+    ],
 )
 def test_an_unknown_vocabulary_is_cut_as_llama_cpp_does(pre, pieces):
     """`default`: punctuation alone, then GPT-2's words, then digits in groups of three without their space."""

@@ -1,9 +1,9 @@
 """Weights as a model's declaration names and turns them: a `WeightSource` over the one of its files.
 
 Four things differ between checkpoints of one family: a prefix that some files leave out, unused tensors, matrices
-that are stored the other way round, and a head that is normalized when it is used. Here all are gone: what is above sees
-the declared names, [outputs, inputs] and the values to compute with. The order of a matrix's rows is the model's own
-business (`models.row_order`).
+that are stored the other way round, and a head whose rows are normalized when it is used. Here all are gone: what is
+above sees the declared names, [outputs, inputs] and the values to compute with. The order of a matrix's rows is the
+model's own business (`models.row_order`).
 """
 
 from __future__ import annotations

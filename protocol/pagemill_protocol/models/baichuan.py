@@ -1,4 +1,5 @@
-"""Baichuan 1 and 2 (arXiv 2309.10305): Llama with queries, keys and values in one matrix; 13B has ALiBi, no rotation."""
+"""Baichuan 1 and 2 (arXiv 2309.10305): Llama with queries, keys and values in one matrix; 13B has ALiBi instead of a
+rotation."""
 
 from __future__ import annotations
 

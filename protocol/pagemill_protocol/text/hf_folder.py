@@ -1,8 +1,8 @@
 """From a Hugging Face model folder to a TokenizerBundle.
 
 Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and the chat
-template files. Runs no code of the folder. Which tokens encoding adds is what the post-processor of tokenizer.json says:
-transformers 5 ignores `add_bos_token` and `add_eos_token` beside it, too.
+template files. Runs no code of the folder. The post-processor of tokenizer.json alone says which tokens encoding adds,
+as in transformers 5; `add_bos_token` and `add_eos_token` are not read.
 """
 
 from __future__ import annotations
