@@ -13,6 +13,7 @@ import msgspec
 
 from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.keywords import CheckedKeywords
+from pagemill_protocol.structured_outputs import StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -114,6 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens to generate at most; `None`: up to the model's context."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    """The form that each choice must have; `None`: any."""
 
     @property
     def greedy(self) -> bool:
