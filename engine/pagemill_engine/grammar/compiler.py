@@ -94,8 +94,8 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         from pagemill_engine.grammar.vocabulary import llguidance_tokenizer
+        from pagemill_protocol.grammars.parser import fault_of, parser_limits
         from pagemill_protocol.grammars.source import grammar_text
-        from pagemill_protocol.grammars.worker import fault_of, parser_limits
 
         tokenizer = self._load_tokenizer()
         try:

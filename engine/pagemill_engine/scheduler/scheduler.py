@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import NOTHING_NEW, Allocation, KVCacheManager
@@ -35,9 +36,13 @@ from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
-from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.compiler import Grammar
+    from pagemill_engine.grammar.state import GrammarState
 
 Clock = Callable[[], float]
 
@@ -57,6 +62,8 @@ class Scheduler:
         self._held = HeldChoices()
         self._sequences: dict[str, Sequence] = {}
         self._clients: dict[str, dict[int, Sequence]] = {}
+        self._formed: dict[str, GrammarState] = {}
+        """By sequence, for those whose requests prescribe a form."""
         self._outputs = OutputQueue()
         self._step = 0
         self._in_flight = InFlightSteps()
@@ -73,15 +80,20 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises `PagemillError` if it can never run or too many requests are waiting."""
-        seqs = self._admission.admit(request, now_s=self._clock(), num_waiting=self.num_waiting)
+    def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
+        """Queue a request. Raises `PagemillError` if it can never run or too many requests are waiting.
+
+        `grammar`: the form of its answers.
+        """
+        seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
         if clash(seqs, known):
-            raise invalid_field("request_id", f"Request {request.request_id[:80]} is already being served here.")
+            raise already_served(request.request_id)
         mine = self._clients.setdefault(request.request_id, known)
         for seq in seqs:  # register all before any may leave: the last one to leave removes the client's entry
             mine[seq.choice] = self._sequences[seq.request_id] = seq
+            if seq.grammar is not None:
+                self._formed[seq.request_id] = seq.grammar
         live = []
         for seq in seqs:
             reason = finish_reason(seq) if seq.num_resumed_tokens else None
@@ -94,6 +106,10 @@ class Scheduler:
             for seq in live[1:]:
                 seq.state = SequenceState.HELD
             self._held.hold(live[0], live[1:])
+
+    def check(self, request: GenerateRequest, num_more: int = 0) -> None:
+        """Raise the `PagemillError` that `add` would raise. `num_more`: sequences that are about to wait here."""
+        self._admission.check(request, self.num_waiting + num_more)
 
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
         """Drop a client request or one of its choices, in any state. Unknown ids are ignored: they have ended."""
@@ -145,6 +161,8 @@ class Scheduler:
         self.kv.launch(plan.num_scheduled_tokens)
         for name in plan.samples:
             self._sequences[name].num_pending_tokens += 1
+        if self._formed:
+            plan.token_masks = {name: form.mask for name, form in self._formed.items() if name in plan.samples}
         self._in_flight.launch(plan)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
@@ -419,6 +437,9 @@ class Scheduler:
             return
         seq.token_ids.append(token_id)
         seq.num_pending_tokens -= 1
+        if seq.grammar is not None and token_id not in seq.stop_ids and (fault := seq.grammar.advance(token_id)):
+            self._fail(seq, f"The answer was broken off: {fault}.")
+            return
         reason = finish_reason(seq)
         self._outputs.token(seq, token_id, logprobs, reason)
         if reason is not None:
@@ -458,6 +479,7 @@ class Scheduler:
         if seq in self._probing:
             self._probing.remove(seq)
         del self._sequences[seq.request_id]
+        self._formed.pop(seq.request_id, None)
         mine = self._clients[seq.client_request_id]
         del mine[seq.choice]
         if not mine:
@@ -492,3 +514,7 @@ class Scheduler:
         running = (*self._running, *self._beams.between_steps())
         counts = self.num_waiting, self._num_queued_tokens + self._held.num_held, self.num_preemptions
         return engine_load(self.kv.pool, running, *counts, step_ms)
+
+
+def already_served(request_id: str) -> PagemillError:
+    return invalid_field("request_id", f"Request {request_id[:80]} is already being served here.")

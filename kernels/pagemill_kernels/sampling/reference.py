@@ -1,4 +1,4 @@
-"""The order of sampling, on the CPU: logits -> bias and forbidden tokens -> penalties -> greedy, or temperature ->
+"""The order of sampling, on the CPU: logits -> masks -> bias and forbidden tokens -> penalties -> greedy, or temperature ->
 filters -> Gumbel-max. One row's values never touch another row's."""
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from torch import Tensor
 
 from pagemill_kernels.sampling import filters, randomness
 from pagemill_kernels.sampling.arithmetic import REACH
-from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.batch import (
+    Draws,
+    Edits,
+    Logprobs,
+    Penalties,
+    Reports,
+    SampledTokens,
+    SamplingBatch,
+    TokenMasks,
+)
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -23,7 +32,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
 
     logits = logits.cpu()
     raw_logits = None if batch.reports is None else logits[torch.from_numpy(batch.reports.rows)]
-    chosen = _change(logits, batch) if batch.edits or batch.penalties else token_ids
+    chosen = _change(logits, batch) if batch.masks or batch.edits or batch.penalties else token_ids
     if batch.draws is not None:
         drawn = np.flatnonzero((batch.draws.temperature > 0) & finite)
         chosen[drawn] = draw(logits[torch.from_numpy(drawn)], batch.draws.at(drawn))
@@ -42,6 +51,14 @@ def _best(logits: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         return rows[np.arange(len(rows)), token_ids], token_ids
     best, token_ids = logits.max(-1)
     return best.cpu().numpy(), token_ids.cpu().numpy()
+
+
+def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
+    """-inf for every token without a bit."""
+    values = logits.numpy()
+    for row, bits in zip(masks.rows.tolist(), masks.bits, strict=True):
+        allowed = np.unpackbits(bits.view(np.uint8), count=values.shape[1], bitorder="little")
+        values[row, allowed == 0] = -np.inf
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
@@ -94,6 +111,8 @@ def report(raw_logits: Tensor, token_ids: NDArray[np.int64], reports: Reports) -
 
 def _change(logits: Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
     """Apply what rows ask for; the best tokens after it."""
+    if batch.masks is not None:
+        apply_masks(logits, batch.masks)
     if batch.edits is not None:
         add_edits(logits, batch.edits)
     if batch.penalties is not None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pagemill_protocol.structured_outputs import StructuredOutputs
@@ -29,7 +29,7 @@ def grammar_text(outputs: StructuredOutputs, special_tokens: Collection[str] = (
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON)
         case "regex":
-            return LLMatcher.grammar_from_regex(outputs.regex)
+            return f"start: /{regex_to_lark(outputs.regex)}/"
         case "choice":
             return "start: " + " | ".join(json.dumps(text) for text in outputs.choice)
         case "grammar":

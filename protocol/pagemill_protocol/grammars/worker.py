@@ -11,15 +11,14 @@ import sys
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from pagemill_protocol.grammars.limits import check_limits
+from pagemill_protocol.grammars.parser import MAX_MESSAGE_CHARS, fault_of, parser_limits
 from pagemill_protocol.grammars.source import grammar_text
 from pagemill_protocol.structured_outputs import StructuredOutputs
 from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
 
-MAX_GRAMMAR_SYMBOLS = 50_000
-MAX_MESSAGE_CHARS = 500
 _EOS = 256
 
 
@@ -33,23 +32,6 @@ class ByteTokenizer:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())
-
-
-def parser_limits() -> LLParserLimits:
-    """What llguidance may spend on one grammar; the same in engines."""
-    return LLParserLimits(max_grammar_size=MAX_GRAMMAR_SYMBOLS, max_lexer_states=50_000, verbose_errors=False)
-
-
-def fault_of(matcher: LLMatcher) -> str:
-    """What is wrong with a new grammar; empty if it is not."""
-    if not matcher.is_error() and not matcher.is_stopped():
-        return ""
-    error = " ".join(matcher.get_error().split("<backtrace>")[0].removesuffix("<non-verbose/>").split())
-    if not error or error.startswith("NoExtension"):
-        return "nothing fits it"
-    if error.startswith("oneOf constraints"):
-        return "options of oneOf may overlap; send anyOf, or options that a required constant tells apart"
-    return error[:MAX_MESSAGE_CHARS]
 
 
 def check(form: dict[str, Any], tokenizer: LLTokenizer) -> str:

@@ -26,6 +26,7 @@ from pagemill_protocol.openai.fields import (
     TokenIds,
     refusal,
 )
+from pagemill_protocol.openai.form_fields import FormFields
 from pagemill_protocol.sampling import (
     MAX_CHOICES,
     MAX_PRIORITY,
@@ -76,7 +77,7 @@ class ChatMessage(RequestModel):
         return message
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(RequestModel, FormFields):
     """What both dialects say about sampling and streaming."""
 
     model: Name
