@@ -38,8 +38,8 @@ from pagemill_engine.output.results import (
 )
 from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.grammars.check import CHECKS
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.grammars.check import CHECKS
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.load_bundle import load_bundle
@@ -69,8 +69,8 @@ class LLM:
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or self._tokenizer.vocab_size,
         )
-        runner = create_runner(config, lambda phase, detail: None)
-        self._core = EngineCore(config, runner, load_tokenizer=self.get_tokenizer)
+        self._core = EngineCore(config, create_runner(config, lambda phase, detail: None))
+        self._core.forming.load_tokenizer = self.get_tokenizer
         self._num_requests = 0
         self._closed = False
 

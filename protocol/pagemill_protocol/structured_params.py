@@ -49,7 +49,9 @@ def form_of(given: Mapping[str, Any], param: str) -> StructuredOutputs | None:
         if name in _OPTIONS and value not in _OPTIONS[name]:
             raise invalid_field(f"{param}.{name}", f"`{param}.{name}` {show(value)} is not supported. Remove it.")
         if name not in _OPTIONS and name not in _FIELDS:
-            raise invalid_field(f"{param}.{name}", f"`{param}` has no field `{name[:40]}`. Send one of {', '.join(_FIELDS)}.")
+            raise invalid_field(
+                f"{param}.{name}", f"`{param}` has no field `{name[:40]}`. Send one of {', '.join(_FIELDS)}."
+            )
     names = [name for name in _FIELDS if name in values]
     if len(names) > 1:
         raise invalid_field(param, f"`{param}` has {' and '.join(names)}. Send one of them.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ class Grammar:
 class GrammarCompiler:
     """Thread safe. The tokenizer is loaded, and its vocabulary prepared, with the first form."""
 
-    def __init__(
-        self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int], vocab_size: int
-    ) -> None:
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int], vocab_size: int) -> None:
         self._load_tokenizer = load_tokenizer
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
@@ -101,7 +99,7 @@ class GrammarCompiler:
         try:
             vocabulary = llguidance_tokenizer(tokenizer, self._eos_token_ids, self._vocab_size)
         except ValueError as error:
-            raise PagemillError(f"This model cannot hold answers to a form: {error}.", param="structured_outputs") from None
+            raise invalid_field("structured_outputs", f"This model cannot hold answers to a form: {error}.") from None
         special = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids}
 
         def compile(outputs: StructuredOutputs) -> LLMatcher:

@@ -1,7 +1,7 @@
 """Where one sequence is in its grammar: which tokens may follow, and whether it has ended.
 
-The scheduler keeps one for each sequence that has a form and advances it by every token it takes. Rebuilding is never
-needed after a preemption, because a sequence's tokens only grow; a sequence that comes from another engine replays them.
+The scheduler keeps one for each sequence that has a form and advances it by every token it takes. It outlives a
+preemption, because a sequence's tokens only grow; a sequence that comes from another engine replays them.
 """
 
 from __future__ import annotations

@@ -14,30 +14,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.grammar.compiler import GrammarCompiler
-from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs, TokensOut
+from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.forming import FormingRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
-from pagemill_engine.loop.refusals import aborts, refusals
 from pagemill_engine.loop.step_timer import StepTimer
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.errors import DeviceLostError
-from pagemill_engine.scheduler.scheduler import Scheduler, already_served
+from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan
-from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
-
-if TYPE_CHECKING:
-    from pagemill_protocol.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -57,27 +50,12 @@ class Launched(NamedTuple):
 class EngineCore:
     """Single-threaded: all calls come from the thread that steps."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        load_tokenizer: Callable[[], Tokenizer] | None = None,
-    ) -> None:
-        """`clock`: seconds; the simulator passes a virtual one. `load_tokenizer`: for the first request that prescribes
-        a form; `None`: the model's own."""
+    def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
-        limits = scheduler_limits(config, runner.info)
-        self.scheduler = Scheduler(limits, clock)
-        self._forming = FormingRequests(
-            GrammarCompiler(
-                load_tokenizer or partial(_tokenizer_of, config.model), limits.eos_token_ids, limits.vocab_size
-            )
-        )
-        self._early_ends: list[TokensOut] = []
-        """Outputs of requests that ended before they had a sequence."""
+        self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
+        self.forming = FormingRequests(config.model, self.scheduler, runner.info)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self._step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
@@ -94,37 +72,18 @@ class EngineCore:
         self._step_time_sent_s = float("-inf")
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request, once its form is compiled if it prescribes one. Raises `PagemillError` with the reason if it
-        cannot be served here."""
-        if request.sampling.structured_outputs is None:
-            self.scheduler.add(request)
-            return
-        if not self.runner.info.masks_tokens:
-            raise invalid_field("structured_outputs", "A simulated device cannot hold answers to a form. Remove it.")
-        self.scheduler.check(request, self._forming.num_sequences)
-        if request.request_id in self._forming:
-            raise already_served(request.request_id)
-        self._forming.add(request)
+        """Queue a request. Raises `PagemillError` with the reason if it cannot be served here."""
+        self.forming.add(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request or one of its choices; each sequence still alive reports `finish_reason="abort"`."""
-        forming = self._forming.drop(request_id) if choice is None else None
-        if forming is not None:
-            self._early_ends += aborts(forming)
+        if choice is None:
+            self.forming.abort(request_id)
         self.scheduler.abort(request_id, choice)
-
-    def raise_allowance(self, request_id: str, allowance: int) -> None:
-        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids have ended."""
-        self._forming.raise_allowance(request_id, allowance)
-        self.scheduler.raise_allowance(request_id, allowance)
 
     @property
     def has_work(self) -> bool:
-        return self._runs or len(self._forming) > 0 or len(self._early_ends) > 0
-
-    @property
-    def _runs(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or self._in_flight is not None or self.forming.has_work
 
     def load(self) -> EngineLoad:
         plan = self._in_flight.plan if self._in_flight is not None else None
@@ -133,18 +92,8 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one step to its end, if there is anything to run. Raises only if the state is inconsistent beyond the
         step's own requests, or the device is lost."""
-        if self._forming:
-            self._add_formed()
+        self.forming.queue_compiled(may_wait=not self.scheduler.has_work and self._in_flight is None)
         return self._step_overlapped() if self.overlaps else self._step_plain()
-
-    def _add_formed(self) -> None:
-        for request, grammar in self._forming.take_formed(may_wait=not self._runs):
-            try:
-                if isinstance(grammar, PagemillError):
-                    raise grammar
-                self.scheduler.add(request, grammar)
-            except PagemillError as error:
-                self._early_ends += refusals(request, error)
 
     def _step_plain(self) -> StepOutputs:
         step = self._launch()
@@ -252,8 +201,7 @@ class EngineCore:
 
     def _report(self, step: Launched | None) -> StepOutputs:
         added, removed = self.scheduler.kv.prefix_cache.drain_events()
-        outputs = [*self._early_ends, *self.scheduler.take_outputs()]
-        self._early_ends = []
+        outputs = [*self.forming.take_ends(), *self.scheduler.take_outputs()]
         self._goes_on = step is not None and self.has_work
         return StepOutputs(
             outputs=outputs,
@@ -269,11 +217,3 @@ class EngineCore:
             return None
         self._step_time_sent_s = now_s
         return self.step_time.params()
-
-
-def _tokenizer_of(model: str) -> Tokenizer:
-    from pagemill_protocol.sources import resolve_source  # few engines need what these import
-    from pagemill_protocol.text.load_bundle import load_bundle
-    from pagemill_protocol.text.tokenizer import Tokenizer
-
-    return Tokenizer(load_bundle(resolve_source(model, field="model")))

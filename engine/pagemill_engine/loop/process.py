@@ -108,7 +108,7 @@ class EngineLoop:
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
             case RaiseAllowance(request_id, allowance):
-                self._core.raise_allowance(request_id, allowance)
+                self._core.forming.raise_allowance(request_id, allowance)
             case Sleep():
                 self._wants_sleep = True
             case Wake():

@@ -196,6 +196,10 @@ def _serves_no_adapters() -> PagemillError:
     )
 
 
+def already_served(request_id: str) -> PagemillError:
+    return invalid_field("request_id", f"Request {request_id[:80]} is already being served here.")
+
+
 def sequence_id(client_request_id: str, choice: int) -> str:
     return f"{client_request_id}/{choice}"
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import NOTHING_NEW, Allocation, KVCacheManager
-from pagemill_engine.scheduler.admission import Admission
+from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder
 from pagemill_engine.scheduler.choices import HeldChoices
@@ -36,7 +36,6 @@ from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
-from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad
 
@@ -81,10 +80,8 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
-        """Queue a request. Raises `PagemillError` if it can never run or too many requests are waiting.
-
-        `grammar`: the form of its answers.
-        """
+        """Queue a request, whose answers have the form of `grammar`. Raises `PagemillError` if it can never run or too
+        many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
         if clash(seqs, known):
@@ -514,7 +511,3 @@ class Scheduler:
         running = (*self._running, *self._beams.between_steps())
         counts = self.num_waiting, self._num_queued_tokens + self._held.num_held, self.num_preemptions
         return engine_load(self.kv.pool, running, *counts, step_ms)
-
-
-def already_served(request_id: str) -> PagemillError:
-    return invalid_field("request_id", f"Request {request_id[:80]} is already being served here.")

@@ -1,5 +1,5 @@
-"""The order of sampling, on the CPU: logits -> masks -> bias and forbidden tokens -> penalties -> greedy, or temperature ->
-filters -> Gumbel-max. One row's values never touch another row's."""
+"""The order of sampling, on the CPU: logits -> masks -> bias and forbidden tokens -> penalties -> greedy, or
+temperature -> filters -> Gumbel-max. One row's values never touch another row's."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ own (`worker`), because nothing else can stop a compiler; the verdicts on the la
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
+from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
 from pagemill_protocol.structured_outputs import StructuredOutputs
 from pagemill_protocol.text.template_process import TemplateLimits, TemplateProcess, TimeLimitReached, WorkerDied
+
+logger = logging.getLogger(__name__)
 
 LIMITS = TemplateLimits(cpu_limit_s=0.5, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
 MAX_PROCESSES = 2
@@ -63,8 +66,8 @@ class FormChecks:
     def _exchange(self, form: bytes) -> str:
         """A process that was killed while idle looks like one that a form killed: the first death is retried."""
         for attempt in (1, 2):
+            process = self._borrow()
             try:
-                process = self._borrow()
                 reply = process.render("", form)
             except TimeLimitReached:
                 return f"it takes more than {self._limits.cpu_limit_s:g} s to compile; send a simpler one"
@@ -80,7 +83,12 @@ class FormChecks:
         try:
             return self._idle.pop()
         except IndexError:
+            pass
+        try:
             return TemplateProcess({}, self._limits, _WORKER_FILE)
+        except (TimeLimitReached, WorkerDied) as error:
+            logger.error("the process that checks forms of answers does not start: %s", error)
+            raise internal_error() from None
 
 
 def _busy(wait_s: float) -> PagemillError:

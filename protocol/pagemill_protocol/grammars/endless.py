@@ -27,7 +27,8 @@ class _Search:
         self._steps += 1
         if not isinstance(schema, dict) or self._steps > _MAX_STEPS or "enum" in schema or "const" in schema:
             return True
-        needed = [each for each in schema.get("allOf", ()) or ()] + self._required(schema)
+        parts = schema.get("allOf")
+        needed = [*(parts if isinstance(parts, list) else []), *self._required(schema)]
         if not all(self.ends(each, within) for each in needed):
             return False
         for key in ("anyOf", "oneOf"):
@@ -53,7 +54,8 @@ class _Search:
         kind, properties = schema.get("type"), schema.get("properties")
         if kind == "object" and isinstance(properties, dict):
             required = schema.get("required")
-            return [properties.get(name) for name in required if isinstance(name, str)] if isinstance(required, list) else []
+            names = required if isinstance(required, list) else []
+            return [properties.get(name) for name in names if isinstance(name, str)]
         least = schema.get("minItems")
         if kind == "array" and isinstance(least, int) and least > 0:
             prefix = schema.get("prefixItems")
@@ -68,5 +70,8 @@ class _Search:
             return True
         for step in filter(None, reference[1:].split("/")):
             name = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(name, True) if isinstance(found, dict) else True
+            if isinstance(found, list):
+                found = found[int(name)] if name.isdecimal() and int(name) < len(found) else True
+            else:
+                found = found.get(name, True) if isinstance(found, dict) else True
         return found

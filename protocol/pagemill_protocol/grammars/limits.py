@@ -46,9 +46,7 @@ def _parsed(text: str) -> Any:
 def _check_schema(schema: Any) -> None:
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema must be an object or a boolean")
-    num_values = 0
-    for key, value, depth in _values("", schema, 0):
-        num_values += 1
+    for num_values, (key, value, depth) in enumerate(_values("", schema, 0), start=1):
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; use fewer levels, or $ref")
         if num_values > MAX_VALUES:

@@ -29,7 +29,7 @@ def grammar_text(outputs: StructuredOutputs, special_tokens: Collection[str] = (
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type":"object"}', overrides=_JSON)
         case "regex":
-            return f"start: /{regex_to_lark(outputs.regex)}/"
+            return f"start: /{regex_to_lark(outputs.regex, 'd')}/"
         case "choice":
             return "start: " + " | ".join(json.dumps(text) for text in outputs.choice)
         case "grammar":

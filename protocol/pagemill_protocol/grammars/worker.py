@@ -27,7 +27,7 @@ class ByteTokenizer:
 
     eos_token_id = _EOS
     bos_token_id = None
-    tokens = [bytes([value]) for value in range(256)] + [b"<eos>"]  # noqa: RUF012 read by llguidance
+    tokens = [bytes([value]) for value in range(256)] + [b"<eos>"]
     special_token_ids = [_EOS]  # noqa: RUF012 read by llguidance
 
     def __call__(self, text: str | bytes) -> list[int]:

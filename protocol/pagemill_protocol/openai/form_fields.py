@@ -101,9 +101,7 @@ _STRUCTURED_OUTPUTS = {
 }
 
 _Form = StructuredOutputs | None
-ResponseFormat = Annotated[
-    _Form, _from_object("response_format", response_format), WithJsonSchema(_RESPONSE_FORMAT)
-]
+ResponseFormat = Annotated[_Form, _from_object("response_format", response_format), WithJsonSchema(_RESPONSE_FORMAT)]
 StructuredOutputsField = Annotated[
     _Form, _from_object("structured_outputs", form_of), WithJsonSchema(_STRUCTURED_OUTPUTS)
 ]
