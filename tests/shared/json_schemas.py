@@ -67,7 +67,7 @@ BY_HAND: list[Schema] = [
     {"type": "string", "format": "date"},
     {"type": "string", "format": "time"},
     {"type": "string", "format": "date-time"},
-    {"type": "string", "format": "email"},
+    {"type": "string", "format": "email", "maxLength": 20},
     {"type": "string", "format": "uuid"},
     {"type": "string", "format": "ipv4"},
     {"type": "string", "format": "hostname"},
