@@ -46,6 +46,8 @@ class GrammarState:
         mask = self.mask
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         ends = mask[self._words]
+        if not (ends & self._ends[self._words]).any():
+            return
         mask[self._words] &= ~self._ends[self._words]
         self.ended = not mask.any()
         if not self._keeps_on:

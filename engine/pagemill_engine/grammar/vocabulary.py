@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from pagemill_protocol.text.tokenizer import Tokenizer
+
+MAX_SPELLINGS = 1024
 
 
 class _Tokens:
@@ -16,6 +19,7 @@ class _Tokens:
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int, vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self._spell = lru_cache(MAX_SPELLINGS)(self._spelling)
         self.spell_greedily: Callable[[str], list[int]] = lambda text: []
         self.eos_token_id = eos_token_id
         # Rows of the logits beyond the tokenizer's vocabulary have no bytes, and are never allowed.
@@ -25,6 +29,10 @@ class _Tokens:
         )
 
     def __call__(self, text: str) -> list[int]:
+        """What a grammar prescribes letter by letter is asked for by every answer that comes to it."""
+        return list(self._spell(text))
+
+    def _spelling(self, text: str) -> list[int]:
         """As the model saw it in training, unless the tokenizer adds or changes something: then by longest tokens."""
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         if all(token_id < len(self.tokens) for token_id in token_ids):

@@ -69,10 +69,11 @@ class Reports(NamedTuple):
 class SamplingBatch(NamedTuple):
     draws: Draws | None = None
     """`None`: every row takes its best token."""
-    masks: TokenMasks | None = None
     edits: Edits | None = None
     penalties: Penalties | None = None
     reports: Reports | None = None
+    masks: TokenMasks | None = None
+    """Applied before edits and penalties."""
 
     @property
     def is_plain(self) -> bool:

@@ -43,7 +43,7 @@ class Engine:
     def __init__(self, runner: Any, tokenizer: Tokenizer) -> None:
         self.runner, self.tokenizer = runner, tokenizer
         self.ends = [tokenizer.encode(text)[0] for text in ENDS]
-        self.bias = dict.fromkeys(self.ends, 6.0)
+        self.bias = {**dict.fromkeys(self.ends, 6.0), self.ends[0]: 9.0}
         self.core = self.make_core()
         self.outputs: dict[tuple[str, int], Answer] = {}
 

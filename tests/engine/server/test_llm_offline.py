@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,3 +206,9 @@ def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM
             llm.generate("Say", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
     with pytest.raises(PagemillError, match="Send one of them"):
         StructuredOutputsParams(regex="a", choice=["b"])
+
+
+def test_the_example_of_the_page_on_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "get-structured-output.md"
+    exec(page.read_text().split("```python\n")[2].split("```")[0], {})
+    assert capsys.readouterr().out.strip() in ("positive", "negative")
