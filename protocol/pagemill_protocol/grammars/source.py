@@ -15,8 +15,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from pagemill_protocol.structured_outputs import StructuredOutputs
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
-"""Between the tokens of JSON. Bounded: a model that prefers white space would never end otherwise."""
+WHITESPACE = r"( |\n[ \t]{0,24})?"
+"""Between the tokens of JSON: a space, or a line break and indentation. Small models would go on with it for long."""
 _JSON: Any = {"whitespace_pattern": WHITESPACE}
 _ANY_TEXT = r"/(.|\n)*/"
 

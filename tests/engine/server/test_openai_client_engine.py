@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -237,11 +236,3 @@ def test_the_forms_of_vllm_are_held_in_both_dialects(client: openai.OpenAI, form
     assert re.fullmatch(expected, completion.choices[0].text)
     chat = client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=20, extra_body=form)
     assert re.fullmatch(expected, chat.choices[0].message.content or "")
-
-
-def test_the_example_of_the_page_runs(model_server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "get-structured-output.md"
-    example = page.read_text().split("```python\n")[1].split("```")[0]
-    assert "http://127.0.0.1:8080/v1" in example
-    exec(example.replace("http://127.0.0.1:8080", model_server.url), {})
-    assert "'city'" in capsys.readouterr().out
