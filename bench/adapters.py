@@ -38,9 +38,9 @@ KINDS: dict[str, tuple[PolicyName, bool]] = {
 
 
 def run(traffic: str, mix: Mix, kind: str, seed: int, rate: float) -> RoutingReport:
-    policy, tells_load_ms = KINDS[kind]
+    policy, reports_load_ms = KINDS[kind]
     conversations = among_adapters(at_rate(TRAFFIC[traffic](seed), rate), mix.num_adapters, seed)
-    adapters = AdapterSettings(mix.num_slots, mix.load_s, tells_load_ms)
+    adapters = AdapterSettings(mix.num_slots, mix.load_s, reports_load_ms)
     return simulate_routing(conversations, [engine_config()] * NUM_PODS, policy, seed=seed, adapters=adapters)
 
 

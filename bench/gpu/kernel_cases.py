@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import expert_cases
 import numpy as np
 import scaled_cases
 import step_cases
@@ -34,7 +35,8 @@ def cases(device: Device) -> list[Case]:
         tiny = [*_norms(device, 3, 48), *_activations(device, 3, 40), _rows(device, 3, 48)]
         tiny += [*_ropes(device, 3, (4, 2), 16), *step_cases.rows(device, 3, 40)]
         products = [*_products(device, 4, (40, 64), [3]), *scaled_cases.cases(device, (40, 64), [3])]
-        return [*tiny, *products, *step_cases.sampling(device, 2, 70)]
+        experts = expert_cases.cases(device, 4, 2, 48, 32, [3])
+        return [*tiny, *products, *experts, *step_cases.sampling(device, 2, 70)]
     return [
         *(case for rows in (256, 8192) for case in _norms(device, rows, 4096)),
         *(case for rows in (256, 8192) for case in _activations(device, rows, 14_336)),
@@ -44,6 +46,7 @@ def cases(device: Device) -> list[Case]:
         *_products(device, 4, (14_336, 4096), [1, 64, 512]),
         *_products(device, 8, (14_336, 4096), [1, 64, 512]),
         *scaled_cases.cases(device, (14_336, 4096), [1, 64, 512, 8192]),
+        *expert_cases.cases(device, 128, 8, 2048, 768, [1, 64, 512]),
         *step_cases.sampling(device, 256, 151_936),
     ]
 

@@ -36,6 +36,8 @@ class Piece(NamedTuple):
     completion_tokens: int | None
     at_s: float
     """When it arrived, `time.perf_counter`."""
+    reasoning: str = ""
+    """Text of the model's reasoning, which is not part of its answer."""
 
 
 class Client:
@@ -155,12 +157,14 @@ def _event(data: bytes) -> dict[str, Any]:
 def _piece(event: dict[str, Any]) -> Piece:
     usage = event.get("usage") or {}
     choices = event.get("choices") or [{}]
+    delta = choices[0].get("delta") or {}
     return Piece(
-        text=(choices[0].get("delta") or {}).get("content") or "",
+        text=delta.get("content") or "",
         finish_reason=choices[0].get("finish_reason"),
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
         at_s=time.perf_counter(),
+        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
     )
 
 

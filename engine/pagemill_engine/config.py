@@ -95,6 +95,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of requests that send none; `None`: drawn at random per request."""
     chat_template: str | None = None
     """Overrides the model's own template."""
+    tool_call_parser: str = "auto"
+    """How tool calls are read from answers; `auto`: as the chat template asks for them, `none`: tools are refused."""
+    reasoning_parser: str = "auto"
+    """How reasoning is separated from text; `auto`: as the chat template marks it, `none`: it stays in the text."""
     null_runner: bool = False
     """Simulated device: real scheduler, KV and HTTP, no model; steps wait the predicted time."""
     num_kv_blocks: int | None = None
@@ -136,7 +140,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ask for. Without it and without a file, the server makes one at its start, in a file that its user alone can read:
     `pagemill-UID/control-ADDRESS-PORT.token` below `$XDG_RUNTIME_DIR`, or below the temporary folder."""
     internal_tokens_file: str | None = None
-    """File of further such tokens, one a line, read again when it changes. An empty file lets nobody in."""
+    """File of further such tokens, one a line, read again when it changes. With an empty file none is accepted."""
     api_keys_file: str | None = None
     """
     File of the API keys that the OpenAI routes ask for, one entry a line: the SHA-256 of a key in hex, and its tenant

@@ -5,7 +5,6 @@ What changes while the gateway runs (models and endpoints) is the catalogue, not
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ import msgspec
 
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError
@@ -151,7 +151,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     File of further such entries, one a line, with comments (`#`) and empty lines. A change takes effect within two
     seconds. A file with a wrong line is not used: the entries known before stay in use, and
     `pagemill_gateway_api_keys_file_valid` is 0. At the start wrong lines are left out with a warning; a file that has
-    lines and no entry is refused. An empty file lets nobody in.
+    lines and no entry is refused. With an empty file every request is refused.
     """
     redis: RedisConfig | None = None
     """Share the limits with other gateways; `None`: each gateway counts for itself."""
@@ -272,12 +272,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "allow_anonymous: true contradicts api_keys, api_keys_file and redis.keys. Remove the keys to accept "
                 "all clients, or remove allow_anonymous."
             )
-        if not has_keys and not self.allow_anonymous and not is_loopback(self.host):
+        if not has_keys and not self.allow_anonymous and not is_loopback_address(self.host):
             raise SettingsError(
                 f"host: {self.host!r} can be reached from other machines and api_keys is empty, so every client could "
                 "use the models. Set api_keys or api_keys_file, or bind to 127.0.0.1, or set allow_anonymous."
             )
-        if self.discovery == "static" and not self.has_control_token and not is_loopback(self.control_host):
+        if self.discovery == "static" and not self.has_control_token and not is_loopback_address(self.control_host):
             raise SettingsError(
                 f"control_host: {self.control_host!r} can be reached from other machines and control_token is empty; a "
                 "token that is made at the start would be known on this machine only. Set control_token or "
@@ -392,13 +392,3 @@ def check_tracing(tracing: TracingConfig | None) -> None:
         )
     if not 0 <= tracing.sample_ratio <= 1:
         raise SettingsError(f"tracing.sample_ratio: {tracing.sample_ratio} is not between 0 and 1.")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

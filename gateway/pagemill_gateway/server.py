@@ -1,6 +1,6 @@
 """HTTP servers on bound sockets, the drain, and the gateway of one process: both ports up, until a signal; then down.
 
-The drain: `/readyz` fails first, and every answer asks its client to close the connection; after `drain_delay_s` nobody
+The drain: `/readyz` fails first, and every answer asks its client to close the connection; after `drain_delay_s` none
 can connect any more, while requests on connections that are open are still served; after `drain_timeout_s` those that
 are left end with an error event. A second signal skips the waiting. Gateways of several processes: `processes`.
 """
@@ -91,7 +91,7 @@ async def serving(app: ASGIApp, listener: socket.socket, config: GatewayConfig) 
 
 
 async def stopped(stop: Stop, *listening: Listening) -> None:
-    """Wait until it is time to go: somebody wishes it, or a server failed."""
+    """Wait until it is time to stop: a signal came, or a server failed."""
     signalled = asyncio.create_task(stop.wait(1))
     await asyncio.wait([signalled, *(each.task for each in listening)], return_when=asyncio.FIRST_COMPLETED)
     signalled.cancel()

@@ -61,6 +61,9 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Request header that names a session; empty: none."""
     chat_template: str | None = None
     """Overrides the bundle's template."""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    """Names of `pagemill_protocol.answers.registry`; `auto`: as the chat template says."""
     queue: QueueLimits | None = None
     """`None`: the gateway's own limits."""
     wakes: bool = False

@@ -149,7 +149,7 @@ def bad_upstream(message: str) -> PagemillError:
 def request_crashed_engine() -> PagemillError:
     return PagemillError(
         "Engines went down whenever they computed this request, at last when it was tried alone. Nothing else can be "
-        "the cause. It is not tried again. Show it to somebody who can look into the engines' logs.",
+        "the cause. It is not tried again. The engines' logs say more.",
         status=500,
         type="server_error",
         code="request_crashed_engine",

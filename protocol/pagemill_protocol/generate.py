@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -42,6 +43,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams
     dialect: str = "chat"
     """Name of the client's dialect (`pagemill_protocol.dialects`): the engine renders the client's bytes in it."""
+    answer_format: AnswerFormat | None = None
+    """How reasoning and tool calls are read from the text; `None`: the answer is text."""
     created_unix_s: int = 0
     stream: bool = False
     include_usage: bool = False
@@ -80,6 +83,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
+    reasoning_tokens: int | None = None
+    """The part of the completion tokens; `None`: reasoning is not separated from text."""
 
 
 class FrameMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,6 +1,6 @@
 """The adapters of one simulated pod: a few slots, loads one after the other, and requests that wait for theirs.
 
-No engine serves adapters yet, so here is assumed how one will: a load takes a fixed time and stops nobody who runs; the
+No engine serves adapters yet, so here is assumed how one will: a load takes a fixed time and stops no request; the
 idle adapter that was used least recently makes room; where none is idle, the least recently used one takes no further
 request until it is. Whom no adapter holds up is the engine's own scheduler's matter (`pod`).
 """
@@ -19,7 +19,7 @@ from pagemill_simulator.events import Events
 class AdapterSettings(NamedTuple):
     num_slots: int
     load_s: float
-    tells_load_ms: bool = True
+    reports_load_ms: bool = True
     """Else a gateway cannot weigh loads: what routing was before it could."""
 
 
@@ -52,13 +52,13 @@ class AdapterBay:
     def held(self) -> list[GenerateRequest]:
         return [request for requests in self._held.values() for request in requests]
 
-    def told(self) -> AdapterSlots:
+    def slots(self) -> AdapterSlots:
         settings = self._settings
         return AdapterSlots(
             num_slots=settings.num_slots,
             resident=[each for each in self._resident if each != self._closing],
             loading=list(self._held),
-            load_ms=settings.load_s * 1000 if settings.tells_load_ms else 0.0,
+            load_ms=settings.load_s * 1000 if settings.reports_load_ms else 0.0,
         )
 
     def enter(self, request: GenerateRequest) -> None:

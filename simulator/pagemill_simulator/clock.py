@@ -1,4 +1,4 @@
-"""Time that passes only when somebody waits: an hour of traffic takes the seconds its decisions cost."""
+"""Time that passes only when something waits: an hour of traffic takes the seconds its decisions cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulation tells: latencies as users feel them, and what the engine spent."""
+"""What a simulation reports: latencies as users feel them, and what the engine spent."""
 
 from __future__ import annotations
 

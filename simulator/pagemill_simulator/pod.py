@@ -52,7 +52,7 @@ class SimulatedPod:
         if is_calibrated:
             self.core.step_time = SettledStepTime.from_params(settings.step_time or DEFAULT_STEP_TIME)
         info, self._sequence = runner.info, 0
-        self._told_s = 0.0
+        self._published_s = 0.0
         self._prefixes: dict[bytes, bool] = {}
         self._num_held = self._num_held_tokens = 0
         self._frame = StateFrame(
@@ -92,7 +92,7 @@ class SimulatedPod:
         if changes is not None:
             self._prefixes.update(dict.fromkeys(changes.removed, False))
             self._prefixes.update(dict.fromkeys(changes.added, True))
-        self._told_s = self.clock.now()
+        self._published_s = self.clock.now()
         step_time = self._frame.step_time if outputs.step_time is None else outputs.step_time
         self._frame = msgspec.structs.replace(self._frame, load=outputs.load, step_time=step_time)
 
@@ -113,7 +113,7 @@ class SimulatedPod:
             load=self._load_with_held(),
             sequence=self._sequence,
             snapshot=snapshot,
-            load_age_ms=max(0.0, now_s - self._told_s) * 1000,
+            load_age_ms=max(0.0, now_s - self._published_s) * 1000,
             prefixes_added=[chunk for chunk, there in changes.items() if there],
             prefixes_removed=[chunk for chunk, there in changes.items() if not there],
         )
@@ -157,7 +157,7 @@ class RunningPod:
         self._bay: AdapterBay | None = None
         if adapters is not None:
             self._bay = AdapterBay(adapters, events, start=self._start, changed=self._adapters_changed)
-            pod.note_adapters(self._bay.told(), ())
+            pod.note_adapters(self._bay.slots(), ())
         events.after(HEARTBEAT_S, self._heartbeat)
 
     @property
@@ -192,7 +192,7 @@ class RunningPod:
 
     def _adapters_changed(self) -> None:
         assert self._bay is not None
-        self.pod.note_adapters(self._bay.told(), self._bay.held)
+        self.pod.note_adapters(self._bay.slots(), self._bay.held)
         self.tell()
 
     def _step(self) -> None:

@@ -34,7 +34,7 @@ from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import encode_record
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Shape
-from pagemill_operator.autoscaler.slo import outlook
+from pagemill_operator.autoscaler.slo import slo_target
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import Lengths
 from pagemill_protocol.model_spec import ModelSpec
@@ -79,7 +79,7 @@ def test_it_is_what_the_operator_decides_under_the_same_load(rate: float) -> Non
     )
     policy = ScalingSettings("Active", 1, 50, slo=SLO)
     seen = signals(1, arrivals=arrivals(rate), lengths=lengths)
-    goal = outlook(policy, SLO, seen, Memory(shape=SHAPE)).goal
+    goal = slo_target(policy, SLO, seen, Memory(shape=SHAPE)).goal
     found = forecast(REPLICA, WORKLOAD.at(rate), SLO, 50, None)
     assert (found.needed, found.kept) == (goal.needed, goal.enough)
 

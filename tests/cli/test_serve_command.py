@@ -15,8 +15,10 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from typer.testing import CliRunner
 from waiting import WAIT_LIMIT_S
 
+from pagemill.main import app
 from pagemill_operator.backends.local.ports import free_port
 
 NAME = "SmolLM2-135M-Instruct"
@@ -144,3 +146,24 @@ def test_a_corrupt_file_is_refused_with_the_fields_name(tmp_path: Path, damage: 
         damage
     ] in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gpu1.example.com"])
+def test_an_address_that_others_reach_needs_keys_or_a_flag(host: str) -> None:
+    result = CliRunner().invoke(app, ["serve", SMOLLM2, "--host", host])
+    assert result.exit_code == 1
+    assert "--api-keys-file" in result.stderr
+    assert "--allow-anonymous" in result.stderr
+
+
+def test_keys_beside_the_flag_that_needs_none_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("")
+    result = CliRunner().invoke(app, ["serve", SMOLLM2, "--allow-anonymous", "--api-keys-file", str(file)])
+    assert result.exit_code == 1
+    assert "contradicts" in result.stderr
+
+
+def test_the_flag_opens_the_address() -> None:
+    with serving(SMOLLM2, "--host", "0.0.0.0", "--allow-anonymous", "--max-model-len", "256") as (_, url):
+        assert answer(url.replace("0.0.0.0", "127.0.0.1")).strip()

@@ -27,7 +27,7 @@ def decided() -> list[Record]:
     scaled = Scaled(SLO)
     scaled.decide(rate=30.0, active=1.0, running=7, waiting=2)
     scaled.now += 40.0
-    scaled.decide(rate=30.0, num_heard=0)
+    scaled.decide(rate=30.0, num_reporting=0)
     return [decode_record(encode_record(record)) for record in scaled.records]
 
 
@@ -107,8 +107,11 @@ def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Pat
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "holds no decision about d; it tells of nothing"),
-        (encode_record(decided()[0]).replace(b"ns/d", b"ns/other"), "holds no decision about d; it tells of ns/other"),
+        (b"", "holds no decision about d; it has decisions about nothing"),
+        (
+            encode_record(decided()[0]).replace(b"ns/d", b"ns/other"),
+            "holds no decision about d; it has decisions about ns/other",
+        ),
         (b"\n{}\n", ":2: is no record of a decision: Object missing required field `key`"),
         (b"what?", ":1: is no record of a decision: JSON is malformed"),
         (b"\xff\xfe", "is not UTF-8 text (byte 0)"),

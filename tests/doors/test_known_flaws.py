@@ -118,9 +118,22 @@ def test_templates_of_clients_are_refused(door: Door) -> None:
 
 
 @pytest.mark.parametrize("parameters", SCHEMAS)
-def test_malformed_tools_are_refused(door: Door, parameters: Any) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    refused(door, chat(tools=[tool]), "tools")
+def test_malformed_schemas_of_tools_are_shown_to_the_model_and_never_compiled(door: Door, parameters: Any) -> None:
+    function = {"name": "f", "parameters": parameters}
+    with costing_little(door):
+        answer = door.post(chat(tools=[{"type": "function", "function": function}]), "/v1/chat/completions")
+        assert answer.status == 200 or answer.error()["code"] == "context_length_exceeded"
+    strict = {"type": "function", "function": {**function, "strict": True}}
+    refused(door, chat(tools=[strict]), "tools[0].function.strict")
+
+
+@pytest.mark.parametrize(
+    "tool", [7, [], {}, {"type": "function"}, {"type": "function", "function": {"name": "f" * 999}}]
+)
+def test_malformed_tools_are_refused(door: Door, tool: Any) -> None:
+    answer = door.post(chat(tools=[tool]), "/v1/chat/completions")
+    assert (answer.status, answer.error()["param"].startswith("tools[0]")) == (400, True)
+    door.serves()
 
 
 @pytest.mark.parametrize("schema", SCHEMAS[1:])

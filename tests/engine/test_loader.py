@@ -276,9 +276,9 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
     [
         ({"model_type": "mamba"}, "UnsupportedArchitecture", "The model has the architecture `mamba`"),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            {"rope_scaling": {"rope_type": "axial", "factor": 2.0}},
             "UnsupportedArchitecture",
-            "with the rope scaling `dynamic`",
+            "with the rope scaling `axial`",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": None}},

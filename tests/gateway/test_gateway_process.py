@@ -19,10 +19,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway import __main__ as gateway_main
-from pagemill_gateway.config import GatewayConfig, SettingsError, is_loopback, load_config, open_keys_file
+from pagemill_gateway.config import GatewayConfig, SettingsError, load_config, open_keys_file
 from pagemill_gateway.processes import __main__ as process_main
 from pagemill_gateway.processes.child import Role, Setup
 from pagemill_gateway.server import _server, serve
+from pagemill_protocol.http.auth import is_loopback_address
 
 TOKEN = "t0ken"
 CONTROL = {"Authorization": f"Bearer {TOKEN}"}
@@ -187,7 +188,7 @@ async def test_a_port_in_use_is_named(field: str) -> None:
      ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False)],
 )  # fmt: skip
 def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
+    assert is_loopback_address(host) is expected
 
 
 async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines, fake, start) -> None:

@@ -117,7 +117,7 @@ async def _same_answers(server: RedisServer, limits: Limits, history: list[tuple
                 shared.settle(lease, amount)
                 alone.settle(lease, amount)
                 await shared.flush()
-                await eventually(lambda: shared.num_untold == 0)
+                await eventually(lambda: shared.num_unpublished == 0)
     finally:
         await shared.close()
 
@@ -141,7 +141,7 @@ async def test_places_taken_at_one_gateway_are_free_for_the_other_when_settled(s
             assert (await one.reserve(each)).refused is None
         assert (await two.reserve(ask(limits))).refused == "concurrency"
         one.settle(taken[0].lease, 5)
-        await eventually(lambda: one.num_untold == 0)
+        await eventually(lambda: one.num_unpublished == 0)
         assert (await two.reserve(ask(limits))).refused is None
         assert (await one.reserve(ask(limits))).refused == "concurrency"
 
@@ -183,7 +183,7 @@ async def test_a_request_that_was_cancelled_while_it_asked_leaves_nothing_behind
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        await eventually(lambda: store.num_untold == 0)
+        await eventually(lambda: store.num_unpublished == 0)
         assert (await store.reserve(ask(limits, 100))).refused is None
 
 
@@ -197,7 +197,7 @@ async def test_sequences_are_counted_together_and_renewed(server: RedisServer, m
         assert (await two.reserve(ask(limits)._replace(sequences=3))).refused == "concurrency"
         assert (await two.reserve(ask(limits)._replace(sequences=2))).refused is None
         one.settle(first.lease, 1)
-        await eventually(lambda: one.num_untold == 0)
+        await eventually(lambda: one.num_unpublished == 0)
         assert (await two.reserve(ask(limits)._replace(sequences=9))).refused == "concurrency"
         assert (await two.reserve(ask(limits)._replace(sequences=8))).refused is None
 
@@ -213,7 +213,7 @@ async def test_reservations_of_two_gateways_grow_within_one_limit(server: RedisS
         assert (await two.reserve(ask(limits, 1))).refused == "budget_day"
         for store, each in asked:
             store.settle(each.lease, 120)
-        await eventually(lambda: one.num_untold == two.num_untold == 0)
+        await eventually(lambda: one.num_unpublished == two.num_unpublished == 0)
         assert (await one.reserve(ask(limits, 661))).refused == "budget_day"
         assert (await one.reserve(ask(limits, 660))).refused is None
 
@@ -229,7 +229,7 @@ async def test_growth_that_nobody_waits_for_any_more_leaves_nothing_behind(serve
             growing.cancel()
             store.settle(asked.lease, 5)
             await asyncio.gather(growing, return_exceptions=True)
-        await eventually(lambda: store.num_untold == 0)
+        await eventually(lambda: store.num_unpublished == 0)
         assert store.local.num_held == 0
         assert (await store.reserve(ask(limits, 900))).refused is None
 
@@ -292,7 +292,7 @@ async def test_what_was_used_without_redis_is_charged_when_it_is_back(own_server
         store.settle(before.lease, 10)
         store.settle(during.lease, 700)
         own_server.start()  # it has forgotten everything
-        await eventually(lambda: store.up and store.num_untold == 0)
+        await eventually(lambda: store.up and store.num_unpublished == 0)
         assert (await store.reserve(ask(limits, 301))).refused == "budget_day"
         assert (await store.reserve(ask(limits, 300))).refused is None
 
@@ -312,7 +312,7 @@ async def test_without_redis_reservations_grow_within_a_share(own_server: RedisS
         await eventually(lambda: one.up and two.up and one.num_gateways == 2)
         assert await one.extend(More("a", asked.lease, 300, 900, limits)) == 0, "the share goes on to hold"
         one.settle(asked.lease, 450)
-        await eventually(lambda: one.num_untold == 0)
+        await eventually(lambda: one.num_unpublished == 0)
 
 
 async def test_what_grew_without_redis_is_charged_when_it_is_back(own_server: RedisServer) -> None:
@@ -325,7 +325,7 @@ async def test_what_grew_without_redis_is_charged_when_it_is_back(own_server: Re
         own_server.thaw()
         await eventually(lambda: store.up)
         store.settle(asked.lease, 600)
-        await eventually(lambda: store.num_untold == 0)
+        await eventually(lambda: store.num_unpublished == 0)
         assert (await store.reserve(ask(limits, 401))).refused == "budget_day"
         assert (await store.reserve(ask(limits, 400))).refused is None
 

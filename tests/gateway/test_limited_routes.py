@@ -344,7 +344,7 @@ async def test_redis_killed_under_load_and_back_is_no_error_to_anybody(engines, 
     await asyncio.gather(*clients)
     assert set(statuses) == {200}
     store = gateway.gateway.control.sharing.store
-    await fake.until(lambda: store.num_untold == 0 and store.local.num_held == 0)
+    await fake.until(lambda: store.num_unpublished == 0 and store.local.num_held == 0)
     text = (await gateway.get("/metrics", control=True)).raw.decode()
     assert "pagemill_gateway_limits_decided_alone_total" in text
 

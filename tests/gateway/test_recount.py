@@ -19,18 +19,18 @@ async def test_the_first_brain_of_a_gateway_has_nothing_to_count(monkeypatch: py
 async def test_whoever_asks_waits_for_every_worker() -> None:
     count = Recount(2)
     asking = [asyncio.create_task(count.done()) for _ in range(3)]
-    count.told_by("one")
-    count.told_by("one")
+    count.reported_by("one")
+    count.reported_by("one")
     await asyncio.sleep(0)
     assert not any(task.done() for task in asking)
-    count.told_by("two")
+    count.reported_by("two")
     await asyncio.gather(*asking)
 
 
 async def test_a_worker_that_stays_away_holds_nobody_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recount, "PATIENCE_S", 0.05)
     count = Recount(2)
-    count.told_by("one")
+    count.reported_by("one")
     await count.done()
     monkeypatch.setattr(recount, "PATIENCE_S", 3600)
     await asyncio.wait_for(count.done(), WAIT_LIMIT_S)

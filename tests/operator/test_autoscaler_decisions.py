@@ -46,7 +46,7 @@ def test_a_load_and_the_replicas_it_gets(replicas: int, load: dict[str, Any], ex
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"num_heard": 0, "engines": EnginesLoad(), "arrivals": Arrivals()}, "0 of 1 gateways"),
+        ({"num_reporting": 0, "engines": EnginesLoad(), "arrivals": Arrivals()}, "0 of 1 gateways"),
         ({"num_gateways": 2}, "1 of 2 gateways"),
         ({"num_gateways": 0}, "1 of 0 gateways"),
         ({"engines": engines(2, truth="stale")}, "reports are stale"),
@@ -74,7 +74,7 @@ def test_what_is_known_still_adds_while_something_is_missing() -> None:
 def test_a_demand_without_all_numbers_counts_in_no_window() -> None:
     scaled = Scaled(KV, replicas=6)
     scaled.run(400, lambda at, ready: {"active": 4.5, "rate": 1.0})
-    scaled.run(400, lambda at, ready: {"num_heard": 0, "engines": EnginesLoad(), "arrivals": Arrivals()})
+    scaled.run(400, lambda at, ready: {"num_reporting": 0, "engines": EnginesLoad(), "arrivals": Arrivals()})
     scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
     assert scaled.wanted == 6, "who was deaf for a whole window has not seen that less would do"
     scaled.run(20, lambda at, ready: {"active": 0.4, "rate": 1.0})

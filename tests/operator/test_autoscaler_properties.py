@@ -52,7 +52,7 @@ def instants(draw: st.DrawFn) -> dict[str, object]:
         else Arrivals(),
         "lengths": draw(st.sampled_from([LENGTHS, Lengths()])),
         "num_gateways": draw(st.integers(0, 2)),
-        "num_heard": draw(st.integers(0, 2)),
+        "num_reporting": draw(st.integers(0, 2)),
     }
 
 

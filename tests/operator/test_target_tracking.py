@@ -85,7 +85,7 @@ def test_behavior_limits_growth() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"num_heard": 0, "engines": EnginesLoad(), "arrivals": Arrivals()},
+        {"num_reporting": 0, "engines": EnginesLoad(), "arrivals": Arrivals()},
         {"num_gateways": 2},
         {"engines": engines(2, truth="stale")},
         {"arrivals": Arrivals()},
@@ -135,8 +135,8 @@ def test_bounds_hold_and_every_record_replays(
 ) -> None:
     chosen = settings(low, max(1, low + more), kv_cache_usage=0.8, queue_depth=2, down=Direction(0.0))
     scaled = Scaled(chosen, replicas=low + 1)
-    for active, running, waiting, queued, num_heard in course:
-        load = {"active": active, "running": running, "waiting": waiting, "num_heard": num_heard}
+    for active, running, waiting, queued, num_reporting in course:
+        load = {"active": active, "running": running, "waiting": waiting, "num_reporting": num_reporting}
         decision = scaled.decide(**load, queue=QueueLoad(num_requests=queued), rate=1.0)
         assert chosen.lowest <= decision.replicas <= chosen.max_replicas
         assert decision.message

@@ -18,7 +18,7 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.gguf_file import GGUFError, GGUFFile
 from pagemill_protocol.sources import SourceError, UnreadableModelError
 from pagemill_protocol.text import byte_level
-from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest
+from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest, eos_ids
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -412,3 +412,9 @@ def test_half_a_surrogate_pair_is_a_clients_error(byte_tokenizer):
     with pytest.raises(PagemillError, match="half a surrogate pair at character 2") as refused:
         byte_tokenizer.encode("ab\ud800")
     assert refused.value.status == 400
+
+
+def test_the_end_of_a_message_ends_no_answer_that_has_channels() -> None:
+    control = {"<|end|>": 1, "<|endoftext|>": 2}
+    assert eos_ids([3], control) == [3, 1, 2]
+    assert eos_ids([3], {**control, "<|channel|>": 4}) == [3, 2]

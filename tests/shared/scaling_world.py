@@ -58,7 +58,7 @@ def arrivals(rate: float, *, burst: float | None = None, idle_s: float = 0.0) ->
 
 def signals(replicas: int, *, at_s: float = 1000.0, **fields: Any) -> Signals:
     known: dict[str, Any] = {
-        "num_heard": 1,
+        "num_reporting": 1,
         "engines": engines(replicas),
         "arrivals": arrivals(0.0),
         "lengths": LENGTHS,

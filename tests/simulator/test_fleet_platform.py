@@ -9,7 +9,7 @@ import pytest
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.load import EngineHeld
 from pagemill_simulator.events import Events
-from pagemill_simulator.fleet.chronicle import Chronicle, count_flaps
+from pagemill_simulator.fleet.event_log import EventLog, count_flaps
 from pagemill_simulator.fleet.outcome import Outcome, Served
 from pagemill_simulator.fleet.platform import Platform, Pod
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, SettingsError
@@ -54,10 +54,10 @@ class Cluster:
     def __init__(self, **settings: object) -> None:
         self.events = Events()
         self.engines = Engines(self.events)
-        self.chronicle = Chronicle(Workload(name="one", source="test", requests=[SimRequest(0, 1, 1)], duration_s=1))
+        self.event_log = EventLog(Workload(name="one", source="test", requests=[SimRequest(0, 1, 1)], duration_s=1))
         chosen = {"bounds": Bounds(0, 10), "cold_start": COLD_START, **settings}
         self.platform = Platform(
-            self.events, FleetSettings(engine=ENGINE, **chosen).checked(), self.engines, self.chronicle
+            self.events, FleetSettings(engine=ENGINE, **chosen).checked(), self.engines, self.event_log
         )
         self.platform.begin()
 
@@ -69,8 +69,8 @@ class Cluster:
 
     def outcome(self) -> Outcome:
         self.platform.end()
-        self.chronicle.ended(0, Served(0.0, 1, 1, "served", 1.0, None))
-        return self.chronicle.outcome("test", self.events.now_s, is_exact=True)
+        self.event_log.ended(0, Served(0.0, 1, 1, "served", 1.0, None))
+        return self.event_log.outcome("test", self.events.now_s, is_exact=True)
 
 
 def phases(cluster: Cluster) -> list[str]:
@@ -167,13 +167,13 @@ def test_changes_that_are_taken_back_soon_are_flaps() -> None:
 
 
 def test_a_request_ends_exactly_once() -> None:
-    chronicle = Chronicle(Workload(name="two", source="", requests=[SimRequest(0, 1, 1)] * 2, duration_s=1))
+    event_log = EventLog(Workload(name="two", source="", requests=[SimRequest(0, 1, 1)] * 2, duration_s=1))
     served = Served(0.0, 1, 1, "served", 1.0, None)
-    chronicle.ended(1, served)
+    event_log.ended(1, served)
     with pytest.raises(RuntimeError, match="request 1 ended twice"):
-        chronicle.ended(1, served)
+        event_log.ended(1, served)
     with pytest.raises(RuntimeError, match="1 requests never ended"):
-        chronicle.outcome("test", 1.0, is_exact=True)
+        event_log.outcome("test", 1.0, is_exact=True)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class World:
             )
 
     def told(self) -> tuple[list[str], list[str]]:
-        told = self.bay.told()
+        told = self.bay.slots()
         return told.resident, told.loading
 
 
@@ -108,14 +108,14 @@ def test_an_adapter_that_need_not_go_after_all_takes_who_waits_for_it() -> None:
 
 def test_a_pod_that_does_not_tell_what_a_load_takes_tells_the_rest() -> None:
     bay = AdapterBay(AdapterSettings(3, 0.2, False), Events(), start=lambda _: None, changed=lambda: None)
-    assert bay.told() == AdapterSlots(num_slots=3)
+    assert bay.slots() == AdapterSlots(num_slots=3)
 
 
 def served(
     seed: int, policy: PolicyName, *, num_adapters: int = 8, num_slots: int = 2, tells: bool = True
 ) -> tuple[list[Conversation], RoutingReport]:
     traffic = among_adapters(long_and_short(seed)[:120], num_adapters, seed)
-    adapters = AdapterSettings(num_slots=num_slots, load_s=0.2, tells_load_ms=tells)
+    adapters = AdapterSettings(num_slots=num_slots, load_s=0.2, reports_load_ms=tells)
     return traffic, simulate_routing(traffic, [ENGINE] * 4, policy, seed=seed, adapters=adapters)
 
 

@@ -1,7 +1,7 @@
 """What `helm test` runs inside the cluster: ask the gateway for its models, and a model for one answer.
 
 Standard library only, because it runs in the gateway's image as `python -c`. Without a key it checks that the gateway
-refuses it. A model without a ready engine is told, not failed, unless `--model` names it.
+refuses it. A model without a ready engine is reported and is no failure, unless `--model` names it.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ async def _one(client: Client, load: Load, outcome: Outcome, number: int) -> Non
     usage = (0, 0)
     try:
         async for piece in client.stream_chat(load.model, messages, **params):
-            if piece.text or piece.finish_reason:
+            if piece.text or piece.reasoning or piece.finish_reason:
                 arrivals.append(piece.at_s)
             if piece.completion_tokens is not None:
                 usage = (piece.prompt_tokens or 0, piece.completion_tokens)

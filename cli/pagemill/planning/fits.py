@@ -43,8 +43,8 @@ def _step_time(body: Any) -> Any:
     if "stepTime" in body:
         return body["stepTime"]
     for record in reversed(body.get("records") or []):
-        told = record.get("signals", {}).get("engines", {}).get("step_time") or {}
+        reported = record.get("signals", {}).get("engines", {}).get("step_time") or {}
         remembered = ((record.get("memory") or {}).get("shape") or {}).get("step_time") or {}
-        if told.get("knots_tokens") or remembered.get("knots_tokens"):
-            return told if told.get("knots_tokens") else remembered
+        if reported.get("knots_tokens") or remembered.get("knots_tokens"):
+            return reported if reported.get("knots_tokens") else remembered
     return body

@@ -53,7 +53,7 @@ def from_file(path: Path, name: str, namespace: str | None) -> Found:
     chosen = select(records, name, namespace)
     if not chosen:
         others = ", ".join(sorted({record.key for record in records})) or "nothing"
-        raise WhyError(f"{path}: holds no decision about {name}; it tells of {others}")
+        raise WhyError(f"{path}: holds no decision about {name}; it has decisions about {others}")
     return Found(chosen, str(path))
 
 

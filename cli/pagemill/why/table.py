@@ -70,7 +70,7 @@ def _details(record: Record) -> list[str]:
         ("replicas", f"{fleet.wanted} ordered: {fleet.ready} ready, {fleet.starting} starting{asleep}; {start}"),
         (
             "gateways",
-            f"{signals.num_heard} of {signals.num_gateways} report; {queue.num_requests} requests wait in them",
+            f"{signals.num_reporting} of {signals.num_gateways} report; {queue.num_requests} requests wait in them",
         ),
         ("engines", _engines(signals)),
         ("arrivals", _arrivals(signals)),

@@ -18,6 +18,7 @@ SOURCE_REMEDY = (
 HF_PATTERN = r"^hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+|/[^@ ]+[.]gguf)*$"
 REMOTE = ("hf://", "oci://", "s3://")
 
+ParserName = Annotated[str, Text(64, r"^[a-z0-9][a-z0-9_-]*$", "must be the name of a parser, auto or none")]
 Source = Annotated[str, Text(1024, SOURCE_PATTERN, SOURCE_REMEDY)]
 
 
@@ -111,6 +112,13 @@ class ModelSection(Section):
     """Secret with the token for `hf://`; it reaches the loader of `model.cache`."""
     chat_template: Annotated[str, Text(65_536)] | None = None
     """Jinja2 chat template in place of the model's own."""
+    tool_call_parser: ParserName = "auto"
+    """
+    How tool calls are read from answers: `hermes`, `llama3-json`, `pythonic`, `mistral`, `qwen3-coder`, `deepseek`,
+    `harmony` or one of an installed package; `auto` takes what the chat template asks for, `none` refuses tools.
+    """
+    reasoning_parser: ParserName = "auto"
+    """How reasoning is split from text: `think`, `magistral`, `harmony`, `auto`; with `none` it stays in the text."""
     generation_defaults: GenerationDefaults | None = None
     """Sampling values for requests that send none."""
     adapters: Annotated[

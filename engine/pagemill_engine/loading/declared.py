@@ -1,6 +1,6 @@
 """Weights as a model's declaration names and turns them: a `WeightSource` over the one of its files.
 
-Three things differ between checkpoints of one family: a prefix that some files leave out, tensors that nobody uses, and
+Three things differ between checkpoints of one family: a prefix that some files leave out, unused tensors, and
 matrices that are stored the other way round. Here all are gone: what is above sees the declared names and [outputs,
 inputs]. The order of a matrix's rows is the model's own business (`models.row_order`).
 """

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.output.stops import StopMatcher
+from pagemill_protocol.answers.events import AnswerFormat, Event
+from pagemill_protocol.answers.parser import AnswerParser
 from pagemill_protocol.generate import ChoiceResume, FinishReason
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -26,6 +28,8 @@ class ChoiceDelta(NamedTuple):
     logprobs: Sequence[LogprobsOut] = ()
     """One entry per token of `token_ids`, or none at all."""
     finish_reason: FinishReason | None = None
+    events: Sequence[Event] | None = None
+    """What `text` means; `None` without an answer format."""
 
 
 class ChoiceOutput:
@@ -37,6 +41,7 @@ class ChoiceOutput:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         resume: ChoiceResume | None = None,
+        answer_format: AnswerFormat | None = None,
     ) -> None:
         self.num_tokens = 0
         """Tokens generated so far, those before a resume included: the sampler's position."""
@@ -52,6 +57,9 @@ class ChoiceOutput:
         self._detokenizer = tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
         self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._backlog = ""
+        self.parser = AnswerParser(answer_format) if answer_format is not None else None
+        self.num_reasoning_tokens = 0
+        self._events: list[Event] = []
         if resume is not None:
             self._replay(resume)
 
@@ -78,13 +86,32 @@ class ChoiceOutput:
             pieces.append(self._end(finish_reason))
         text = "".join(pieces)
         self.num_text_chars += len(text)
-        return ChoiceDelta(text, token_ids[:taken], (logprobs or ())[:taken], self.finish_reason)
+        self._end_events()
+        return ChoiceDelta(text, token_ids[:taken], (logprobs or ())[:taken], self.finish_reason, self.take_events())
+
+    def take_events(self) -> list[Event] | None:
+        """What was read since the last call; `None` without an answer format."""
+        if self.parser is None:
+            return None
+        events, self._events = self._events, []
+        return events
 
     def _take(self, token_id: int, is_stop_token: bool) -> str:
         self.num_tokens += 1
-        if is_stop_token:
-            return self._take_stop_token(token_id)
-        return self._scan(self._detokenizer.push([token_id]))
+        reasons = self.parser is not None and self.parser.in_reasoning
+        text = self._take_stop_token(token_id) if is_stop_token else self._scan(self._detokenizer.push([token_id]))
+        self._read(text)
+        if reasons or (self.parser is not None and self.parser.in_reasoning):
+            self.num_reasoning_tokens += 1
+        return text
+
+    def _read(self, text: str) -> None:
+        if self.parser is not None and text:
+            self._events += self.parser.push(text)
+
+    def _end_events(self) -> None:
+        if self.parser is not None and self.finish_reason is not None:
+            self._events += self.parser.finish()
 
     def _may_be_stop_token(self, token_id: int) -> bool:
         """The last token of an answer that its form ended is text."""
@@ -114,9 +141,11 @@ class ChoiceOutput:
         text = self._scan(self._detokenizer.flush())
         if self.stopped_by_text:
             self.stopped_by_text = False
-            return text
-        self.finish_reason = finish_reason
-        return text + self._matcher.flush()
+        else:
+            self.finish_reason = finish_reason
+            text += self._matcher.flush()
+        self._read(text)
+        return text
 
     def _replay(self, resume: ChoiceResume) -> None:
         """Bring detokenizer and matcher to where the broken stream stood; text not yet delivered becomes backlog."""
@@ -125,10 +154,13 @@ class ChoiceOutput:
         for taken, token_id in enumerate(resume.token_ids, start=1):
             is_stop_token = taken == num_tokens > self._sampling.min_tokens and token_id in self._stop_ids
             text += self._take(token_id, is_stop_token)
+            if len(text) <= resume.num_text_chars:
+                self._events.clear()
             if self.stopped_by_text:
                 break
         if resume.finished:
             text += self._replay_end(resume.finish_reason or "stop")
+            self._end_events()
         else:
             self.finish_reason = None
         self._backlog = text[resume.num_text_chars :]

@@ -10,12 +10,14 @@ on. It runs in the HTTP process and knows neither sockets nor the engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
+from pagemill_protocol.answers.events import Event
 from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.dialects.base import FinishedChoice, Piece
 from pagemill_protocol.dialects.registry import dialect_of
@@ -53,14 +55,22 @@ class _Choice:
     """Its first chunk was sent (by this engine or the one before)."""
     text: list[str] = field(default_factory=list)
     """Whole text, kept only when not streaming."""
+    events: list[Event] | None = None
+    """Of the whole text, likewise; `None` without an answer format."""
     positions: list[logprobs.PositionLogprobs] = field(default_factory=list)
     """Log probabilities not yet rendered: all of them when not streaming."""
     logprob_chars: int = 0
     """Characters of the choice's text before `positions`."""
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
     """Kept when the client gets the best of several."""
-    untold: list[int] = field(default_factory=list)
+    unreported: list[int] = field(default_factory=list)
     """Tokens that were in no frame yet; only if not streaming."""
+
+    def add(self, text: str, events: Sequence[Event] | None) -> None:
+        self.text.append(text)
+        if events is not None:
+            self.events = self.events or []
+            self.events += events
 
 
 class OutputProcessor:
@@ -76,7 +86,7 @@ class OutputProcessor:
         self._choices = {index: self._new_choice(index) for index in range(self._first, self._first + num_reported)}
         """By the engine's index, which is also the client's unless the client gets the best of several."""
         self._chooses = num_reported > request.sampling.n
-        self._tells_progress = can_be_continued(request) and not request.stream
+        self._reports_progress = can_be_continued(request) and not request.stream
         self._num_cached_tokens = request.cached_tokens or 0
         self._cached_is_known = request.cached_tokens is not None
         self._queue_s = 0.0
@@ -88,7 +98,14 @@ class OutputProcessor:
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(choice.output.num_tokens for choice in self._choices.values()),
             cached_tokens=min(self._num_cached_tokens, len(self.request.prompt_token_ids)),
+            reasoning_tokens=self._reasoning_tokens(),
         )
+
+    def _reasoning_tokens(self) -> int | None:
+        answer_format = self.request.answer_format
+        if answer_format is None or not answer_format.reasoning:
+            return None
+        return sum(choice.output.num_reasoning_tokens for choice in self._choices.values())
 
     @property
     def num_new_tokens(self) -> int:
@@ -141,13 +158,13 @@ class OutputProcessor:
         if self.request.stream:
             progress.frames.append(self._chunk_frame(choice, delta))
         else:
-            choice.text.append(delta.text)
+            choice.add(delta.text, delta.events)
         if choice.output.stopped_by_text:
             progress.stopped_choices.append(choice.index)
         if delta.finish_reason is not None and self.complete:
             progress.done = True
             progress.frames.append(self.last_frame())
-        elif self._tells_progress:
+        elif self._reports_progress:
             progress.frames += self._progress_frames(choice, delta)
 
     def _chunk_frame(self, choice: _Choice, delta: ChoiceDelta) -> Frame:
@@ -164,17 +181,17 @@ class OutputProcessor:
         return Frame(meta, self._chunk(choice, delta))
 
     def _progress_frames(self, choice: _Choice, delta: ChoiceDelta) -> list[Frame]:
-        choice.untold += delta.token_ids
-        if len(choice.untold) < PROGRESS_TOKENS and delta.finish_reason is None:
+        choice.unreported += delta.token_ids
+        if len(choice.unreported) < PROGRESS_TOKENS and delta.finish_reason is None:
             return []
         meta = FrameMeta(
             choice=choice.index,
-            token_ids=choice.untold,
+            token_ids=choice.unreported,
             position=choice.output.num_tokens,
             finish_reason=delta.finish_reason,
             cached_tokens=self._tell_cached(choice),
         )
-        choice.untold = []
+        choice.unreported = []
         return [Frame(meta, b"")]
 
     def _tell_cached(self, choice: _Choice) -> int:
@@ -189,7 +206,17 @@ class OutputProcessor:
         positions, num_chars_before = self._take_positions(choice)
         usage = self._usage_so_far(choice)
         return self._renderer.chunk(
-            Piece(choice.index, delta.text, first, delta.finish_reason, positions, num_chars_before, usage)
+            Piece(
+                choice.index,
+                delta.text,
+                first,
+                delta.finish_reason,
+                positions,
+                num_chars_before,
+                usage,
+                delta.events,
+                choice.output.parser.num_calls if choice.output.parser is not None else 0,
+            )
         )
 
     def _usage_so_far(self, choice: _Choice) -> Usage | None:
@@ -217,7 +244,11 @@ class OutputProcessor:
     def _body(self, usage: Usage) -> bytes:
         choices = [
             FinishedChoice(
-                index, "".join(choice.text), choice.output.finish_reason or "abort", *self._take_positions(choice)
+                index,
+                "".join(choice.text),
+                choice.output.finish_reason or "abort",
+                *self._take_positions(choice),
+                choice.events,
             )
             for index, choice in enumerate(self._chosen(), choice_index(self.request, 0))
         ]
@@ -246,7 +277,9 @@ class OutputProcessor:
     def _new_choice(self, index: int) -> _Choice:
         request = self.request
         resume = next((each for each in request.resume if each.index == index), None)
-        output = ChoiceOutput(self._tokenizer, request.prompt_token_ids, request.sampling, resume)
+        output = ChoiceOutput(
+            self._tokenizer, request.prompt_token_ids, request.sampling, resume, request.answer_format
+        )
         choice = _Choice(output, index, started=False, logprob_chars=len(request.prompt_text or ""))
         if resume is None:
             return choice
@@ -254,7 +287,7 @@ class OutputProcessor:
             shows_tokens = request.sampling.logprobs is not None and bool(resume.token_ids)
             choice.started = bool(resume.num_text_chars or resume.finished) or shows_tokens
         elif resume.finished:
-            choice.text.append(output.take_backlog())
+            choice.add(output.take_backlog(), output.take_events())
         if request.sampling.logprobs is not None:
             choice.logprob_chars += sum(len(self._tokenizer.token_text(token_id)) for token_id in resume.token_ids)
         return choice

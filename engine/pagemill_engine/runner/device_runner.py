@@ -92,7 +92,7 @@ class DeviceRunner:
             with torch.inference_mode():
                 return self._queue(plan)
         except Exception as error:
-            self._unread_failure = InFlight([], error=self._told(error))
+            self._unread_failure = InFlight([], error=self._explained(error))
             return self._unread_failure
 
     def wait(self, handle: InFlight) -> StepResult:
@@ -105,7 +105,7 @@ class DeviceRunner:
         try:
             found = handle.read()
         except Exception as error:
-            raise self._told(error) from error
+            raise self._explained(error) from error
         return _result(handle, found)
 
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
@@ -244,7 +244,7 @@ class DeviceRunner:
     def _nobodys(self, num_requests: int) -> NDArray[np.int32]:
         return np.full(num_requests, self._rows.layout.padding_row, dtype=np.int32)
 
-    def _told(self, error: Exception) -> Exception:
+    def _explained(self, error: Exception) -> Exception:
         """The error, or that the device is lost: then nothing that is asked of it ends well any more."""
         if self._ops.device.type != "cuda":
             return error

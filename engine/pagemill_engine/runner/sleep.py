@@ -1,4 +1,4 @@
-"""What a runner can do between steps when nobody needs it: give its device's memory back, and take it again."""
+"""What a runner can do between steps when it is not needed: give its device's memory back, and take it again."""
 
 from __future__ import annotations
 

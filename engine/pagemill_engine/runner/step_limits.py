@@ -2,7 +2,7 @@
 
 The only place where that is decided: the engine asks before it loads, `pagemill plan` for a device that need not be
 there. A larger step makes more of the device, and takes memory from the KV cache and time from the requests that decode
-in it; memory is what tells a large device from a small one here.
+in it; memory is what distinguishes a large device from a small one here.
 """
 
 from __future__ import annotations

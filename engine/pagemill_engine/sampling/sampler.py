@@ -57,12 +57,12 @@ def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
     """`reports`: of the batch that was sampled."""
     logprobs: dict[int, TokenLogprobs] = {}
     if reports is not None and found.logprobs is not None:
-        told = zip(reports.rows.tolist(), _told(found, reports, found.logprobs), strict=True)
-        logprobs = {row: report for row, report in told if found.finite[row]}
+        reported = zip(reports.rows.tolist(), _reported(found, reports, found.logprobs), strict=True)
+        logprobs = {row: report for row, report in reported if found.finite[row]}
     return Sampled(found.token_ids, found.finite, logprobs)
 
 
-def _told(found: SampledTokens, reports: Reports, logprobs: Logprobs) -> list[TokenLogprobs]:
+def _reported(found: SampledTokens, reports: Reports, logprobs: Logprobs) -> list[TokenLogprobs]:
     """The chosen token first, then the row's `num_top` most likely ones."""
     columns = zip(
         found.token_ids[reports.rows].tolist(),

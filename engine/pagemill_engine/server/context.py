@@ -14,6 +14,7 @@ from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.settings import Settings
 from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 from pagemill_protocol.http.guard import ControlTokens
 from pagemill_protocol.keys.ring import KeyRing
@@ -59,6 +60,11 @@ class ServerContext:
         if self.client is None or self.client.ready_info is None:
             raise self._not_ready()
         return self.client, self.client.ready_info
+
+    @property
+    def parsers(self) -> ParserSettings:
+        engine = self.settings.engine
+        return ParserSettings(engine.tool_call_parser, engine.reasoning_parser)
 
     def system_fingerprint(self) -> str:
         _, ready = self.ready_engine()

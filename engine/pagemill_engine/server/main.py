@@ -1,7 +1,7 @@
 """One server from start to end: ports first, then the model, then requests, then a drain. Nothing is decided elsewhere.
 
 Both ports are bound before anything slow happens: a port in use is known at once, and while the model loads the control
-port already tells why it is not ready. The engine runs in a process of its own (`ipc.channels`); this one never imports
+port already says why it is not ready. The engine runs in a process of its own (`ipc.channels`); this one never imports
 torch. `__main__` and `pagemill serve` call `run_server`; routes are in `apps`.
 """
 
@@ -39,6 +39,7 @@ from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.sockets import bind, bound_address, bound_port
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_engine.server.tokens import internal_tokens, with_token
+from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
@@ -288,6 +289,7 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         if not config.null_runner:
             check_fits(config, path)
         bundle = load_bundle(path)
+        check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
         return bundle, Tokenizer(bundle, chat_template=config.chat_template)
     except SourceError as error:
         # Who reads files knows the resource's name of the setting, not the engine's.

@@ -56,7 +56,7 @@ class StatePublisher:
         self._closed = False
         self._reported_s: float | None = None
         """When the engine process spoke last."""
-        self._told_s: float | None = None
+        self._published_s: float | None = None
         """When the load of the latest published frame was reported."""
         self._load = EngineLoad()
         """As reported by the engine process."""
@@ -188,7 +188,7 @@ class StatePublisher:
         for prefix_chunk in removed:
             del self._prefixes[prefix_chunk]
         self._next = self._frame = msgspec.structs.replace(self._next, sequence=self._frame.sequence + 1)
-        self._told_s = self._reported_s
+        self._published_s = self._reported_s
         if not self._subscriptions:
             return
         encoded = encode_state(
@@ -204,7 +204,7 @@ class StatePublisher:
             subscription.offer(encoded)
 
     def _load_age_ms(self) -> float:
-        return round(1000 * (time.monotonic() - self._told_s), 2) if self._told_s is not None else 0.0
+        return round(1000 * (time.monotonic() - self._published_s), 2) if self._published_s is not None else 0.0
 
     def _silent_s(self) -> float:
         silent_s = time.monotonic() - self._reported_s if self._reported_s is not None else 0.0

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple, Protocol
 
+from pagemill_protocol.answers.registry import ParserSettings
+
 EngineFailureKind = Literal["lost", "killed", "crashed"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
 """`refused`: the engine works but is full. `declined`: it is shutting down or starting and takes nothing.
@@ -141,6 +143,7 @@ class Target(NamedTuple):
     chat_template: str | None
     prefix_scope: str
     scheme: HashScheme
+    parsers: ParserSettings = ParserSettings()
     session_header: str = ""
     """Lower case; empty: the deployment has none."""
     queued_s: float = 0.0

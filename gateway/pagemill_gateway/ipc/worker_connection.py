@@ -119,7 +119,7 @@ class WorkerConnection:
                 for ask in asks:
                     self._leases[ask.lease] = 0
                     self._store.adopt(ask)
-                self._control.recount.told_by(self)
+                self._control.recount.reported_by(self)
 
     async def _reserve(self, ask: Ask) -> Answer:
         await self._control.recount.done()

@@ -127,7 +127,7 @@ class MemoryStore:
         account.month.correct(held.periods.month, difference)
 
     async def close(self) -> None:
-        """Nothing is left to be told."""
+        """Nothing is left to publish."""
 
     def _enter(self, name: str) -> tuple[_Account, int, Periods]:
         account = self._accounts.setdefault(name, _Account())

@@ -1,7 +1,7 @@
 """After the brain's process was replaced: what workers hold of keys' limits is counted before anybody gets more.
 
 The first worker that is back could else take places that another one still holds. A worker that does not come back, or
-not soon, holds nobody up for long.
+not soon, delays no request for long.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ class Recount:
     """Create inside a running event loop."""
 
     def __init__(self, num_workers: int) -> None:
-        """`num_workers` that have to be heard; 0: nothing was reserved before."""
+        """`num_workers` that have to report; 0: nothing was reserved before."""
         self._num_workers = num_workers
-        self._heard: set[Hashable] = set()
+        self._reporting: set[Hashable] = set()
         self._over = asyncio.Event()
         if num_workers == 0:
             self._over.set()
 
-    def told_by(self, worker: Hashable) -> None:
+    def reported_by(self, worker: Hashable) -> None:
         """Its reservations are in the store again."""
-        self._heard.add(worker)
-        if len(self._heard) >= self._num_workers:
+        self._reporting.add(worker)
+        if len(self._reporting) >= self._num_workers:
             self._over.set()
 
     async def done(self) -> None:

@@ -1,4 +1,4 @@
-"""What clients are told of their limits, in the words and headers that OpenAI's own clients know."""
+"""What clients see of their limits, in the words and headers that OpenAI's own clients know."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def too_large(limits: Limits, num_prompt_tokens: int, num_sequences: int) -> tup
 
 
 def check_model(caller: Caller, model: str) -> None:
-    """Raises `PagemillError` 404, in the words used for models that do not exist: what else is here is not told."""
+    """Raises `PagemillError` 404, in the words used for models that do not exist: what else is here stays unknown."""
     if not caller.may_use(model):
         raise no_such_model(model)
 
@@ -116,8 +116,8 @@ def no_such_model(model: str) -> PagemillError:
     )
 
 
-def told_to(caller: Caller, error: PagemillError, model: str) -> PagemillError:
-    """`error` as `caller` may see it: who may not use everything is not told what there is."""
+def visible_to(caller: Caller, error: PagemillError, model: str) -> PagemillError:
+    """`error` as `caller` may see it: who may not use everything does not see what there is."""
     hidden = caller.models is not None and error.code == "model_not_found"
     return no_such_model(model) if hidden else error
 

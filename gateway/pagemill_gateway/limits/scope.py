@@ -1,6 +1,6 @@
 """How far cached prompts are shared: the root salt of the prefix cache, derived from who calls.
 
-`prefixCaching.scope` `deployment` shares among all callers; `tenant` and `key` keep callers apart, so that nobody can
+`prefixCaching.scope` `deployment` shares among all callers; `tenant` and `key` keep callers apart, so that none can
 learn from timing what others asked. Clients never send a salt.
 """
 

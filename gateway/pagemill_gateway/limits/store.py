@@ -96,5 +96,5 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None:
-        """Bring out what is still to be told."""
+        """Publish what is still to be published."""
         ...

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
-from pagemill_gateway.limits.refusals import check_model, told_to
+from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
@@ -78,7 +78,7 @@ class Preparation:
     async def prepare(
         self, raw: bytes, dialect: Dialect, caller: Caller, header_of: HeaderOf, ticket: QueueTicket, write: Write
     ) -> Prepared:
-        """Everything the engines need. Raises `PagemillError` for a body nobody can serve.
+        """Everything the engines need. Raises `PagemillError` for a body that no engine can serve.
 
         `write`: for comments, when the client streams and has to wait for an engine. Nothing waits, nor wakes an
         engine, nor is rendered, with a sampling value that will be refused.
@@ -92,10 +92,10 @@ class Preparation:
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         preparation = base.Preparation(
-            target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt
+            target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
         keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
-        text = await body.render_soon(tokenizer) if len(raw) <= INLINE_BODY_BYTES else None
+        text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:
             requests = body.prepare(tokenizer, preparation, sampling, text)
@@ -119,7 +119,7 @@ class Preparation:
             question = self._brain.find(body.model, ticket)
             return await self._keep_alive.during(question, write if body.stream else None, expected)
         except PagemillError as error:
-            raise told_to(caller, error, body.model) from error
+            raise visible_to(caller, error, body.model) from error
 
     def _prepared(self, target: Target, requests: list[GenerateRequest], keys: list[bytes], session: bytes) -> Prepared:
         if target.adapter_digest:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from pagemill_gateway.admission.gate import GateSlot
 from pagemill_gateway.brain.interface import Target
-from pagemill_gateway.limits.refusals import check_model, told_to
+from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.worker import Worker
@@ -103,4 +103,4 @@ class TokenRoutes:
         try:
             return await self._worker.brain.look_up(model or next(iter(served)))
         except PagemillError as error:
-            raise told_to(caller, error, model) from error
+            raise visible_to(caller, error, model) from error

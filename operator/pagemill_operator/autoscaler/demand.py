@@ -24,7 +24,7 @@ from pagemill_operator.autoscaler.decision import (
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.settings import DEFAULT_POLICY, ScalingSettings, with_default_targets
 from pagemill_operator.autoscaler.signals import Signals
-from pagemill_operator.autoscaler.slo import Outlook, is_burst, outlook
+from pagemill_operator.autoscaler.slo import SloTarget, is_burst, slo_target
 from pagemill_operator.autoscaler.targets import goals, is_idle
 
 PANIC_S = 60.0
@@ -90,7 +90,7 @@ class _Step(NamedTuple):
 
 
 def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Demand:
-    view = outlook(settings, settings.slo, signals, memory) if settings.slo is not None else Outlook()
+    view = slo_target(settings, settings.slo, signals, memory) if settings.slo is not None else SloTarget()
     # While nothing can be predicted the load is kept in bounds as without an SLO.
     aims = with_default_targets(settings) if view.goal.missing else settings
     judged = [*goals(aims, signals, memory.shape), view.goal]

@@ -72,7 +72,7 @@ class Signals(msgspec.Struct, frozen=True):
     """The reading of a clock that only goes forward."""
     fleet: Fleet
     num_gateways: int = 1
-    num_heard: int = 0
+    num_reporting: int = 0
     """Gateways that report; their numbers are in here."""
     engines: EnginesLoad = EnginesLoad()
     queue: QueueLoad = QueueLoad()
@@ -85,13 +85,13 @@ class Signals(msgspec.Struct, frozen=True):
     @property
     def is_whole(self) -> bool:
         """Every gateway reports: sums over them are no lower bounds."""
-        return 0 < self.num_gateways <= self.num_heard
+        return 0 < self.num_gateways <= self.num_reporting
 
     @property
     def missing(self) -> str:
         """What is not known, without which load may be higher than it looks; empty: nothing."""
         if not self.is_whole:
-            return f"{self.num_heard} of {self.num_gateways} gateways report"
+            return f"{self.num_reporting} of {self.num_gateways} gateways report"
         if self.engines.truth != "value":
             return f"the engines' reports are {self.engines.truth}"
         if self.arrivals.truth != "value":
@@ -125,7 +125,7 @@ def merge(
         at_s=at_s,
         fleet=fleet,
         num_gateways=num_gateways,
-        num_heard=len(views),
+        num_reporting=len(views),
         engines=_engines(views, fleet),
         queue=_queue([load.queue for load in loads]),
         arrivals=_arrivals([load.arrivals for load in loads]),

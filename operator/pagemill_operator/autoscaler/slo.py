@@ -30,24 +30,24 @@ MOST_GROWTH = 3.0
 """A rise is extrapolated to no more than this many times the present load."""
 
 
-class Outlook(msgspec.Struct, frozen=True):
+class SloTarget(msgspec.Struct, frozen=True):
     goal: Goal = Goal("slo")
     candidates: tuple[Candidate, ...] = ()
 
 
-def outlook(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory) -> Outlook:
+def slo_target(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory) -> SloTarget:
     """What the SLO asks for, and every number of replicas that was weighed."""
     if signals.arrivals.truth != "value":
-        return Outlook(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
+        return SloTarget(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
     rate = forecast(signals, memory)
     if rate <= 0:
-        return Outlook(Goal("slo", reason="nothing arrives"))
+        return SloTarget(Goal("slo", reason="nothing arrives"))
     load = _offered(signals, rate, slo.share)
     if load is None:
-        return Outlook(Goal("slo", missing="no answer has ended yet, so lengths are not known"))
+        return SloTarget(Goal("slo", missing="no answer has ended yet, so lengths are not known"))
     predictor = _predictor(memory.shape, slo)
     if predictor is None:
-        return Outlook(Goal("slo", missing="the engines have reported no step times yet"))
+        return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
     weighed: dict[int, Candidate] = {}
 
     most = settings.max_replicas
@@ -56,9 +56,9 @@ def outlook(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memor
     offered = f"{rate:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
     if needed > most:
         unreachable = _unreachable(settings, slo, weighed[max(weighed)])
-        return Outlook(Goal("slo", most, most, offered, unreachable=unreachable), seen)
+        return SloTarget(Goal("slo", most, most, offered, unreachable=unreachable), seen)
     enough = min(most, fewest(predictor, load.times(MARGIN), slo, most, {}))
-    return Outlook(Goal("slo", needed, max(needed, enough), f"{offered} need {replicas_of(needed)}"), seen)
+    return SloTarget(Goal("slo", needed, max(needed, enough), f"{offered} need {replicas_of(needed)}"), seen)
 
 
 def forecast(signals: Signals, memory: Memory) -> float:

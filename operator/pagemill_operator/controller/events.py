@@ -21,7 +21,7 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest
 logger = logging.getLogger("pagemill.operator.events")
 
 QUIET_S = 60.0
-TOLD_EACH = frozenset({"Scaled", "ScalingAdvised"})
+EACH_REPORTED = frozenset({"Scaled", "ScalingAdvised"})
 """Reasons whose every message is an event of its own: decisions are no repeats."""
 MAX_KINDS = 4096
 """Kinds of events remembered, over all objects."""
@@ -55,7 +55,7 @@ class EventRecorder:
 
     async def record(self, owner: Manifest, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
         """Never raises for a failed write: an event is worth no retry."""
-        at = (owner["metadata"]["uid"], type_, f"{reason}: {message}" if reason in TOLD_EACH else reason)
+        at = (owner["metadata"]["uid"], type_, f"{reason}: {message}" if reason in EACH_REPORTED else reason)
         now = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
         series = self._series.get(at)
         if series is None:

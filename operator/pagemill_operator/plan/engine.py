@@ -35,8 +35,14 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "kv_cache_memory_bytes": _optional_bytes(engine.kv_cache_memory),
         "num_threads": _num_threads(deployment),
         "chat_template": model.chat_template,
+        "tool_call_parser": _unless_auto(model.tool_call_parser),
+        "reasoning_parser": _unless_auto(model.reasoning_parser),
     }
     return settings | {name: value for name, value in optional.items() if value is not None}
+
+
+def _unless_auto(parser: str) -> str | None:
+    return None if parser == "auto" else parser
 
 
 def server_settings(deployment: LLMDeployment) -> dict[str, Any]:

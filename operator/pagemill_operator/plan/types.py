@@ -140,6 +140,8 @@ class Plan:
     routing_policy: str = "Auto"
     session_header: str = ""
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     cache: ModelCache | None = None
     credentials: SecretKey | None = None
     """For the loader only: engines never see it."""

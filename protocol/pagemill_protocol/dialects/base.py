@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pagemill_protocol.answers.events import Event
+from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs
@@ -36,6 +38,10 @@ class Piece(NamedTuple):
     """Characters of the choice's text before `positions`, an echoed prompt included."""
     usage: Usage | None
     """Tokens so far, for clients that ask for them in every chunk."""
+    events: Sequence[Event] | None = None
+    """What `text` adds to reasoning, content and calls; `None`: the request has no answer format."""
+    num_calls: int = 0
+    """Tool calls that the choice has begun so far."""
 
 
 class FinishedChoice(NamedTuple):
@@ -46,6 +52,7 @@ class FinishedChoice(NamedTuple):
     finish_reason: FinishReason
     positions: Sequence[PositionLogprobs] | None
     num_chars_before: int
+    events: Sequence[Event] | None = None
 
 
 class AnswerRenderer(Protocol):
@@ -70,6 +77,8 @@ class Preparation(NamedTuple):
     request_id: str
     created_unix_s: int
     cache_salt: str = ""
+    parsers: ParserSettings = ParserSettings()
+    """How answers are read, where it is set for the deployment."""
 
 
 class ParsedBody(Protocol):
@@ -93,7 +102,7 @@ class ParsedBody(Protocol):
         """Checked as far as no model is needed. Raises `PagemillError` 400."""
         ...
 
-    async def render_soon(self, tokenizer: Tokenizer) -> str | None:
+    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         """The prompt of a short body, on the event loop; `None`: `prepare` renders it."""
         ...
 

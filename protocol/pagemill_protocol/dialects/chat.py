@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
 from pagemill_protocol.generate import GenerateRequest, Usage
-from pagemill_protocol.openai import logprobs, prepare, render
+from pagemill_protocol.openai import call_parts, logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.sampling import SamplingParams
@@ -45,8 +46,8 @@ class ChatBody:
     def sampling(self) -> SamplingParams:
         return prepare.sampling_of(self.fields)
 
-    async def render_soon(self, tokenizer: Tokenizer) -> str | None:
-        return await prepare.render_soon(self.fields, tokenizer)
+    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+        return await prepare.render_soon(self.fields, tokenizer, parsers)
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
@@ -62,16 +63,33 @@ class ChatRenderer:
         self._include_usage = request.include_usage
 
     def chunk(self, piece: Piece) -> bytes:
+        if piece.events is None:
+            return self._chunk(piece, piece.text, {}, role=piece.is_first, ends=True)
+        found = (call_parts.delta(event, self._head.id, piece.choice) for event in piece.events)
+        deltas = [each for each in found if each is not None]
+        if not deltas and not (piece.is_first or piece.positions or piece.finish_reason):
+            return b""
+        if piece.is_first:
+            deltas.insert(0, {"content": ""})
+        last = len(deltas) - 1
+        return b"".join(
+            self._chunk(piece, None, delta, role=piece.is_first and at == 0, ends=at == last)
+            for at, delta in enumerate(deltas)
+        ) or self._chunk(piece, None, {}, role=False, ends=True)
+
+    def _chunk(self, piece: Piece, text: str | None, added: Mapping[str, Any], *, role: bool, ends: bool) -> bytes:
+        """`ends`: the last of a piece's chunks, which has what the piece says as a whole."""
         return render.sse(
             render.chat_chunk(
                 self._head,
                 piece.choice,
-                piece.text,
-                role=piece.is_first,
-                finish_reason=piece.finish_reason,
-                logprobs=None if piece.positions is None else logprobs.chat(piece.positions),
+                text,
+                role=role,
+                finish_reason=call_parts.finish_reason(piece.finish_reason, piece.num_calls) if ends else None,
+                logprobs=logprobs.chat(piece.positions) if ends and piece.positions is not None else None,
                 include_usage=self._include_usage,
-                usage=piece.usage,
+                usage=piece.usage if ends else None,
+                added=added,
             )
         )
 
@@ -79,13 +97,13 @@ class ChatRenderer:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        rendered = [
-            render.Choice(
-                each.choice,
-                each.text,
-                each.finish_reason,
-                None if each.positions is None else logprobs.chat(each.positions),
-            )
-            for each in choices
-        ]
-        return render.chat_body(self._head, rendered, usage)
+        return render.chat_body(self._head, [self._choice(each) for each in choices], usage)
+
+    def _choice(self, choice: FinishedChoice) -> render.Choice:
+        shown = None if choice.positions is None else logprobs.chat(choice.positions)
+        if choice.events is None:
+            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown)
+        message = call_parts.message(choice.events, self._head.id, choice.choice)
+        reason = call_parts.finish_reason(choice.finish_reason, len(message.get("tool_calls", ())))
+        assert reason is not None  # the choice is finished
+        return render.Choice(choice.choice, choice.text, reason, shown, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
 from pagemill_protocol.generate import GenerateRequest, Usage
@@ -45,13 +46,15 @@ class CompletionsBody:
     def sampling(self) -> SamplingParams:
         return prepare.sampling_of(self.fields)
 
-    async def render_soon(self, tokenizer: Tokenizer) -> str | None:
+    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return None
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
-        return prepare.prepare_completions(self.fields, tokenizer, **preparation._asdict(), sampling=sampling)
+        given = preparation._asdict()
+        del given["parsers"]  # text is not read any further
+        return prepare.prepare_completions(self.fields, tokenizer, **given, sampling=sampling)
 
 
 class CompletionsRenderer:

@@ -43,6 +43,16 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
+def is_loopback_address(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def is_loopback(scope: Scope) -> bool:
     """Whether the peer is on this machine; Unix sockets, which have no address, count as such."""
     client = scope.get("client")

@@ -39,7 +39,7 @@ class Caller(NamedTuple):
     key_hash: str = ""
     """Never shown or logged; empty: a gateway that asks for no key."""
     tenant: str = ""
-    """Empty: the key belongs to nobody in particular."""
+    """Empty: the key has no owner."""
     models: frozenset[str] | None = None
     """The names, as clients send them, that this key may use; `None`: all."""
     limits: Limits = NO_LIMITS

@@ -37,7 +37,7 @@ class KeyRing:
         self._shared: tuple[Caller, ...] = ()
         self._secret = secrets.token_bytes(32)
         self._callers: dict[bytes, Caller] = {}
-        self._nobody = secrets.token_bytes(32)
+        self._anonymous = secrets.token_bytes(32)
         self._index()
 
     @property
@@ -61,7 +61,7 @@ class KeyRing:
             self._index()
         given = self._blind(hash_key(token))
         caller = self._callers.get(given)
-        known = self._blind(caller.key_hash) if caller is not None else self._nobody
+        known = self._blind(caller.key_hash) if caller is not None else self._anonymous
         if not hmac.compare_digest(known, given) or caller is None:
             raise self._stranger()
         return caller

@@ -10,7 +10,7 @@ from pagemill_protocol.models.llama_like import decoder, numbers_from_config
 from pagemill_protocol.models.parts import alibi_slopes, linear
 
 CONTEXT_OF_ROTATED = "max_position_embeddings"
-"""The key is in 7B's config.json and not in 13B's; nothing else there tells which of the two is rotated."""
+"""The key is in 7B's config.json and not in 13B's; nothing else there says which of the two is rotated."""
 NORMALIZED_VOCABULARY = 125_696
 """Of Baichuan 2, whose head's rows are divided by their lengths."""
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.openai.chat_format import ChatFormat, chat_format
 from pagemill_protocol.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS_OF_SEVERAL = 1024 * 1024
 """Maximum number of tokens that the prompts of one request have together, if there are several."""
+_AUTO = ParserSettings()
 _SHARED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields]
 
 
@@ -86,6 +89,7 @@ def prepare_chat(
     defaults: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
     text: str | None = None,
+    parsers: ParserSettings = _AUTO,
 ) -> GenerateRequest:
     """Render and tokenize a chat; without a limit the answer may fill the context.
 
@@ -95,8 +99,11 @@ def prepare_chat(
     `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
     """
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
+    form = chat_format(req, tokenizer, parsers)
+    if form.hides_markers:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     if text is None:
-        text = _render(req.messages, req, tokenizer)
+        text = _render(form, req, tokenizer)
     token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
     max_tokens = _answer_budget(
         len(token_ids), req.requested_tokens, None, max_model_len, "messages", req.max_tokens_field
@@ -107,6 +114,7 @@ def prepare_chat(
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
         dialect="chat",
+        answer_format=form.answer_behind(text),
         created_unix_s=created_unix_s,
         stream=req.stream,
         include_usage=req.include_usage,
@@ -171,7 +179,7 @@ def tokenize(req: TokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> 
     if req.messages is None:
         assert req.prompt is not None  # the schema lets exactly one through
         return tokenizer.encode_within(req.prompt, max_model_len, req.add_special_tokens is not False)
-    text = _render(req.messages, req, tokenizer)
+    text = _render(chat_format(req, tokenizer, _AUTO), req, tokenizer)
     return tokenizer.encode_within(text, max_model_len, bool(req.add_special_tokens), param="messages")
 
 
@@ -184,21 +192,21 @@ def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int)
     return tokenizer.decode(req.tokens, skip_special_tokens=False)
 
 
-async def render_soon(req: ChatCompletionRequest, tokenizer: Tokenizer) -> str | None:
+async def render_soon(req: ChatCompletionRequest, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
     """The prompt of a short chat, on the event loop; None: ask `prepare_chat` for it. Raises `PagemillError` 400."""
-    messages = [message.for_template() for message in req.messages]
-    return await tokenizer.chat_template.render_soon(messages, **_rendering(req))
+    form = chat_format(req, tokenizer, parsers)
+    return await tokenizer.chat_template.render_soon(form.messages, tools=form.tools, **_rendering(req))
 
 
-def _render(messages: Any, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
-    return tokenizer.render_chat([message.for_template() for message in messages], **_rendering(req))
+def _render(form: ChatFormat, req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer) -> str:
+    return tokenizer.render_chat(form.messages, tools=form.tools, **_rendering(req))
 
 
 def _rendering(req: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
     return {
         "add_generation_prompt": req.add_generation_prompt and not req.continue_final_message,
         "continue_final_message": req.continue_final_message,
-        "template_kwargs": req.chat_template_kwargs or None,
+        "template_kwargs": req.template_kwargs or None,
     }
 
 

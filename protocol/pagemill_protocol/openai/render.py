@@ -7,7 +7,7 @@ Chunks and bodies of both dialects, usage, the model list, vLLM's tokenize pair,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import orjson
@@ -20,6 +20,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 SSE_KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
 
+ToolReason = Literal["tool_calls"]
 Logprobs = Mapping[str, Any]
 """Made by `openai.logprobs.chat` or `.completions`."""
 
@@ -38,8 +39,10 @@ class Choice(msgspec.Struct, frozen=True):
 
     index: int
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | ToolReason
     logprobs: Logprobs | None = None
+    message: Mapping[str, Any] | None = None
+    """Of a chat, in place of `text`: content, reasoning and tool calls."""
 
 
 class ModelCard(NamedTuple):
@@ -87,20 +90,22 @@ def chat_chunk(
     text: str | None,
     *,
     role: bool = False,
-    finish_reason: FinishReason | None = None,
+    finish_reason: FinishReason | ToolReason | None = None,
     logprobs: Logprobs | None = None,
     include_usage: bool = False,
     usage: Usage | None = None,
+    added: Mapping[str, Any] | None = None,
 ) -> bytes:
     """One chunk of a chat. `role`: the first of its choice. `text` None: no text, as in a chunk that only finishes.
 
-    `include_usage`: the chunk says `usage: null` unless there is one.
+    `include_usage`: the chunk says `usage: null` unless there is one. `added`: reasoning or a tool call.
     """
     delta: dict[str, Any] = {}
     if role:
         delta["role"] = "assistant"
     if text is not None:
         delta["content"] = text
+    delta.update(added or {})
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
     return _chunk(head, "chat.completion.chunk", choice, include_usage, usage)
 
@@ -129,7 +134,7 @@ def chat_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:
     rendered = [
         {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "refusal": None, **(choice.message or {"content": choice.text})},
             "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
         }
@@ -168,7 +173,10 @@ def add_usage(*usages: Usage) -> Usage:
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    return {**_token_counts(usage), "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+    details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+    if usage.reasoning_tokens is not None:
+        details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return {**_token_counts(usage), **details}
 
 
 def models_body(models: Iterable[ModelCard]) -> bytes:

@@ -25,8 +25,10 @@ from pagemill_protocol.openai.fields import (
     Text,
     TokenIds,
     refusal,
+    shorten,
 )
 from pagemill_protocol.openai.form_fields import FormFields
+from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_protocol.sampling import (
     MAX_CHOICES,
     MAX_PRIORITY,
@@ -42,7 +44,8 @@ MAX_TOTAL_CHOICES = 2048
 """Choices of all prompts of one completions request together."""
 DEFAULT_COMPLETION_TOKENS = 16
 
-Role = Literal["system", "developer", "user", "assistant"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 
@@ -59,6 +62,21 @@ class ChatMessage(RequestModel):
     content: ContentText = ""
     """Text; a list of text parts is joined by line breaks."""
     name: Name | None = None
+    tool_calls: ToolCalls = Field(default_factory=list)
+    """Of an assistant message: the calls that it made."""
+    tool_call_id: Name | None = None
+    """Of a tool message: the call that it answers."""
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """Another name of `reasoning_content`."""
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> ChatMessage:
+        if self.role == "tool" and self.tool_call_id is None:
+            raise refusal("tool_call_id", "A message of role tool needs `tool_call_id`. Send the id of the call.")
+        if self.role != "assistant" and self.tool_calls:
+            raise refusal("tool_calls", f"A message of role {self.role} has no `tool_calls`. Send it as assistant.")
+        return self
 
     @model_validator(mode="after")
     def _needs_content(self) -> ChatMessage:
@@ -72,9 +90,13 @@ class ChatMessage(RequestModel):
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
         }
-        if self.name is not None:
-            message["name"] = self.name
-        return message
+        given = {
+            "name": self.name,
+            "tool_calls": self.tool_calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return message | {key: value for key, value in given.items() if value is not None}
 
 
 class SamplingFields(RequestModel, FormFields):
@@ -155,6 +177,16 @@ class ChatTemplateFields(RequestModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict)
+    tools: Tools = Field(default_factory=list)
+
+    @property
+    def prompt_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call."""
+        return self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        return self.chat_template_kwargs
 
 
 class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
@@ -168,20 +200,39 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool = False
     """Templates write the special tokens themselves."""
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    """A variable of the chat template; "none" also sets `enable_thinking` and `thinking` to false."""
+    include_reasoning: bool = True
+    """False: reasoning is read and left out of the answer."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable of the chat template."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_tools(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (remedy := unsupported.tools_refusal(data)) is not None:
-            raise refusal("tools", f"`tools` is not supported. {remedy}", "unsupported_parameter")
-        return data
+    @property
+    def prompt_tools(self) -> list[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Variables for the chat template; `chat_template_kwargs` wins over the fields of its own."""
+        given: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        if self.reasoning_effort == "none":
+            given |= {"enable_thinking": False, "thinking": False}
+        return {name: value for name, value in given.items() if value is not None} | self.chat_template_kwargs
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "`top_logprobs` is only allowed with `logprobs: true`.")
-        if (error := _continuation_error(self, self.messages)) is not None:
-            raise error
+        errors = (
+            _continuation_error(self, self.messages),
+            choice_error(self.tool_choice, self.tools),
+            _history_error(self.messages),
+        )
+        for error in errors:
+            if error is not None:
+                raise error
         return self
 
     @property
@@ -241,8 +292,16 @@ class TokenizeRequest(ChatTemplateFields):
     def _one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise refusal("prompt", "Send either `prompt` or `messages`.")
-        if self.messages is not None and (error := _continuation_error(self, self.messages)) is not None:
-            raise error
+        for error in (
+            ()
+            if self.messages is None
+            else (
+                _continuation_error(self, self.messages),
+                _history_error(self.messages),
+            )
+        ):
+            if error is not None:
+                raise error
         return self
 
     @property
@@ -271,4 +330,18 @@ def _continuation_error(request: ChatTemplateFields, messages: list[ChatMessage]
             "continue_final_message",
             f"`continue_final_message` needs a last message of role assistant, got {messages[-1].role}.",
         )
+    return None
+
+
+def _history_error(messages: list[ChatMessage]) -> PydanticCustomError | None:
+    """The first tool message that answers no earlier call."""
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        known.update(call["id"] for call in message.tool_calls)
+        if message.role == "tool" and message.tool_call_id not in known:
+            return refusal(
+                f"messages[{index}].tool_call_id",
+                f"No assistant message before it has a call with the id {shorten(message.tool_call_id)}. Send the "
+                "assistant's `tool_calls` too, before the results.",
+            )
     return None

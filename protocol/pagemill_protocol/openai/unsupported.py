@@ -21,7 +21,7 @@ class Unsupported(NamedTuple):
         return not any(type(value) is type(ok) and value == ok for ok in self.harmless)
 
 
-_NO_TOOLS = 'This server does not call tools; remove it, or send `tool_choice: "none"`.'
+_NO_FUNCTIONS = "It is OpenAI's older form; send `tools` and `tool_choice`."
 _TEXT_ONLY = "This server reads and writes text only; remove it."
 _NO_PROMPT_LOGPROBS = "Log probabilities of the prompt are not available; remove it."
 _REMOVE = "Remove it."
@@ -42,18 +42,12 @@ COMMON: Mapping[str, Unsupported] = {
 
 CHAT: Mapping[str, Unsupported] = {
     **COMMON,
-    "functions": Unsupported(_NO_TOOLS, ([],)),
-    "function_call": Unsupported(_NO_TOOLS, ("none",)),
-    "tool_choice": Unsupported(_NO_TOOLS, ("none",)),
+    "functions": Unsupported(_NO_FUNCTIONS, ([],)),
+    "function_call": Unsupported(_NO_FUNCTIONS, ("none",)),
     "audio": Unsupported(_TEXT_ONLY),
     "modalities": Unsupported(_TEXT_ONLY, (["text"], [])),
     "mm_processor_kwargs": Unsupported(_TEXT_ONLY, ({},)),
-    "prediction": Unsupported(_REMOVE),
     "web_search_options": Unsupported("This server does not search the web; remove it."),
-    "reasoning_effort": Unsupported("Models that can be told so take it in `chat_template_kwargs`.", ("none",)),
-    "verbosity": Unsupported("Ask for the length in the prompt.", ("medium",)),
-    "service_tier": Unsupported("Use `priority`.", ("auto", "default")),
-    "store": Unsupported("Answers are not stored; remove it.", (False,)),
     "documents": Unsupported("Put the documents into a message.", ([],)),
     "chat_template": Unsupported("Templates come from the model or from `model.chatTemplate` of its LLMDeployment."),
     "echo": Unsupported("Only /v1/completions echoes its prompt.", (False,)),
@@ -65,15 +59,6 @@ COMPLETIONS: Mapping[str, Unsupported] = {
 }
 
 MESSAGE: Mapping[str, Unsupported] = {
-    "tool_calls": Unsupported("This server does not call tools; send earlier results as text.", ([],)),
-    "function_call": Unsupported("This server does not call tools; send earlier results as text."),
-    "tool_call_id": Unsupported("This server does not call tools; send earlier results as text."),
+    "function_call": Unsupported("It is OpenAI's older form; send `tool_calls`."),
     "audio": Unsupported(_TEXT_ONLY),
 }
-
-
-def tools_refusal(data: Mapping[str, Any]) -> str | None:
-    """The remedy when `data` asks for tool calls; tools under `tool_choice: "none"` are never called and pass."""
-    if data.get("tools") in (None, []) or data.get("tool_choice") == "none":
-        return None
-    return _NO_TOOLS

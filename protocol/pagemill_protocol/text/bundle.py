@@ -77,6 +77,10 @@ def bundle_digest(raw: bytes) -> str:
 
 
 def eos_ids(declared: list[int | None], control_ids: dict[str, int]) -> list[int]:
-    """`declared` ids in order, then every token of `END_TOKENS` among the control tokens; no duplicates."""
-    known = [control_ids[token] for token in END_TOKENS if token in control_ids]
+    """`declared` ids in order, then every token of `END_TOKENS` among the control tokens; no duplicates.
+
+    Where answers have channels (harmony), `<|end|>` ends one message of several.
+    """
+    ends = [token for token in END_TOKENS if token != "<|end|>" or "<|channel|>" not in control_ids]
+    known = [control_ids[token] for token in ends if token in control_ids]
     return list(dict.fromkeys(token_id for token_id in [*declared, *known] if token_id is not None and token_id >= 0))

@@ -86,6 +86,10 @@ class ChatTemplate:
         reply = await self._run_soon(process, name, variables) if process is not None else None
         return _text_of(reply, continue_final_message) if reply is not None else None
 
+    def source(self, *, has_tools: bool) -> str:
+        """The Jinja source for requests with or without tools; "" if the model has no template."""
+        return self._templates.get(_TOOLS if has_tools and _TOOLS in self._templates else _CHAT, "")
+
     def _call(
         self,
         messages: list[dict[str, Any]],

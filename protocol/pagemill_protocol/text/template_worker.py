@@ -78,6 +78,34 @@ def _strftime_now(layout: str) -> str:
     return datetime.datetime.now().strftime(layout)
 
 
+class Arguments(dict):  # type: ignore[type-arg]
+    """A call's arguments: an object for templates that walk or `tojson` it, JSON text for those that print it."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+def _with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": Arguments(call["function"]["arguments"])}}
+        if isinstance(call.get("function"), dict) and isinstance(call["function"].get("arguments"), dict)
+        else call
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _prepared(variables: dict[str, Any]) -> dict[str, Any]:
+    messages = [_with_arguments(each) if each.get("tool_calls") else each for each in variables["messages"]]
+    return {**variables, "messages": messages}
+
+
 class Worker:
     def __init__(self, setup: dict[str, Any]) -> None:
         self._cpu_limit_s: float = setup["cpu_limit_s"]
@@ -98,7 +126,7 @@ class Worker:
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"text": self._render(self._templates[request["template"]], request["variables"])}
+            return {"text": self._render(self._templates[request["template"]], _prepared(request["variables"]))}
         except TemplateRefusal as refusal:
             return {"refusal": _ADDRESS.sub("", str(refusal))[:MAX_MESSAGE_CHARS]}
         except OutputTooLong:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pagemill_simulator.workloads.request import SimRequest
 
 FILLER = 7
-"""Token of all that is not told apart."""
+"""Token of all that is not distinguished."""
 
 
 class Conversations:
@@ -40,7 +40,7 @@ class Conversations:
         request = self._requests[index]
         length = max(1, request.num_prompt_tokens)
         said = self._said.get(request.session, []) if request.session is not None else []
-        # Its number tells it from all others.
+        # Its number distinguishes it from all others.
         beginning = said[:length] or [index % self._vocab_size, index // self._vocab_size % self._vocab_size][:length]
         return beginning + [FILLER] * (length - len(beginning))
 

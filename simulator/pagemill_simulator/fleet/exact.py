@@ -24,9 +24,9 @@ from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.load import DeploymentLoad, EngineHeld
 from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
-from pagemill_simulator.fleet.chronicle import Chronicle
 from pagemill_simulator.fleet.controller import Controller
 from pagemill_simulator.fleet.conversations import Conversations
+from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.platform import Platform, Pod
 from pagemill_simulator.fleet.progress import tell_progress
@@ -46,7 +46,7 @@ def simulate_fleet(
     *,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Serve `workload` by as many pods as `policy` orders. `progress` is told the share that is done.
+    """Serve `workload` by as many pods as `policy` orders. `progress` gets the share that is done.
 
     Raises `SettingsError`; `RuntimeError` where a request ended twice or never.
     """
@@ -70,8 +70,8 @@ class _ExactFleet:
         self._engine = msgspec.structs.replace(settings.engine, vocab_size=settings.engine.vocab_size or VOCAB_SIZE)
         self._events = events = Events()
         self._loop = EventsLoop(events)
-        self._chronicle = Chronicle(workload)
-        # In a cluster, endpoints that go are named at once, and used while nobody else is there.
+        self._event_log = EventLog(workload)
+        # In a cluster, endpoints that go are named at once, and used while there is no other.
         config = GatewayConfig(routing_policy=settings.routing_policy, discovery="kubernetes")
         self._handover_timeout_s = config.handover_timeout_s
         self._brain = LocalBrain(config, clock=events.now, rng=random.Random(f"{settings.seed} gateway"))
@@ -88,13 +88,13 @@ class _ExactFleet:
             on_empty=self._look_whether_empty,
         )
         self._conversations = Conversations(workload.requests, self._engine.vocab_size or VOCAB_SIZE)
-        self._platform = Platform(events, settings, self, self._chronicle)
+        self._platform = Platform(events, settings, self, self._event_log)
         self._controller = Controller(events, self._platform, policy, settings.bounds, self._see)
         self._num_arrived = self._num_ended = self._num_prompt_tokens = 0
 
     def run(self) -> Outcome:
         """To the end of the traffic and the last token."""
-        events, loop, chronicle = self._events, self._loop, self._chronicle
+        events, loop, event_log = self._events, self._loop, self._event_log
         self._apply_catalog()
         self._platform.begin()
         self._controller.begin()
@@ -102,7 +102,7 @@ class _ExactFleet:
         duration_s = self._workload.duration_s
         tell_progress(events, duration_s, self._progress)
         try:
-            while chronicle.num_open or events.now_s < duration_s:
+            while event_log.num_open or events.now_s < duration_s:
                 events.step()
                 loop.run_ready()
         finally:
@@ -110,9 +110,9 @@ class _ExactFleet:
         self._platform.end()
         for site in self._sites.values():
             site.running.pod.core.check_integrity()
-        return chronicle.outcome(self._policy.name, events.now_s, is_exact=True)
+        return event_log.outcome(self._policy.name, events.now_s, is_exact=True)
 
-    # What the platform asks and tells.
+    # What the platform asks and reports.
 
     def listed(self) -> None:
         self._events.after(NETWORK_S, self._apply_catalog)
@@ -214,7 +214,7 @@ class _ExactFleet:
                 self._events.after(0.0, self._wake)
             served, answer = await self._relay.serve(index, prompt, request.num_output_tokens)
             self._num_ended += 1
-            self._chronicle.ended(index, served)
+            self._event_log.ended(index, served)
             following = self._conversations.ended(index, prompt, answer)
 
     def _wake(self) -> None:

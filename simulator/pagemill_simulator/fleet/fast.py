@@ -1,9 +1,9 @@
 """A fleet in fast-forward: a hundred pods for an hour in minutes, by formulas where nothing is decided.
 
-The same cluster (`platform`), controller and chronicle as in `exact`, and the same decisions of schedulers and gateway,
+The same cluster (`platform`), controller and event log as in `exact`, and the same decisions of schedulers and gateway,
 taken on counters: engines are `fast_pod`, the gateway is `fast_gateway`. It leaves out that pods are ejected for
-failing or slowness, that suspects run alone, and the pauses between attempts. The same workload, settings and policy
-give the same outcome, bit for bit, but for the time that it took.
+failing or slowness, that probed requests run alone, and the pauses between attempts. The same workload, settings and
+policy give the same outcome, bit for bit, but for the time that it took.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pagemill_operator.autoscaler.signals import View, merge
 from pagemill_protocol.hashes import prefix_chunk_blocks
 from pagemill_protocol.load import EngineHeld
 from pagemill_simulator.events import Events
-from pagemill_simulator.fleet.chronicle import Chronicle
 from pagemill_simulator.fleet.controller import Controller
 from pagemill_simulator.fleet.conversations import Conversations
+from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.fast_course import Course, Site
 from pagemill_simulator.fleet.fast_gateway import FastGateway
 from pagemill_simulator.fleet.fast_load import deployment_load, held_by
@@ -68,7 +68,7 @@ class _FastFleet:
         self._limits = limits = scheduler_limits(engine, info)
         self._steps = StepTimes(engine.step_time or DEFAULT_STEP_TIME, limits.max_num_batched_tokens)
         self._events = events = Events()
-        self._chronicle = Chronicle(workload)
+        self._event_log = EventLog(workload)
         self._gateway = FastGateway(
             events,
             settings,
@@ -80,27 +80,27 @@ class _FastFleet:
         )
         self._handover_timeout_s = GatewayConfig().handover_timeout_s
         self._conversations = Conversations(workload.requests, limits.vocab_size)
-        self._platform = Platform(events, settings, self, self._chronicle)
+        self._platform = Platform(events, settings, self, self._event_log)
         self._controller = Controller(events, self._platform, policy, settings.bounds, self._see)
         self._num_arrived = self._num_ended = self._num_prompt_tokens = 0
 
     def run(self) -> Outcome:
         """To the end of the traffic and the last token."""
-        events, chronicle = self._events, self._chronicle
+        events, event_log = self._events, self._event_log
         self._platform.begin()
         self._controller.begin()
         self._schedule_arrival(0)
         duration_s = self._workload.duration_s
         tell_progress(events, duration_s, self._progress)
-        while chronicle.num_open or events.now_s < duration_s:
+        while event_log.num_open or events.now_s < duration_s:
             events.step()
         self._platform.end()
-        return chronicle.outcome(self._policy.name, events.now_s, is_exact=False)
+        return event_log.outcome(self._policy.name, events.now_s, is_exact=False)
 
-    # What the platform asks and tells.
+    # What the platform asks and reports.
 
     def listed(self) -> None:
-        """Nobody reads a catalogue here."""
+        """No gateway reads a catalogue here."""
 
     def ready(self, pod: Pod) -> None:
         self._events.after(NETWORK_S, partial(self._open, pod, pod.num_starts))
@@ -115,7 +115,7 @@ class _FastFleet:
             self._platform.emptied(pod)
             return
         others = any(each.is_open for each in self._gateway.sites.values() if each is not site)
-        self._events.after(0.0 if others else self._handover_timeout_s, partial(self._let_go, site))
+        self._events.after(0.0 if others else self._handover_timeout_s, partial(self._stop_sending, site))
 
     def gone(self, pod: Pod) -> None:
         self._gateway.remove(pod.name, "declined")
@@ -136,9 +136,9 @@ class _FastFleet:
         for site in list(self._gateway.sites.values()):
             pod = self._platform.pods.get(site.name)
             if pod is not None and pod.phase == "draining":
-                self._let_go(site)
+                self._stop_sending(site)
 
-    def _let_go(self, site: Site) -> None:
+    def _stop_sending(self, site: Site) -> None:
         if site.is_open:
             self._gateway.close(site)
         # What was sent before is there by then.
@@ -173,7 +173,7 @@ class _FastFleet:
 
     def _ended(self, course: Course, ending: Ending) -> None:
         self._num_ended += 1
-        self._chronicle.ended(course.index, course.served(ending))
+        self._event_log.ended(course.index, course.served(ending))
         following = self._conversations.ended(course.index, [], [])
         if following is not None:
             self._events.after(0.0, partial(self._serve, following))

@@ -2,7 +2,7 @@
 
 The queue, the learned lengths of answers, the traffic's numbers and the bounds on attempts are the gateway's own code;
 choice and room are `fast_routing`. What takes messages there (reports, acceptance) is known here at once. Neighbours:
-`fast` tells it of requests and of pods that come and go, `fast_pod` runs what it sends.
+`fast` reports requests to it, and pods that come and go, `fast_pod` runs what it sends.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FastGateway:
         ended: Callable[[Course, Ending], None],
         emptied: Callable[[Site], None],
     ) -> None:
-        """`ended` is told of every request once, `emptied` of each pod whose last one has left."""
+        """`ended` gets every request once, `emptied` each pod whose last one has left."""
         self._events = events
         self._settings = settings
         self._limits = limits
@@ -246,9 +246,9 @@ class FastGateway:
 
     def _note_first_tokens(self) -> None:
         """Whose first token is here has nothing left to compute, whatever its pod has reported."""
-        told_s = self._events.now_s - NETWORK_S
+        reported_s = self._events.now_s - NETWORK_S
         for course in list(self._unreported):
-            if course.row is not None and course.row.first_token_s <= told_s and course.site is not None:
+            if course.row is not None and course.row.first_token_s <= reported_s and course.site is not None:
                 del self._unreported[course]
                 course.site.unreported.remove(course)
                 self._table.computed(course.site.slot, course.num_uncached_tokens)
@@ -270,10 +270,10 @@ class FastGateway:
 
     def _look(self, site: Site) -> None:
         """What is here by now."""
-        told_s = self._events.now_s - NETWORK_S + ROUNDING_S
+        reported_s = self._events.now_s - NETWORK_S + ROUNDING_S
         pod, has_ended = site.pod, False
-        pod.advance(told_s)
-        while pod.ended and pod.ended[0].end_s <= told_s:
+        pod.advance(reported_s)
+        while pod.ended and pod.ended[0].end_s <= reported_s:
             self._read(site, pod.ended.popleft())
             has_ended = True
         self._plan(site)
@@ -321,9 +321,9 @@ class FastGateway:
         site.unreported.clear()
         num_missing = len(site.courses) - load.num_running - load.num_waiting
         if num_missing > 0:
-            told_s = self._events.now_s - NETWORK_S
+            reported_s = self._events.now_s - NETWORK_S
             for course in islice(reversed(site.courses), num_missing):
-                if course.row is not None and course.row.first_token_s > told_s:
+                if course.row is not None and course.row.first_token_s > reported_s:
                     site.unreported.append(course)
                     self._unreported[course] = None
         num_tokens = sum(course.num_uncached_tokens for course in site.unreported)

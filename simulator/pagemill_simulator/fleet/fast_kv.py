@@ -25,8 +25,8 @@ class KVCounts:
         self._cached: OrderedDict[Owner, int] = OrderedDict()
         """Blocks by owner, the least recently used first."""
         self._num_nameless = 0
-        self._nobody = self.new_owner()
-        """Of neighbours in age that nobody will look for."""
+        self._no_owner = self.new_owner()
+        """Of neighbours in age that no request will look for."""
         self._borders = [0] * block_size
         """Decoding rows by the step, modulo the block size, at which they need a further block."""
 
@@ -60,16 +60,16 @@ class KVCounts:
             missing -= count
 
     def give_back(self, num_blocks: int, num_computed_tokens: int, owner: Owner | None) -> None:
-        """Full blocks stay to be found; `owner` None: nobody will look for them, but they age with the others."""
+        """Full blocks stay to be found; `owner` None: no request will look for them, but they age with the others."""
         self.num_free += num_blocks
         num_full = num_computed_tokens // self.block_size if self._caches else 0
         if not num_full:
             return
         self.num_cached += num_full
         if owner is None:
-            if next(reversed(self._cached), None) != self._nobody:
-                self._nobody = self.new_owner()
-            self._cached[self._nobody] = self._cached.get(self._nobody, 0) + num_full
+            if next(reversed(self._cached), None) != self._no_owner:
+                self._no_owner = self.new_owner()
+            self._cached[self._no_owner] = self._cached.get(self._no_owner, 0) + num_full
             return
         self.num_cached -= self._cached.pop(owner, 0)  # the same content again: it is found once
         self._cached[owner] = num_full

@@ -1,4 +1,4 @@
-"""What the gateway of a fast fleet tells the autoscaler: as `pagemill_gateway.brain.load.measure`, from counters."""
+"""What a fast fleet's gateway reports to the autoscaler: as `pagemill_gateway.brain.load.measure`, from counters."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """One engine in fast-forward: the decisions of `pagemill_engine.scheduler`, taken only where they could change.
 
-A step that computes prompt tokens, or at which somebody may start, is decided like the scheduler decides it, on
+A step that computes prompt tokens, or at which a request may start, is decided like the scheduler decides it, on
 counters in the place of tokens and blocks. Between two such steps the same rows decode, and all steps up to the next
 end of a row, arrival or shortage of blocks are one formula (`fast_steps`).
 
 The pod works ahead of the clock only as far as the real loop does, which launches a step before the one before was
 read (`pagemill_engine.loop.core`): an arrival takes part in the first step that is launched after it. So a pod is
-brought up to an instant when somebody wants to know or something arrives, and tells when it will next have news.
+brought up to an instant when it is asked or something arrives, and reports when it will next change.
 
 Not in here: choices, beams, stop tokens, failures of a step. Which pod gets a request is `fast_gateway`'s.
 """
@@ -78,11 +78,11 @@ class FastPod:
         self._num_decode_tokens = 0
         """That decoding rows have computed."""
         self._leaving: deque[Row] = deque()
-        self._untold: list[Row] = []
+        self._unreported: list[Row] = []
         """Decoding rows whose next step samples their first token."""
         self._is_stuck = False
-        """Nobody of those who wait can start before a row ends."""
-        self._told: PodLoad | None = None
+        """No waiting request can start before a row ends."""
+        self._last_report: PodLoad | None = None
         """None: nothing was decided since."""
         self._known_run: tuple[Run, int] | None = None
         """None: a step was launched, or blocks were freed, since it was worked out."""
@@ -127,8 +127,8 @@ class FastPod:
         return PodLoad(self.num_running, len(self._waiting), num_tokens, due, kv.num_free, kv.num_active)
 
     def report(self) -> PodLoad:
-        """As it was told last: after the step that was read last, before another one was launched."""
-        return self._told or self.load().plus(-self._num_new, -self._num_new_tokens)
+        """As it was reported last: after the step that was read last, before another one was launched."""
+        return self._last_report or self.load().plus(-self._num_new, -self._num_new_tokens)
 
     @property
     def is_starting(self) -> bool:
@@ -139,7 +139,7 @@ class FastPod:
     def has_more_to_report(self) -> bool:
         """Its next report will differ from this one, whoever arrives; at times by how many blocks are left."""
         is_tight = 2 * self.kv.num_active > self.limits.num_blocks
-        return self.has_work and (self._told is not None or is_tight)
+        return self.has_work and (self._last_report is not None or is_tight)
 
     def cut(self, now_s: float) -> list[tuple[Row, int]]:
         """The pod is gone, having been brought up to `now_s`: all rows that have not ended, and what they have made."""
@@ -160,18 +160,18 @@ class FastPod:
             if not self.has_work:
                 break
             if self._is_calm() and self._leap(until_s):
-                self._told, self._is_starting = None, False
+                self._last_report, self._is_starting = None, False
             else:
                 # What came while the step ran was not there when its report was made.
-                self._told = None
-                self._told = self.report()
+                self._last_report = None
+                self._last_report = self.report()
                 self._is_starting = self._end_s is None and self._overlaps
                 self._num_new = self._num_new_tokens = 0
                 self._iterate()
         self._release(until_s)
 
     def next_news_s(self) -> float:
-        """When the next row ends, the next step is to be decided or the first one after a pause is read, if nobody else
+        """When the next row ends, the next step is to be decided or the first one after a pause is read, if nothing
         arrives; infinite: never."""
         if self.ended:
             return self.ended[0].end_s
@@ -210,7 +210,7 @@ class FastPod:
         elif most > 1 and run.begin_s < until_s:
             # Each is launched when the one before the last ends: the second when the one in flight does.
             num_steps += 1 + run.num_ended_before(until_s, most - 2)
-        if self._untold:
+        if self._unreported:
             self._tell_first(run.end_s(1))
         kv, num_rows = self.kv, len(self._decoding)
         kv.take(kv.needed_by(self.num_steps, num_steps, num_rows))
@@ -246,7 +246,7 @@ class FastPod:
         if not num_tokens:
             return None
         end_s = begin_s + self._steps.step_s(num_tokens, step.num_context_tokens, step.products)
-        if self._untold:
+        if self._unreported:
             self._tell_first(end_s)
         self._stepped(1, begin_s, end_s)
         for row, num_chunk_tokens in step.chunks:
@@ -370,12 +370,12 @@ class FastPod:
         self.kv.watch(self.num_steps, row.num_computed_tokens)
         heappush(self._decoding, (self.num_steps + row.num_left, row.arrival, row))
         if row.first_token_s == math.inf:
-            self._untold.append(row)
+            self._unreported.append(row)
 
     def _tell_first(self, end_s: float) -> None:
-        for row in self._untold:
+        for row in self._unreported:
             row.first_token_s = min(row.first_token_s, end_s)
-        self._untold.clear()
+        self._unreported.clear()
 
     def _leave(self, row: Row, end_s: float) -> None:
         row.place, row.end_s = Place.LEAVING, end_s
@@ -389,7 +389,7 @@ class FastPod:
             row = leaving.popleft()
             row.place = Place.GONE
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
-            self._is_stuck, self._told, self._known_run = False, None, None
+            self._is_stuck, self._last_report, self._known_run = False, None, None
 
     # -- rows move -----------------------------------------------------------------------------------------------
 
@@ -431,7 +431,7 @@ class FastPod:
             self._decoding = [each for each in self._decoding if each[2] is not row]
             heapify(self._decoding)
             self._settle(row)
-            self._untold = [each for each in self._untold if each is not row]
+            self._unreported = [each for each in self._unreported if each is not row]
         else:
             self._prefilling.remove((self._rank_of(row), row))
         row.num_preemptions += 1

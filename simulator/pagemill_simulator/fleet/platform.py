@@ -1,7 +1,7 @@
 """The simulated cluster: makes pods of orders, brings them up, chooses who goes, and lets them crash.
 
 It stands for Kubernetes and the operator's orders to it, and knows nothing of requests: what runs in the pods is asked
-and told through `Engines`. Neighbours: `controller` gives the orders, a fleet has the engines.
+and reported through `Engines`. Neighbours: `controller` gives the orders, a fleet has the engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagemill_operator.load.store import emptiest_first
 from pagemill_operator.status.observation import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld
 from pagemill_simulator.events import Events
-from pagemill_simulator.fleet.chronicle import Chronicle
+from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.outcome import FleetPoint
 from pagemill_simulator.fleet.settings import FleetSettings, Start
 
@@ -68,7 +68,7 @@ class Engines(Protocol):
         ...
 
     def held(self) -> Mapping[str, EngineHeld]:
-        """By name, of those that are heard."""
+        """By name, of those that report."""
         ...
 
     def num_in_system(self) -> int:
@@ -77,11 +77,11 @@ class Engines(Protocol):
 
 
 class Platform:
-    def __init__(self, events: Events, settings: FleetSettings, engines: Engines, chronicle: Chronicle) -> None:
+    def __init__(self, events: Events, settings: FleetSettings, engines: Engines, event_log: EventLog) -> None:
         self._events = events
         self._settings = settings
         self._engines = engines
-        self._chronicle = chronicle
+        self._event_log = event_log
         self._starts = StartDurations()
         self._num_made = 0
         self.wanted = 0
@@ -103,7 +103,7 @@ class Platform:
         """So many from now on."""
         if replicas == self.wanted:
             return
-        self._chronicle.changed(self._events.now_s, self.wanted, replicas)
+        self._event_log.changed(self._events.now_s, self.wanted, replicas)
         self.wanted = replicas
         live = [pod for pod in self.pods.values() if pod.live]
         for _ in range(replicas - len(live)):
@@ -119,13 +119,13 @@ class Platform:
             self._gone(pod)
 
     def end(self) -> None:
-        """Nobody pays from now on."""
+        """Its cost ends now."""
         for pod in self.pods.values():
             self._pay(pod)
         self.note()
 
     def fleet(self) -> Fleet:
-        """As the autoscaler is told, what starts take learned from those that were seen."""
+        """As the autoscaler sees it, what starts take learned from those that were seen."""
         now = self._events.now_s
         seen = [ReplicaObservation(pod.name, pod.phase) for pod in self.pods.values() if pod.live]
         self._starts.observe(seen, now)
@@ -151,7 +151,7 @@ class Platform:
             draining=draining,
             num_in_system=self._engines.num_in_system(),
         )
-        self._chronicle.note(point)
+        self._event_log.note(point)
 
     def _make(self) -> Pod:
         pod = Pod(f"pod-{self._num_made}", self._num_made)
@@ -193,7 +193,7 @@ class Platform:
     def _crash(self, pod: Pod, start: int) -> None:
         if pod.num_starts != start or pod.phase not in ("ready", "draining"):
             return
-        self._chronicle.crashed()
+        self._event_log.crashed()
         if pod.phase == "draining":
             self._gone(pod)
             return
@@ -232,4 +232,4 @@ class Platform:
 
     def _pay(self, pod: Pod) -> None:
         if pod.placed_s is not None:
-            self._chronicle.paid(self._events.now_s - pod.placed_s)
+            self._event_log.paid(self._events.now_s - pod.placed_s)

@@ -1,4 +1,4 @@
-"""How far a simulation is, told at even steps of its traffic."""
+"""How far a simulation is, reported at even steps of its traffic."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ STEPS = 200
 
 
 def tell_progress(events: Events, duration_s: float, progress: Callable[[float], None] | None) -> None:
-    """Schedule it, whether or not somebody asks: the events, and with them the end, are the same."""
+    """Schedule it, whether or not it is asked for: the events, and with them the end, are the same."""
     for step in range(1, STEPS + 1):
         share = step / STEPS
-        events.at(duration_s * share, partial(progress or _nobody, share))
+        events.at(duration_s * share, partial(progress or _ignored, share))
 
 
-def _nobody(share: float) -> None:
-    """Nobody asks how far it is."""
+def _ignored(share: float) -> None:
+    """Progress is not reported."""

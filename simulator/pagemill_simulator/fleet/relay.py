@@ -1,7 +1,7 @@
 """One simulated request through as many attempts as it may have, as the gateway's relay takes a real one through.
 
 The brain, the bookkeeping of attempts and of engines' ends are the gateway's own; frames, sockets and clients are left
-out: what an engine has computed is here a millisecond later. Neighbours: `exact` makes the sites and tells when they
+out: what an engine has computed is here a millisecond later. Neighbours: `exact` makes the sites and reports when they
 end.
 """
 
@@ -104,7 +104,7 @@ class Relay:
         seed: int,
         on_empty: Callable[[Site], None],
     ) -> None:
-        """`sites`: what runs now, by endpoint; `on_empty` is told when the last request has left a site."""
+        """`sites`: what runs now, by endpoint; `on_empty` is called when the last request has left a site."""
         self._brain = brain
         self._events = events
         self._loop = loop

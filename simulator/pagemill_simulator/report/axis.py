@@ -56,7 +56,7 @@ def _log_axis(values: list[float]) -> Axis:
     return Axis(10.0**first, 10.0**last, [tick for tick in ticks if tick <= 10.0**last * (1 + 1e-9)], True)
 
 
-def told(value: float) -> str:
+def shown(value: float) -> str:
     """A number at an axis."""
     if value >= 10_000:
         return f"{value:,.0f}"

@@ -1,6 +1,6 @@
 """What is plotted of simulated fleets, as numbers: `svg.py` draws it into the page, `png.py` into pictures.
 
-No chart has more points than can be told apart, however long the simulation was.
+No chart has more points than can be distinguished, however long the simulation was.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Chart(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """The unit that times are told in."""
+    """The unit that times are shown in."""
 
     unit: str
     seconds: float
@@ -70,7 +70,7 @@ class Clock(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One policy's outcome, with the name that tells it from the others."""
+    """One policy's outcome, with the name that distinguishes it from the others."""
 
     label: str
     outcome: Outcome
@@ -144,11 +144,11 @@ def _ttft_over_time(runs: Sequence[Run], duration_s: float, clock: Clock, slo_tt
             if values
         ]
         lines.append(Line(run.label, points, run.hue))
-    told = ", ".join(f"{line.label} at most {max((y for _, y in line.points), default=0):.2f} s" for line in lines)
+    texts = ", ".join(f"{line.label} at most {max((y for _, y in line.points), default=0):.2f} s" for line in lines)
     return Chart(
         "ttft",
         "Time to first token over time",
-        f"95th percentile of the time to first token, by arrival: {told}.",
+        f"95th percentile of the time to first token, by arrival: {texts}.",
         f"time of arrival ({clock.unit})",
         "TTFT p95 (s)",
         lines,
@@ -160,17 +160,17 @@ def _ttft_over_time(runs: Sequence[Run], duration_s: float, clock: Clock, slo_tt
 
 def _ttft_shares(runs: Sequence[Run], slo_ttft_ms: float | None) -> Chart:
     """Those that had no first token never count as fast enough."""
-    lines, told = [], []
+    lines, texts = [], []
     for run in runs:
         requests = run.outcome.requests
         values = sorted(request.ttft_ms / 1000 for request in requests if request.ttft_ms is not None)
         shares = [(value, number / len(requests)) for number, value in enumerate(values, start=1)]
         lines.append(Line(run.label, _thinned(shares), run.hue, is_step=True))
-        told.append(f"{run.label} {nearest_rank(values, 0.5):.2f} s" if values else f"{run.label} none")
+        texts.append(f"{run.label} {nearest_rank(values, 0.5):.2f} s" if values else f"{run.label} none")
     return Chart(
         "ttft-shares",
         "Shares of the time to first token",
-        f"Share of all requests whose first token came within a time; medians: {', '.join(told)}.",
+        f"Share of all requests whose first token came within a time; medians: {', '.join(texts)}.",
         "TTFT (s)",
         "share of requests",
         lines,

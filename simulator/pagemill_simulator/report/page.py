@@ -106,8 +106,8 @@ def _quantiles(quantiles: Quantiles) -> list[str]:
 
 
 def _figure(chart: Chart, ident: str) -> str:
-    told = legend(chart.lines) if len(chart.lines) > 1 else ""
-    return f"<figure>\n<figcaption>{escape(chart.title)}</figcaption>\n{draw(chart, ident)}\n{told}\n</figure>"
+    key = legend(chart.lines) if len(chart.lines) > 1 else ""
+    return f"<figure>\n<figcaption>{escape(chart.title)}</figcaption>\n{draw(chart, ident)}\n{key}\n</figure>"
 
 
 @cache

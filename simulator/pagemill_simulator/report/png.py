@@ -1,4 +1,4 @@
-"""The charts as pictures, by matplotlib: an extra of this package, as nobody else needs it."""
+"""The charts as pictures, by matplotlib: an extra of this package, as no other part needs it."""
 
 from __future__ import annotations
 

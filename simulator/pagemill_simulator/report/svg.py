@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pagemill_simulator.report.axis import Axis, axis_of, told
+from pagemill_simulator.report.axis import Axis, axis_of, shown
 from pagemill_simulator.report.charts import Chart, Line, Mark, Point
 
 WIDTH = 480
@@ -68,11 +68,11 @@ def _grid(x_axis: Axis, y_axis: Axis) -> list[str]:
     for tick in y_axis.ticks:
         y = _y(y_axis, tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:g}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:g}" text-anchor="end">{told(tick)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:g}" text-anchor="end">{shown(tick)}</text>')
     for tick in x_axis.ticks:
         x = _x(x_axis, tick)
         parts.append(f'<path class="grid" d="M{x:g} {TOP}V{HEIGHT - BOTTOM}"/>')
-        parts.append(f'<text x="{x:g}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{told(tick)}</text>')
+        parts.append(f'<text x="{x:g}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{shown(tick)}</text>')
     return parts
 
 

@@ -35,10 +35,10 @@ class Generator(Parameters, frozen=True, kw_only=True):
         """By arrival."""
 
     def workload(self, seed: int = 0) -> Workload:
-        told = ", ".join(f"{name}={value:g}" for name, value in msgspec.structs.asdict(self).items())
+        shown = ", ".join(f"{name}={value:g}" for name, value in msgspec.structs.asdict(self).items())
         return Workload(
             name=self.name,
-            source=f"{self.name}({told}), seed {seed}",
+            source=f"{self.name}({shown}), seed {seed}",
             requests=self.requests(seed),
             duration_s=self.length_s,
         )

@@ -1,6 +1,6 @@
 """The lines of each kind of trace: what one says of a request, or what was expected in its place.
 
-Which kind a file is tells its first line. Lengths and times only: no trace holds text.
+The first line of a file says which kind it is. Lengths and times only: no trace holds text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Broken(ValueError):
 class TraceKind(NamedTuple):
     name: str
     parse: Callable[[str], Row | None]
-    """None: the line tells of something else. Raises `Broken`."""
+    """None: the line is about something else. Raises `Broken`."""
     has_header: bool
     is_in_order: bool
     """Of arrival, so that the first lines are the first requests."""
@@ -90,22 +90,22 @@ def _recording(first: str) -> TraceKind | None:
 
 
 def _logged(line: str) -> Row | None:
-    told = _object(line)
-    if told.get("event") != "request" or told.get("route") not in GENERATION_ROUTES:
+    values = _object(line)
+    if values.get("event") != "request" or values.get("route") not in GENERATION_ROUTES:
         return None
     # Numbers that are zero are left out of the line.
-    prompt, output = (_tokens(name, told.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
-    return Row(_seconds("arrived_at", told.get("arrived_at")), prompt, output)
+    prompt, output = (_tokens(name, values.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
+    return Row(_seconds("arrived_at", values.get("arrived_at")), prompt, output)
 
 
 def _object(line: str) -> dict[str, object]:
     try:
-        told = json.loads(line[max(0, line.find("{")) :])
+        values = json.loads(line[max(0, line.find("{")) :])
     except (ValueError, RecursionError):
         raise Broken("expected a JSON object") from None
-    if not isinstance(told, dict):
+    if not isinstance(values, dict):
         raise Broken("expected a JSON object")
-    return told
+    return values
 
 
 def _columns(header: str, wanted: Sequence[str]) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Workloads that were recorded: files of traces, whose kind their first line tells (`trace_lines.py`).
+"""Workloads that were recorded: files of traces, whose kind their first line gives (`trace_lines.py`).
 
 Where no trace is at hand, `generators.py` draws requests of the same lengths.
 """
@@ -35,7 +35,7 @@ class _Reading:
 def read_trace(path: Path, *, limit: int | None = None, speedup: float = 1.0, skip_broken: bool = False) -> Workload:
     """The first `limit` requests that were answered; `speedup` divides the gaps between arrivals. Raises `TraceError`.
 
-    A broken line ends the reading, unless `skip_broken`: then `source` of the workload tells how many were left out.
+    A broken line ends the reading, unless `skip_broken`: then `source` of the workload says how many were left out.
     """
     if limit is not None and limit < 1:
         raise TraceError(f"limit: {limit} requests are no workload; give 1 or more")
@@ -109,11 +109,11 @@ def _requests(rows: list[Row], limit: int | None, speedup: float) -> list[SimReq
 
 
 def _source(path: Path, kind: TraceKind, reading: _Reading, count: int, speedup: float) -> str:
-    told = [f"{path}: {kind.name}, {count:,} requests"]
+    parts = [f"{path}: {kind.name}, {count:,} requests"]
     if speedup != 1.0:
-        told.append(f"gaps divided by {speedup:g}")
+        parts.append(f"gaps divided by {speedup:g}")
     if reading.num_unanswered:
-        told.append(f"{reading.num_unanswered:,} without an answer left out")
+        parts.append(f"{reading.num_unanswered:,} without an answer left out")
     if reading.num_broken:
-        told.append(f"{reading.num_broken:,} broken lines left out, the first {reading.first_broken}")
-    return "; ".join(told)
+        parts.append(f"{reading.num_broken:,} broken lines left out, the first {reading.first_broken}")
+    return "; ".join(parts)

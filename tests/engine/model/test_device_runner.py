@@ -418,7 +418,7 @@ def test_a_device_that_fails_is_told_as_lost(tmp_path: Path) -> None:
         "    torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')].cpu()\n"
         "except Exception as error:\n"
         "    runner = SimpleNamespace(_ops=SimpleNamespace(device=torch.device('cuda')))\n"
-        "    print(type(DeviceRunner._told(runner, error)).__name__)\n"
+        "    print(type(DeviceRunner._explained(runner, error)).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "DeviceLostError", done.stderr

@@ -154,11 +154,14 @@ def test_errors_have_the_clients_exception_class(client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="word " * 2000)
     assert long.value.code == "context_length_exceeded"
     assert "1024" in long.value.message
-    with pytest.raises(openai.BadRequestError) as tools:
+    with pytest.raises(openai.BadRequestError) as forced:
         client.chat.completions.create(
-            model=MODEL, messages=FRANCE, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}]
+            model=MODEL,
+            messages=FRANCE,
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tool_choice="required",
         )
-    assert tools.value.param == "tools"
+    assert forced.value.param == "tool_choice"
 
 
 def test_internal_routes_raise_authentication_errors(model_server: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
+from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
@@ -166,3 +167,70 @@ def test_best_of_returns_the_most_likely_by_the_token_and_counts_all(byte_tokeni
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(4, "long"), (5, "abc")]
     assert [choice["logprobs"] for choice in body["choices"]] == [None, None]
     assert body["usage"]["completion_tokens"] == 4 + 4 + 1
+
+
+CALLS = 'Hm.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>'
+AGENT = AnswerFormat(tools="hermes", reasoning="think", starts_in_reasoning=True)
+
+
+def test_streamed_calls_begin_with_id_and_name_and_go_on_with_arguments(byte_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(make_request(answer_format=AGENT), byte_tokenizer)
+    frames = [
+        frame
+        for at, char in enumerate("why?\n</think>\n" + CALLS, start=1)
+        for frame in processor.push(out(byte_tokenizer, char, finish="stop" if at == len(CALLS) + 14 else None)).frames
+    ]
+    *chunks, done = events(frames)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert done == "[DONE]"
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why?"
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "why?"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hm."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    begins = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]) for call in begins] == [
+        (0, "function", {"name": "f", "arguments": ""}),
+        (1, "function", {"name": "g", "arguments": ""}),
+    ]
+    assert begins[0]["id"] != begins[1]["id"]
+    arguments = ["".join(call["function"]["arguments"] for call in calls if call["index"] == index) for index in (0, 1)]
+    assert arguments == ['{"a": 1}', "{}"]
+    assert len([call for call in calls if call["index"] == 0]) > 3, "arguments come in pieces"
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + ["tool_calls"]
+
+
+def test_a_body_with_calls_has_the_ids_of_its_stream_and_counts_the_reasoning(byte_tokenizer: Tokenizer) -> None:
+    text = "why?</think>" + CALLS
+    bodies = [
+        OutputProcessor(make_request(answer_format=AGENT, stream=stream), byte_tokenizer).push(
+            out(byte_tokenizer, text, finish="stop")
+        )
+        for stream in (False, True)
+    ]
+    body = json.loads(bodies[0].frames[-1].payload)
+    message = body["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("Hm.", "why?", "why?")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "f", "arguments": '{"a": 1}'},
+        {"name": "g", "arguments": "{}"},
+    ]
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("why?</think>")}
+    assert body["usage"]["completion_tokens"] == len(text)
+    streamed = [
+        call["id"]
+        for chunk in events(bodies[1].frames)[:-1]
+        for call in chunk["choices"][0]["delta"].get("tool_calls", ())
+        if "id" in call
+    ]
+    assert [call["id"] for call in message["tool_calls"]] == streamed
+
+
+def test_an_answer_that_calls_and_says_nothing_has_null_as_content(byte_tokenizer: Tokenizer) -> None:
+    processor = OutputProcessor(make_request(answer_format=AnswerFormat(tools="hermes"), stream=False), byte_tokenizer)
+    body = json.loads(processor.push(out(byte_tokenizer, CALLS[3:], finish="length")).frames[-1].payload)
+    assert body["choices"][0]["message"]["content"] is None
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert "completion_tokens_details" not in body["usage"]

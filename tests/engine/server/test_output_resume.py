@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
+from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.continuing import PROGRESS_TOKENS
 from pagemill_protocol.generate import ChoiceResume, FinishReason, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
 
-TEXTS = st.lists(st.text(alphabet="abé€😀 \n", max_size=30), min_size=1, max_size=3)
+CALL = '<tool_call>{"name": "f", "arguments": {"é": "a b"}}</tool_call>'
+MARKUP = st.lists(st.sampled_from(["<think>", "</think>", CALL, CALL[:40], "a\n", " é"]), max_size=4).map("".join)
+TEXTS = st.lists(st.text(alphabet="abé€😀 \n", max_size=30) | MARKUP, min_size=1, max_size=3)
+FORMATS = st.sampled_from(
+    [None, AnswerFormat(tools="hermes"), AnswerFormat(tools="hermes", reasoning="think", starts_in_reasoning=True)]
+)
 STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=2)
 SIZES = st.lists(st.integers(1, 4), max_size=40)
 
@@ -134,6 +140,8 @@ def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
     echo: dict[str, Any] = {}
     if dialect == "completions":
         echo = {"prompt_text": "abc", "prompt_index": data.draw(st.integers(0, 2))}
+    else:
+        echo["answer_format"] = data.draw(FORMATS)
     echo["continuous_usage"] = data.draw(st.booleans(), "usage in every chunk")
     request = make_request(len(texts), stop=stop, logprobs=logprobs, stream=True, dialect=dialect, **echo)
     script = write_script(byte_tokenizer, request, texts, sizes)
@@ -156,7 +164,10 @@ def test_a_body_whose_engine_was_lost_after_any_frame_is_the_same(
     byte_tokenizer: Tokenizer, texts: list[str], stop: list[str], sizes: list[int], data: st.DataObject
 ) -> None:
     texts = [text * 2 for text in texts]  # long enough for frames before the last one
-    request = make_request(len(texts), stop=stop, logprobs=None, dialect="completions", prompt_text="abc")
+    fields: dict[str, Any] = {"dialect": "completions", "prompt_text": "abc"}
+    if data.draw(st.booleans(), "chat"):
+        fields = {"answer_format": data.draw(FORMATS)}
+    request = make_request(len(texts), stop=stop, logprobs=None, **fields)
     script = write_script(byte_tokenizer, request, texts, sizes)
     whole = play(byte_tokenizer, request, script.outputs)
     second = continued(request, whole[: data.draw(st.integers(0, len(whole) - 1))])

@@ -113,11 +113,11 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
 
 def _held(record: EndpointRecord) -> EngineHeld:
     load = record.reports.latest.load if record.reports.latest is not None else EngineLoad()
-    num_told = load.num_requests_running + load.num_requests_waiting
+    num_reported = load.num_requests_running + load.num_requests_waiting
     return EngineHeld(
         record.endpoint.id,
         load.num_blocks_active,
-        max(num_told, record.in_flight),
+        max(num_reported, record.in_flight),
         load.num_requests_waiting,
         load.num_blocks_total,
     )

@@ -18,6 +18,7 @@ from pagemill_gateway.brain.interface import NOT_READY, OTHER_WEIGHTS, HashSchem
 from pagemill_gateway.brain.placement.requests import PlacementRequest
 from pagemill_gateway.brain.resilience.poison_requests import PoisonDetection
 from pagemill_gateway.brain.resilience.recovery import Recovery
+from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
 _Share = tuple[DeploymentRecord, list[EndpointRecord]]
@@ -138,6 +139,7 @@ def _target(deployment: DeploymentRecord, usable: list[EndpointRecord], digest: 
         bundle_digest=digest,
         max_model_len=min(record.max_model_len for record in usable if record.bundle_digest == digest),
         chat_template=deployment.model.chat_template,
+        parsers=ParserSettings(deployment.model.tool_call_parser, deployment.model.reasoning_parser),
         prefix_scope=deployment.model.prefix_scope,
         scheme=common_scheme(record.reports.scheme for record in usable),
         session_header=deployment.model.session_header.lower(),

@@ -99,6 +99,8 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
         session_header=spec.routing.session_header or "",
         prefix_scope=spec.engine.prefix_caching.scope,
         chat_template=spec.model.chat_template,
+        tool_call_parser=spec.model.tool_call_parser,
+        reasoning_parser=spec.model.reasoning_parser,
         queue=_queue_limits(spec.routing.queue),
         wakes=spec.autoscaling is not None and spec.autoscaling.mode in SCALED_ON_DEMAND,
         endpoints=endpoints,

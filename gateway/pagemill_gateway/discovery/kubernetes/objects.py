@@ -28,6 +28,8 @@ class Model(Struct, frozen=True, kw_only=True):
     name: str | None = None
     aliases: list[str] = []
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
 
 class PrefixCaching(Struct, frozen=True, kw_only=True):

@@ -52,13 +52,13 @@ class Script:
 
 class Link:
     def __init__(self, config: RedisConfig) -> None:
-        """Connects to nobody yet. Raises `SettingsError`."""
+        """Does not connect yet. Raises `SettingsError`."""
         self._timeout_s = config.timeout_ms / 1000
         self.breaker = Breaker()
         self.prefix = config.prefix
         self._odd = ""
         self._abandoned: set[asyncio.Task[Any]] = set()
-        """Calls that nobody waits for any more, until they are gone."""
+        """Calls that no request waits for any more, until they end."""
         self._client = _client(config)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
@@ -127,7 +127,7 @@ class Link:
         return result
 
     def _result(self, result: Any) -> Any:
-        """One account whose counters somebody else wrote to must not keep the others from being told."""
+        """One account whose counters another program wrote to must not keep the others from being published."""
         if type(result) is ResponseError:
             self._note_odd(result)
             return None
@@ -136,10 +136,10 @@ class Link:
         return result
 
     def _note_odd(self, error: ResponseError) -> None:
-        if (told := _told(error)) != self._odd:
-            self._odd = told
+        if (shown := _shown(error)) != self._odd:
+            self._odd = shown
             logger.warning(
-                "Redis refuses a script of the limits (%s); does somebody else write to `%s:*`?", told, self.prefix
+                "Redis refuses a script of the limits (%s); does another program write to `%s:*`?", shown, self.prefix
             )
 
     async def _within(self, call: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float) -> Result:
@@ -158,13 +158,13 @@ class Link:
         except ResponseError as error:
             if type(error) is ResponseError:
                 self._note_odd(error)
-            else:  # read-only, out of memory: nobody is served there
-                self.breaker.failed(_told(error), certain=False)
+            else:  # read-only, out of memory: it serves no request
+                self.breaker.failed(_shown(error), certain=False)
             raise Away(in_doubt=False) from error
         except Exception as error:  # whatever a client library comes up with, no request fails of it
             if not isinstance(error, RedisError | OSError):
                 logger.exception("Redis's client failed")
-            self.breaker.failed(_told(error), certain=isinstance(error, RedisConnectionError))
+            self.breaker.failed(_shown(error), certain=isinstance(error, RedisConnectionError))
             raise Away(in_doubt=True) from error
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
@@ -175,7 +175,7 @@ class Link:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._abandoned.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: nobody waits for it
+            task.exception()  # looked at: no request waits for it
 
 
 async def _reply(call: Any) -> Any:
@@ -183,7 +183,7 @@ async def _reply(call: Any) -> Any:
     return await call
 
 
-def _told(error: BaseException) -> str:
+def _shown(error: BaseException) -> str:
     """The error without the URL or the user's name; servers do not repeat passwords."""
     return "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"[:200]
 

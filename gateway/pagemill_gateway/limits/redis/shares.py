@@ -12,7 +12,7 @@ def share_of(limits: Limits, num_gateways: int) -> Limits:
 
 
 def with_whole_limits(answer: Answer, limits: Limits) -> Answer:
-    """Clients are told the limit they know; what remains is what this gateway can give."""
+    """Clients see the limit they know; what remains is what this gateway can give."""
     return answer._replace(
         requests=_whole(answer.requests, limits.requests_per_minute),
         tokens=_whole(answer.tokens, limits.tokens_per_minute),

@@ -1,8 +1,8 @@
 """The store of several gateways: Redis decides, atomically; without it each gateway goes on with its own share.
 
 Every reservation is also recorded in a memory store, so that a gateway that loses Redis knows what it has used itself.
-What ends while Redis is away is told later. A gateway that dies gives its places back when its leases run out. Budgets
-of requests that began without Redis are charged when it is back; a reply lost in that moment may charge them twice.
+What ends while Redis is away is published later. A gateway that dies gives its places back when its leases run out.
+Budgets of requests that began without Redis are charged when it is back; a reply lost then may charge them twice.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RedisStore:
         now_ms: Callable[[], int] | None = None,  # None outside tests: the server's clock
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """`num_gateways` counts until Redis tells how many there are."""
+        """`num_gateways` counts until Redis reports how many there are."""
         self._link = link
         self._name = secrets.token_hex(8)
         """This gateway's, for as long as it runs."""
@@ -95,7 +95,7 @@ class RedisStore:
         return self._link.breaker.num_openings
 
     @property
-    def num_untold(self) -> int:
+    def num_unpublished(self) -> int:
         """What Redis does not know yet of requests that are over."""
         return self._num_telling + len(self._ended) + len(self._owed)
 
@@ -113,7 +113,7 @@ class RedisStore:
                 await self.flush()
                 await self._link.remove(self._key("gateways"), [self._name])
         except (Away, TimeoutError):
-            logger.warning("the gateway stops without having told Redis of %d requests", len(self._ended))
+            logger.warning("the gateway stops, and Redis does not know that %d requests have ended", len(self._ended))
         await self._link.close()
 
     # -- what the store is asked ---------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class RedisStore:
                 self._owed[key] += tokens
             self._wake.set()
 
-    # -- what Redis is told -------------------------------------------------------------------------------------------
+    # -- what is published -------------------------------------------------------------------------------------------
 
     def _end(self, ended: _Ended) -> None:
         self._ended.append(ended)
@@ -206,7 +206,7 @@ class RedisStore:
                 continue  # the next beat that comes through wakes this task again
 
     async def flush(self) -> None:
-        """Tell Redis what has ended. Raises `Away`; what was not told stays."""
+        """Publish what has ended. Raises `Away`; what was not published stays."""
         while self._ended or self._owed:
             batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
             owed, self._owed = self._owed, defaultdict(int)
@@ -217,11 +217,11 @@ class RedisStore:
                 self._num_telling -= len(batch) + len(owed)
 
     async def _tell_of(self, batch: list[_Ended], owed: dict[str, int]) -> None:
-        """What was not told is noted again."""
+        """What was not published is noted again."""
         try:
             settled = await self._link.run_all(SETTLE, [self._settlement(each) for each in batch]) if batch else []
-            batch, told = [], batch
-            for each, was_open in zip(told, settled, strict=True):
+            batch, published = [], batch
+            for each, was_open in zip(published, settled, strict=True):
                 if each.reservation.in_doubt and not was_open:
                     self._owe(each.reservation, each.tokens)
             if owed:
@@ -247,7 +247,7 @@ class RedisStore:
                 continue
 
     async def _renew(self) -> None:
-        """Also what Redis has never heard of: requests that began without it take places all the same."""
+        """Also what Redis does not know: requests that began without it take places all the same."""
         by_account: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for lease, reservation in self._open.items():
             by_account[reservation.account][lease] = reservation.running

@@ -51,7 +51,7 @@ class Gateway:
         self.token_path = state_dir.write_token(f"{NAME}.token", self.token)
         """The file that has it: the gateway reads it, and users who ask its control port."""
         self._wanted = Catalog()
-        self._told: tuple[int | None, Catalog] | None = None
+        self._sent: tuple[int | None, Catalog] | None = None
         """The process that knows a catalogue, and that catalogue."""
         self._refused: tuple[int | None, Catalog] | None = None
         """The same, of a catalogue that the process will never take."""
@@ -89,9 +89,9 @@ class Gateway:
 
     def has(self, endpoint: Endpoint) -> bool:
         """Whether the running process got a catalogue with this endpoint as it is now."""
-        if self._told is None or self._told[0] != self.supervisor.pid:
+        if self._sent is None or self._sent[0] != self.supervisor.pid:
             return False
-        return any(endpoint in model.endpoints for model in self._told[1].models)
+        return any(endpoint in model.endpoints for model in self._sent[1].models)
 
     async def informed(self, timeout_s: float) -> bool:
         """Wait until the gateway knows the wanted catalogue; False when it did not learn it in time."""
@@ -133,7 +133,7 @@ class Gateway:
         self._on_change()
 
     def _up_to_date(self) -> bool:
-        return self._told == (self.supervisor.pid, self._wanted)
+        return self._sent == (self.supervisor.pid, self._wanted)
 
     async def _keep_telling(self) -> None:
         """Send the running gateway the wanted catalogue, again after it was restarted."""
@@ -171,7 +171,7 @@ class Gateway:
             return False
         self._complaint = ""
         async with self._news:
-            self._told = (pid, catalog)
+            self._sent = (pid, catalog)
             self._news.notify_all()
         self._on_change()
         return True

@@ -104,6 +104,8 @@ class Deployment:
             wakes=self.carried_out and plan.autoscaling is not None and plan.autoscaling.mode == "Active",
             queue=QueueLimits(**asdict(plan.queue)) if plan.queue is not None else None,
             chat_template=plan.chat_template,
+            tool_call_parser=plan.tool_call_parser,
+            reasoning_parser=plan.reasoning_parser,
             endpoints=[endpoint for endpoint in endpoints if endpoint is not None],
         )
 

@@ -31,6 +31,7 @@ _REMEDIES = {
     "DeviceUnavailable": "See that the node's driver, container toolkit and device plugin are installed and recent.",
     "GraphsTooLarge": "They are fields of spec.engine.",
     "InvalidChatTemplate": "It is spec.model.chatTemplate.",
+    "UnknownParser": "It is spec.model.toolCallParser or spec.model.reasoningParser.",
     "KVCacheTooLarge": f"It is a field of spec.engine; {_MEMORY}.",
     "KVCacheTooSmall": "It is a field of spec.engine.",
     "MaxModelLenTooLarge": "Both are fields of spec.engine.",

@@ -12,7 +12,7 @@ FLAP_S = 300.0
 """A change that is reversed within this time was none."""
 
 
-class Chronicle:
+class EventLog:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._served: list[Served | None] = [None] * len(workload.requests)

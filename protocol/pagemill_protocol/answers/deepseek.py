@@ -1,0 +1,71 @@
+"""DeepSeek's formats: V3 and R1 name the call's type and fence its JSON, V3.1 writes name and JSON alone."""
+
+from __future__ import annotations
+
+from pagemill_protocol.answers.json_text import ValueScanner
+from pagemill_protocol.answers.markup import MarkupParser
+
+BEGIN = "<｜tool▁calls▁begin｜>"
+_END = "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+
+
+class DeepSeekParser(MarkupParser):
+    def _text(self) -> bool:
+        text, marker = self._take(BEGIN)
+        self._content(text)
+        if marker:
+            self._state = self._between
+        return bool(marker)
+
+    def _between(self) -> bool:
+        _, marker = self._take(_CALL, _END)
+        self._head = ""
+        if marker:
+            self._state = self._name if marker == _CALL else self._text
+        return bool(marker)
+
+    def _name(self) -> bool:
+        text, marker = self._take(_SEPARATOR)
+        self._head += text
+        if not marker:
+            return False
+        if self._head.strip() == "function":
+            self._head = ""
+            self._state = self._name_line
+            return True
+        return self._named()
+
+    def _name_line(self) -> bool:
+        """V3 writes the name behind the separator, up to the end of the line."""
+        text, marker = self._take("\n")
+        self._head += text
+        return self._named() if marker else False
+
+    def _named(self) -> bool:
+        self._begin(self._head.strip())
+        self._scanner = ValueScanner()
+        self._state = self._opening
+        return True
+
+    def _opening(self) -> bool:
+        """Before the JSON: white space, or a fence."""
+        _, marker = self._take("{", _CALL_END)
+        if marker == "{":
+            self._buffer = marker + self._buffer
+            self._state = self._value
+        elif marker:
+            self._arguments("{}")
+            self._end()
+            self._state = self._between
+        return bool(marker)
+
+    def _value(self) -> bool:
+        end = self._scanner.scan(self._buffer)
+        self._arguments(self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        if self._scanner.done:
+            self._end()
+            self._state = self._between
+        return bool(self._buffer)

@@ -1,0 +1,172 @@
+"""Reads JSON that arrives in pieces: where a value ends, the parts of a call object. It validates nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from pagemill_protocol.answers.events import CallArguments, CallBegin, Event
+
+_OPEN, _CLOSE = "([{", ")]}"
+_SCALAR_END = re.compile(r"[\s,\]})]")
+_IGNORED_KEYS = frozenset({"type", "id"})
+_ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+
+
+class ValueScanner:
+    """Finds the end of one value: an object, a list, a string or a scalar. `quotes`: the characters that quote text."""
+
+    def __init__(self, quotes: str = '"') -> None:
+        self.done = False
+        self._quotes = quotes
+        self._depth = 0
+        self._quote = ""
+        self._is_scalar = False
+        self._structure = re.compile(f"[{quotes}{re.escape(_OPEN + _CLOSE)}]")
+
+    def scan(self, text: str, at: int = 0) -> int:
+        """How far `text[at:]` belongs to the value; `done` says whether it ends there."""
+        while at < len(text) and not self.done:
+            at = self._string(text, at) if self._quote else self._outside(text, at)
+        return at
+
+    def _outside(self, text: str, at: int) -> int:
+        if not self._depth and (self._is_scalar or text[at] not in self._quotes + _OPEN):
+            self._is_scalar = True
+            end = _SCALAR_END.search(text, at)
+            self.done = end is not None
+            return end.start() if end is not None else len(text)
+        found = self._structure.search(text, at)
+        if found is None:
+            return len(text)
+        char = found[0]
+        if char in self._quotes:
+            self._quote = char
+        else:
+            self._depth += 1 if char in _OPEN else -1
+            self.done = not self._depth
+        return found.end()
+
+    def _string(self, text: str, at: int) -> int:
+        if self._quote.endswith("\\"):  # the character behind a backslash
+            self._quote = self._quote[0]
+            return at + 1
+        found = re.compile(rf"[\\{self._quote}]").search(text, at)
+        if found is None:
+            return len(text)
+        if found[0] == "\\":
+            self._quote += "\\"
+        else:
+            self._quote = ""
+            self.done = not self._depth
+        return found.end()
+
+
+class CallObject:
+    """One `{"name": ..., "arguments": {...}}`, in any order of its keys; `parameters` is another name of `arguments`.
+
+    `failed`: it is no call; then no event was given unless the call had `begun`.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.done = self.failed = False
+        self._events: list[Event] = []
+        self._next = "{"
+        """What is expected: `{`, a `"` of a key, `:`, a value, or the rest of one."""
+        self._scanner = ValueScanner()
+        self._key = ""
+        self._held = ""
+        """Of the key or value that is being read."""
+        self._arguments: str | None = None
+        """Read before the name was known; "" when they were given away."""
+
+    def feed(self, text: str) -> tuple[list[Event], int]:
+        """Events, and how many characters of `text` belong to the object."""
+        at = 0
+        while at < len(text) and not (self.done or self.failed):
+            if self._next in ("rest", "key"):
+                at = self._read(text, at)
+            elif text[at].isspace():
+                at += 1
+            else:
+                at = self._expect(text, at)
+        events, self._events = self._events, []
+        return events, at
+
+    def _expect(self, text: str, at: int) -> int:
+        char = text[at]
+        if self._next == "value":
+            self._next, self._scanner, self._held = "rest", ValueScanner(), ""
+            return at
+        if self._next == '"' and char == '"':
+            self._next, self._scanner, self._held = "key", ValueScanner(), ""
+            return at
+        if self._next == '"' and char == "}":
+            self._complete()
+        elif self._next == ":" == char:
+            self._next = "value"
+        elif self._next == "{" == char:
+            self._next = '"'
+        elif not (self._next == '"' and char == ","):
+            self.failed = True
+            return at
+        return at + 1
+
+    def _read(self, text: str, at: int) -> int:
+        end = self._scanner.scan(text, at)
+        piece = text[at:end]
+        if self._streams(piece):
+            self._events.append(CallArguments(piece))
+            self._arguments = ""
+        self._held += piece
+        if self._scanner.done:
+            (self._end_key if self._next == "key" else self._end_value)()
+        return end
+
+    def _streams(self, piece: str) -> bool:
+        is_object = (self._held or piece).startswith("{")
+        return bool(piece) and self._next == "rest" and self._key in _ARGUMENT_KEYS and self.begun and is_object
+
+    def _end_key(self) -> None:
+        self._key = _text(self._held)
+        self._next = ":"
+        self.failed = self._key not in {"name"} | _IGNORED_KEYS | _ARGUMENT_KEYS
+
+    def _end_value(self) -> None:
+        self._next = '"'
+        if self._key == "name":
+            name = _text(self._held)
+            if self.begun or not name:
+                self.failed = True
+                return
+            self.begun = True
+            self._events.append(CallBegin(name))
+            if self._arguments is not None:
+                self._events.append(CallArguments(self._arguments))
+                self._arguments = ""
+        elif self._key in _ARGUMENT_KEYS and self._arguments is None:
+            self._arguments = _arguments(self._held)
+            if self.begun:
+                self._events.append(CallArguments(self._arguments))
+
+    def _complete(self) -> None:
+        self.done = self.begun
+        self.failed = not self.begun
+        if self.begun and self._arguments is None:
+            self._events.append(CallArguments("{}"))
+
+
+def _text(raw: str) -> str:
+    """The string that `raw` spells; "" if it spells none."""
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+def _arguments(raw: str) -> str:
+    """Arguments as JSON text: some models write them as a string, or null."""
+    if raw == "null":
+        return "{}"
+    return (_text(raw) or "{}") if raw.startswith('"') else raw

@@ -1,0 +1,44 @@
+"""Llama 3's JSON: the answer is `{"name": ..., "parameters": {...}}`, several with `;` or commas between them."""
+
+from __future__ import annotations
+
+from pagemill_protocol.answers.hermes import HermesParser
+
+_TAG = "<|python_tag|>"
+_SEPARATORS = ";,[]"
+
+
+class Llama3JsonParser(HermesParser):
+    """As Hermes' objects, without markers around them: a call starts where the answer does, or behind `_TAG`."""
+
+    def _text(self) -> bool:
+        if not self._skip_space():
+            return False
+        if not self._final and _TAG.startswith(self._buffer):
+            return False
+        self._buffer = self._buffer.removeprefix(_TAG)
+        if self._buffer[:1] == "{":
+            self._start("")
+        else:
+            self._state = self._words
+        return True
+
+    def _object(self) -> bool:
+        goes_on = super()._object()
+        if self._state == self._text:  # no call
+            self._state = self._words
+        return goes_on
+
+    def _words(self) -> bool:
+        text, marker = self._take(_TAG)
+        self._content(text)
+        if marker:
+            self._state = self._text
+        return bool(marker)
+
+    def _after(self) -> bool:
+        self._buffer = self._buffer.lstrip(_SEPARATORS + " \t\r\n")
+        if not self._buffer:
+            return False
+        self._state = self._text
+        return True

@@ -1,0 +1,118 @@
+"""Llama's pythonic format: the answer is a list of calls, `[get_weather(city="Rome", days=2), now()]`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from pagemill_protocol.answers.json_text import ValueScanner
+from pagemill_protocol.answers.markup import MarkupParser
+
+_TAGS = ("<|python_start|>", "<|python_tag|>")
+_OPENING = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_PARTIAL_OPENING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?\Z")
+
+
+class PythonicParser(MarkupParser):
+    """A call is given as a whole, once its parenthesis closes."""
+
+    def _text(self) -> bool:
+        """Where a list of calls may begin: at the start of the answer."""
+        if not self._skip_space():
+            return False
+        for tag in _TAGS:
+            if self._buffer.startswith(tag):
+                self._buffer = self._buffer[len(tag) :]
+                return True
+        if not self._final and (_PARTIAL_OPENING.match(self._buffer) or any(t.startswith(self._buffer) for t in _TAGS)):
+            return False
+        if _OPENING.match(self._buffer):
+            self._buffer = self._buffer[1:]
+            self._state = self._between
+        else:
+            self._state = self._words
+        return True
+
+    def _words(self) -> bool:
+        text, marker = self._take(*_TAGS)
+        self._content(text)
+        if marker:
+            self._state = self._text
+        return bool(marker)
+
+    def _between(self) -> bool:
+        self._buffer = self._buffer.lstrip(", \t\r\n")
+        if self._buffer[:1] == "]":
+            self._buffer = self._buffer[1:]
+            self._state = self._dropped
+        elif self._buffer:
+            self._scanner: ValueScanner | None = None
+            self._raw = ""
+            self._state = self._call
+        return bool(self._buffer)
+
+    def _call(self) -> bool:
+        if self._scanner is None:
+            name, bracket = self._take("(")
+            self._raw += name
+            if not bracket:
+                return False
+            self._buffer = bracket + self._buffer
+            self._scanner = ValueScanner("\"'")
+        end = self._scanner.scan(self._buffer)
+        self._raw += self._buffer[:end]
+        self._buffer = self._buffer[end:]
+        if self._scanner.done:
+            self._give()
+        return bool(self._buffer)
+
+    def _give(self) -> None:
+        call = _parsed(self._raw)
+        if call is None:
+            self._content(self._raw)
+            self._state = self._words
+            return
+        name, arguments = call
+        self._begin(name)
+        self._arguments(arguments)
+        self._end()
+        self._state = self._between
+
+    def _dropped(self) -> bool:
+        """Behind the list there is nothing but an end marker."""
+        self._buffer = ""
+        return False
+
+    def _rest(self) -> None:
+        if self._state == self._call:
+            self._content(self._raw)
+
+
+def _parsed(source: str) -> tuple[str, str] | None:
+    """Name and arguments of `name(key=literal, ...)`; `None` for any other source."""
+    try:
+        call = ast.parse(source.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        arguments: dict[str, Any] = {}
+        for each in call.keywords:
+            if each.arg is None:
+                return None
+            arguments[each.arg] = ast.literal_eval(_with_json_names(each.value))
+        return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _with_json_names(value: ast.expr) -> ast.expr:
+    """`true`, `false` and `null` mean what they do in JSON."""
+    known = {"true": True, "false": False, "null": None}
+
+    class Names(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return ast.Constant(known[node.id]) if node.id in known else node
+
+    transformed: ast.expr = Names().visit(value)
+    return transformed

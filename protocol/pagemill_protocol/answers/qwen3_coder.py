@@ -1,0 +1,111 @@
+"""Qwen3-Coder's format: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
+
+Values are not quoted: one that the tool declares as text stays text, any other is JSON where it can be read so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from pagemill_protocol.answers.markup import MarkupParser
+
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+class Qwen3CoderParser(MarkupParser):
+    """A value is given as a whole, once its parameter closes."""
+
+    def __init__(self, string_parameters: Mapping[str, Sequence[str]]) -> None:
+        super().__init__()
+        self._string_parameters = string_parameters
+        self._held = ""
+
+    def _text(self) -> bool:
+        text, marker = self._take(_CALL, _FUNCTION)
+        self._content(text)
+        if marker:
+            self._state = self._function if marker == _FUNCTION else self._opening
+            self._held = ""
+        return bool(marker)
+
+    def _opening(self) -> bool:
+        text, marker = self._take(_FUNCTION, _CALL_END)
+        self._held += text
+        if marker == _FUNCTION:
+            self._state = self._function
+            self._held = ""
+        elif marker:
+            self._content(_CALL + self._held + marker)
+            self._state = self._text
+        return bool(marker)
+
+    def _function(self) -> bool:
+        name = self._upto(">")
+        if name is None:
+            return False
+        self._name = name.strip()
+        self._begin(self._name)
+        self._num_parameters = 0
+        self._state = self._parameters
+        return True
+
+    def _parameters(self) -> bool:
+        _, marker = self._take(_PARAMETER, _FUNCTION_END, _CALL_END)
+        if marker == _PARAMETER:
+            self._state = self._key
+        elif marker:
+            self._arguments("}" if self._num_parameters else "{}")
+            self._end()
+            self._state = self._closing if marker == _FUNCTION_END else self._text
+        return bool(marker)
+
+    def _key(self) -> bool:
+        key = self._upto(">")
+        if key is None:
+            return False
+        self._parameter = key.strip()
+        self._state = self._value
+        return True
+
+    def _value(self) -> bool:
+        raw = self._upto(_PARAMETER_END)
+        if raw is None:
+            return False
+        is_text = self._parameter in self._string_parameters.get(self._name, ())
+        value = raw.removeprefix("\n").removesuffix("\n")
+        self._arguments(("{" if not self._num_parameters else ", ") + json.dumps(self._parameter) + ": ")
+        self._arguments(json.dumps(value, ensure_ascii=False) if is_text else _as_json(value))
+        self._num_parameters += 1
+        self._state = self._parameters
+        return True
+
+    def _closing(self) -> bool:
+        """Between `</function>` and whatever follows: the end of the call, or text that stands where it should."""
+        if not self._skip_space() or (not self._final and _CALL_END.startswith(self._buffer)):
+            return False
+        self._buffer = self._buffer.removeprefix(_CALL_END)
+        self._state = self._text
+        return True
+
+    def _upto(self, marker: str) -> str | None:
+        """The text before `marker`, which is consumed; `None` until it is there."""
+        text, found = self._take(marker)
+        self._held += text
+        if not found:
+            return None
+        held, self._held = self._held, ""
+        return held
+
+    def _rest(self) -> None:
+        if self._state == self._opening:
+            self._content(_CALL + self._held)
+
+
+def _as_json(value: str) -> str:
+    try:
+        return json.dumps(json.loads(value), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(value, ensure_ascii=False)

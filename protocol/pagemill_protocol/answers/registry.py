@@ -1,0 +1,117 @@
+"""The answer formats by name, and which of them a model uses, seen from its chat template.
+
+A deployment's `model.toolCallParser` and `model.reasoningParser` override what is detected. Installed packages add
+formats of tool calls with entry points in the group `pagemill.tool_parsers`, whose objects are `ToolFormat`s.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from importlib.metadata import entry_points
+from typing import NamedTuple
+
+from pagemill_protocol.answers import deepseek
+from pagemill_protocol.answers.deepseek import DeepSeekParser
+from pagemill_protocol.answers.events import AnswerFormat, Parser
+from pagemill_protocol.answers.harmony import HarmonyParser
+from pagemill_protocol.answers.hermes import HermesParser
+from pagemill_protocol.answers.llama3_json import Llama3JsonParser
+from pagemill_protocol.answers.mistral import MistralParser
+from pagemill_protocol.answers.pythonic import PythonicParser
+from pagemill_protocol.answers.qwen3_coder import Qwen3CoderParser
+from pagemill_protocol.answers.think import ThinkParser
+from pagemill_protocol.sources import SourceError
+
+GROUP = "pagemill.tool_parsers"
+AUTO, NONE = "auto", "none"
+HERMES, HARMONY = "hermes", "harmony"
+StringParameters = Mapping[str, Sequence[str]]
+
+
+class ParserSettings(NamedTuple):
+    """What a deployment sets: names of parsers, `auto` (seen from the chat template) or `none`."""
+
+    tools: str = AUTO
+    reasoning: str = AUTO
+
+
+class ToolFormat(NamedTuple):
+    name: str
+    make: Callable[[StringParameters], Parser]
+    sign: str
+    """Expression that occurs in the chat templates of models that write this format."""
+
+
+BUILT_IN = (
+    ToolFormat(HARMONY, lambda _: HarmonyParser(), r"<\|channel\|>"),
+    ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.BEGIN)),
+    ToolFormat("qwen3-coder", Qwen3CoderParser, r"<function=[\s\S]*<parameter="),
+    ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>(?![\s\S]*<arg_key>)"),
+    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]"),
+    ToolFormat("pythonic", lambda _: PythonicParser(), r"\[\w+\(\w+="),
+    ToolFormat("llama3-json", lambda _: Llama3JsonParser(), r'<\|python_tag\|>|"name": function name'),
+)
+"""In the order in which they are looked for."""
+MARKERS = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
+
+
+@cache
+def tool_formats() -> Mapping[str, ToolFormat]:
+    added: list[ToolFormat] = [entry.load() for entry in entry_points(group=GROUP)]
+    return {each.name: each for each in (*BUILT_IN, *added)}
+
+
+def tool_parser_names() -> list[str]:
+    return [AUTO, NONE, *tool_formats()]
+
+
+def reasoning_parser_names() -> list[str]:
+    return [AUTO, NONE, *MARKERS, HARMONY]
+
+
+def tool_parser(name: str, string_parameters: StringParameters) -> Parser:
+    return tool_formats()[name].make(string_parameters)
+
+
+def reasoning_parser(answer_format: AnswerFormat) -> Parser:
+    """Of a format that is not harmony's."""
+    begin, end = MARKERS[answer_format.reasoning]
+    return ThinkParser(begin, end, answer_format.starts_in_reasoning)
+
+
+def check_parsers(settings: ParserSettings) -> None:
+    """Raises `SourceError` for a name that is not installed here."""
+    detect_tools("", settings.tools)
+    detect_reasoning("", settings.reasoning)
+
+
+def hides_markers(answer_format: AnswerFormat) -> bool:
+    """Whether the text has the format's markers only if special tokens are part of it."""
+    return bool(answer_format.tools) or answer_format.reasoning in ("magistral", HARMONY)
+
+
+@lru_cache(maxsize=256)
+def detect_tools(template: str, setting: str = AUTO) -> str:
+    """The parser of tool calls for a model with this chat template; "" if there is none."""
+    if setting != AUTO:
+        return "" if setting == NONE else _known(setting, tool_parser_names(), "model.toolCallParser")
+    return next((each.name for each in tool_formats().values() if re.search(each.sign, template)), "")
+
+
+@lru_cache(maxsize=256)
+def detect_reasoning(template: str, setting: str = AUTO) -> str:
+    """The parser of reasoning for a model with this chat template; "" if there is none."""
+    if setting != AUTO:
+        return "" if setting == NONE else _known(setting, reasoning_parser_names(), "model.reasoningParser")
+    if "<|channel|>" in template:
+        return HARMONY
+    return next((name for name, (_, end) in MARKERS.items() if end in template), "")
+
+
+def _known(name: str, names: Sequence[str], field: str) -> str:
+    if name in names:
+        return name
+    message = f"there is no parser {name[:40]!r}. Use one of: {', '.join(names)}."
+    raise SourceError(field, message, reason="UnknownParser")

@@ -1,0 +1,62 @@
+"""Events of an answer in the shapes of OpenAI's chat: deltas of a stream, and the message of a whole answer.
+
+Ids of calls follow from the response's id and the call's place, so an engine that continues a stream gives the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from pagemill_protocol.answers.events import CallArguments, CallBegin, Content, Event, Reasoning
+from pagemill_protocol.generate import FinishReason
+from pagemill_protocol.openai.render import ToolReason
+
+
+def delta(event: Event, response_id: str, choice: int) -> dict[str, Any] | None:
+    """What one event adds to a stream; `None` for the end of a call."""
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return _reasoning(text)
+        case CallBegin(name, index):
+            return {"tool_calls": [{"index": index, **_call(response_id, choice, index, name, "")}]}
+        case CallArguments(text, index):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+    return None
+
+
+def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str, Any]:
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        if isinstance(event, CallArguments):
+            arguments.setdefault(event.call, []).append(event.text)
+    calls = [
+        _call(response_id, choice, event.call, event.name, "".join(arguments.get(event.call, ())))
+        for event in events
+        if isinstance(event, CallBegin)
+    ]
+    rendered: dict[str, Any] = {"content": content or (None if calls or reasoning else "")}
+    if reasoning:
+        rendered |= _reasoning(reasoning)
+    if calls:
+        rendered["tool_calls"] = calls
+    return rendered
+
+
+def finish_reason(reason: FinishReason | None, num_calls: int) -> FinishReason | ToolReason | None:
+    return "tool_calls" if reason == "stop" and num_calls else reason
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients know."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(response_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+    digest = hashlib.blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
+    return {"id": f"call_{digest}", "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,127 @@
+"""What a chat request and a model's template make together: the messages to render, and how the answer will be read.
+
+The template's own rendering of tools is used where it has one whose format is known; else `answers.tool_prompt`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from pagemill_protocol.answers.events import AnswerFormat
+from pagemill_protocol.answers.registry import (
+    HARMONY,
+    HERMES,
+    MARKERS,
+    NONE,
+    ParserSettings,
+    detect_reasoning,
+    detect_tools,
+    hides_markers,
+)
+from pagemill_protocol.answers.tool_prompt import with_tool_prompt
+from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
+from pagemill_protocol.sources import SourceError
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+_MENTIONS_TOOLS = re.compile(r"\btools\b")
+
+
+class ChatFormat(NamedTuple):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    """For the template."""
+    answer: AnswerFormat | None
+
+    def answer_behind(self, prompt: str) -> AnswerFormat | None:
+        """How to read an answer to the rendered `prompt`."""
+        if self.answer is None or self.answer.reasoning not in MARKERS:
+            return self.answer
+        begin, _ = MARKERS[self.answer.reasoning]
+        if not prompt.rstrip().endswith(begin):
+            return self.answer
+        return msgspec.structs.replace(self.answer, starts_in_reasoning=True)
+
+    @property
+    def hides_markers(self) -> bool:
+        """Whether its markers are tokens that answers leave out unless they are asked for."""
+        return self.answer is not None and hides_markers(self.answer)
+
+
+def chat_format(
+    req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings
+) -> ChatFormat:
+    """Raises `PagemillError` 400 for tools where the deployment reads none."""
+    messages = [message.for_template() for message in req.messages or ()]
+    template = tokenizer.chat_template.source(has_tools=bool(req.prompt_tools))
+    try:
+        tool_format = detect_tools(template, parsers.tools)
+        reasoning = detect_reasoning(template, parsers.reasoning)
+    except SourceError as error:
+        raise unavailable(f"The model's answers cannot be read: {error}", code="model_not_ready") from error
+    tools: list[dict[str, Any]] | None = req.prompt_tools or None
+    if tools and parsers.tools == NONE:
+        raise PagemillError(
+            "`tools` is not supported: `model.toolCallParser` of this model is none. Remove it, or have it set.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if template and (tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)):
+        reason = _lacking(template, tool_format)
+        if reason is not None:
+            _log_default(template, reason)
+            messages = with_tool_prompt(messages, tools or [], template)
+            tools, tool_format = None, HERMES
+    used = tool_format if req.prompt_tools else ""
+    return ChatFormat(messages, tools, _answer_format(req, used, reasoning))
+
+
+def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> AnswerFormat | None:
+    if not isinstance(req, ChatCompletionRequest) or not (tools or reasoning):
+        return None
+    return AnswerFormat(
+        tools=tools,
+        reasoning=reasoning if tools != HARMONY else HARMONY,
+        shows_reasoning=req.include_reasoning,
+        parallel=req.parallel_tool_calls,
+        string_parameters=_string_parameters(req.prompt_tools) if tools == "qwen3-coder" else {},
+    )
+
+
+def _lacking(template: str, tool_format: str) -> str | None:
+    """Why the template's own rendering of tools is not used; `None` if it is."""
+    if not _MENTIONS_TOOLS.search(template):
+        return "renders no tools"
+    return None if tool_format else "asks for calls in a format that no parser reads"
+
+
+@lru_cache(maxsize=64)
+def _log_default(template: str, reason: str) -> None:
+    """Once for each template."""
+    logger.warning(
+        "The chat template %s: tools are described in the system message, and calls are read in the format %r. "
+        "Set model.chatTemplate or model.toolCallParser where the model was trained on another one. Template: %.60r",
+        reason,
+        HERMES,
+        template,
+    )
+
+
+def _string_parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for tool in tools:
+        properties = (tool["function"].get("parameters") or {}).get("properties")
+        if isinstance(properties, dict):
+            found[tool["function"]["name"]] = [
+                name for name, each in properties.items() if isinstance(each, dict) and each.get("type") == "string"
+            ]
+    return found

@@ -1,0 +1,19 @@
+"""Reasoning in a streamed answer: shown while it comes, counted as output, and no part of the conversation."""
+
+from __future__ import annotations
+
+from pagemill.client import _piece
+from pagemill.commands.chat import Answer
+
+
+def test_reasoning_is_the_first_token_and_not_the_answer() -> None:
+    answer = Answer()
+    pieces = [
+        _piece({"choices": [{"delta": delta}]})
+        for delta in ({"role": "assistant", "content": ""}, {"reasoning_content": "Why?"}, {"content": "So."})
+    ]
+    assert [piece.reasoning for piece in pieces] == ["", "Why?", ""]
+    for piece in pieces:
+        answer.add(piece)
+    assert answer.text == "So."
+    assert answer.first_s == pieces[1].at_s

@@ -1,0 +1,62 @@
+"""Words that the glossary has replaced do not come back: they have one name each."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("crds", "protocol", "kernels", "engine", "gateway", "operator", "simulator", "cli")
+"""Where they are gone. Tests, benchmarks and documents of before still have some."""
+RETIRED = {
+    "told": "reported, published or shown, by what it is",
+    "tells": "reports, publishes or says",
+    "untold": "unreported",
+    "heard": "reported or received",
+    "nobody": "no client, no request or no engine, by what it is",
+    "somebody": "a client, a signal or an operator, by what it is",
+    "wish": "demand or target",
+    "wishes": "demand or targets",
+    "granule": "prefix chunk",
+    "outlook": "SLO target, or TTFT estimate",
+    "chronicle": "event log",
+    "chores": "periodic tasks",
+    "regrets": "flap count",
+    "suspects": "probed requests",
+    "acquitted": "cleared",
+    "convicted": "blamed",
+    "ruling": "routing decision",
+    "desks": "ports",
+    "let_go": "draining",
+}
+ALLOWED = {"cannot be told from": "an error of the CRD: the message is part of the resource"}
+
+
+def findings(text: str) -> list[str]:
+    for phrase in ALLOWED:
+        text = text.replace(phrase, "")
+    words = "|".join(RETIRED)
+    return re.findall(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_retired_word_is_used(package: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: `{word}`; say {RETIRED[word.lower()]}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word in findings(line)
+    ]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize("line", ["what nobody reads", "_told = 1", "untold_tokens", "It tells why."])
+def test_a_planted_word_is_found(line: str) -> None:
+    assert findings(line)
+
+
+@pytest.mark.parametrize("line", ["foretold", "overheard nothing", "which cannot be told from the other"])
+def test_other_words_are_not(line: str) -> None:
+    assert not findings(line)
