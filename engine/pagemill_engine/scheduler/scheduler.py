@@ -41,7 +41,6 @@ from pagemill_protocol.state import EngineLoad
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.compiler import Grammar
-    from pagemill_engine.grammar.state import GrammarState
 
 Clock = Callable[[], float]
 
@@ -61,8 +60,6 @@ class Scheduler:
         self._held = HeldChoices()
         self._sequences: dict[str, Sequence] = {}
         self._clients: dict[str, dict[int, Sequence]] = {}
-        self._formed: dict[str, GrammarState] = {}
-        """By sequence, for those whose requests prescribe a form."""
         self._outputs = OutputQueue()
         self._step = 0
         self._in_flight = InFlightSteps()
@@ -89,8 +86,6 @@ class Scheduler:
         mine = self._clients.setdefault(request.request_id, known)
         for seq in seqs:  # register all before any may leave: the last one to leave removes the client's entry
             mine[seq.choice] = self._sequences[seq.request_id] = seq
-            if seq.grammar is not None:
-                self._formed[seq.request_id] = seq.grammar
         live = []
         for seq in seqs:
             reason = finish_reason(seq) if seq.num_resumed_tokens else None
@@ -157,9 +152,10 @@ class Scheduler:
         """Count the step as run; its sampled tokens are pending from now on."""
         self.kv.launch(plan.num_scheduled_tokens)
         for name in plan.samples:
-            self._sequences[name].num_pending_tokens += 1
-        if self._formed:
-            plan.token_masks = {name: form.mask for name, form in self._formed.items() if name in plan.samples}
+            seq = self._sequences[name]
+            seq.num_pending_tokens += 1
+            if seq.grammar is not None:
+                plan.token_masks[name] = seq.grammar.mask
         self._in_flight.launch(plan)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
@@ -476,7 +472,6 @@ class Scheduler:
         if seq in self._probing:
             self._probing.remove(seq)
         del self._sequences[seq.request_id]
-        self._formed.pop(seq.request_id, None)
         mine = self._clients[seq.client_request_id]
         del mine[seq.choice]
         if not mine:

@@ -62,8 +62,11 @@ def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
     """-inf for every token without a bit."""
     values = logits.numpy()
     vocab_size = values.shape[1]
+    addends = np.empty((masks.bits.shape[1] * 4, 8), dtype=np.float32)
+    of_row = addends.reshape(-1)[:vocab_size]
     for row, bits in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
-        values[row] += _ADDENDS.take(bits, axis=0).reshape(-1)[:vocab_size]
+        _ADDENDS.take(bits, axis=0, out=addends, mode="clip")  # "raise" would copy
+        values[row] += of_row
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:

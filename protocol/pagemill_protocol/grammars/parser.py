@@ -23,5 +23,5 @@ def fault_of(matcher: LLMatcher) -> str:
     if not error or error.startswith("NoExtension"):
         return "nothing fits it"
     if error.startswith("oneOf constraints"):
-        return "options of oneOf may overlap; send anyOf, or options that a required constant tells apart"
+        return "options of oneOf may overlap; send anyOf, or give each option a required constant"
     return error[:MAX_MESSAGE_CHARS]
