@@ -13,6 +13,7 @@ import msgspec
 
 from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.keywords import CheckedKeywords
+from pagemill_protocol.structured_outputs import StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -114,6 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens to generate at most; `None`: up to the model's context."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    """The form that each choice must have; `None`: any."""
 
     @property
     def greedy(self) -> bool:
@@ -142,10 +145,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for flag in _FLAGS:
             if not isinstance(getattr(self, flag), bool):
                 raise invalid_field(flag, f"{flag} must be True or False, got {show(getattr(self, flag))}.")
+        self._validate_structured_outputs()
         self._validate_stops(vocab_size)
         self._validate_logit_bias(vocab_size)
         _check_choice(self, vocab_size)
         return self
+
+    def _validate_structured_outputs(self) -> None:
+        """That it can be compiled is checked by `pagemill_protocol.grammars.check`."""
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputs):
+            raise invalid_field(
+                "structured_outputs",
+                f"structured_outputs must be StructuredOutputs, got {show(self.structured_outputs)}.",
+            )
+        self.structured_outputs.validate()
+        if self.use_beam_search:
+            raise invalid_field(
+                "structured_outputs",
+                "structured_outputs does not go with use_beam_search. Remove one of them; `n` gives several answers.",
+            )
 
     def _validate_stops(self, vocab_size: int | None) -> None:
         _check_list("stop", self.stop, "strings")

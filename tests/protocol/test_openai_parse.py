@@ -84,10 +84,6 @@ def test_unknown_fields_are_ignored() -> None:
     [
         ("functions", [{}]),
         ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("structured_outputs", {"regex": "(a+)+"}),
-        ("guided_regex", "(a+)+"),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("prompt_logprobs", 1),

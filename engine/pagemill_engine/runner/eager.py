@@ -22,7 +22,7 @@ from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import Sampled, sample
+from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.paged_attention.batch import AttentionBatch
@@ -61,7 +61,7 @@ class EagerRunner:
                 return StepResult()
             inputs = self._rows.gather(plan)
             hidden = self._forward(inputs)
-            return self._sample(inputs, hidden)
+            return self._sample(plan, inputs, hidden)
 
     def wait(self, handle: Any) -> StepResult:
         result: StepResult = handle
@@ -114,14 +114,15 @@ class EagerRunner:
             attention_plans=plans,
         )
 
-    def _sample(self, inputs: StepInputs, hidden: Tensor) -> StepResult:
+    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
         if len(inputs.sampling) == 0:
             self._rows.advance(inputs, np.zeros(0, dtype=np.int64))
             return StepResult()
         rows = inputs.rows[inputs.sampling]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
         logits = self.model.compute_logits(hidden)
-        sampled = sample(logits, self._sampling, rows, num_generated, self._ops.sample_tokens)
+        masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
+        sampled = sample(logits, self._sampling, rows, num_generated, self._ops.sample_tokens, masks)
         self._rows.advance(inputs, sampled.token_ids)
         return self._result(inputs, rows, sampled)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,6 +16,9 @@ from pagemill_protocol import hashes
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.compiler import Grammar
 
 _SEED_BITS = 63
 
@@ -27,7 +31,9 @@ class Admission:
         self._num_arrivals = 0
         self._cache_root = lru_cache(maxsize=4096)(self._compute_cache_root)
 
-    def admit(self, request: GenerateRequest, *, now_s: float, num_waiting: int) -> list[Sequence]:
+    def admit(
+        self, request: GenerateRequest, grammar: Grammar | None = None, *, now_s: float, num_waiting: int
+    ) -> list[Sequence]:
         """One sequence per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
         self.check(request, num_waiting)
         sampling = request.sampling
@@ -39,11 +45,15 @@ class Admission:
             seed = secrets.randbits(_SEED_BITS)
         resumes = {resume.index: resume for resume in request.resume}
         first = request.prompt_index * sampling.num_sequences
-        return [
+        sequences = [
             self._sequence(request, choice, resumes.get(choice), seed, now_s)
             for choice in range(first, first + sampling.num_sequences)
             if choice not in resumes or not resumes[choice].finished
         ]
+        if grammar is not None:
+            for sequence in sequences:
+                self._form(sequence, grammar)
+        return sequences
 
     def check(self, request: GenerateRequest, num_waiting: int) -> None:
         """Raise the `PagemillError` that `admit` would raise, without its cost."""
@@ -99,6 +109,13 @@ class Admission:
             cache_root=self._cache_root(request.cache_salt, request.adapter_digest),
             num_resumed_tokens=len(resumed),
         )
+
+    def _form(self, sequence: Sequence, grammar: Grammar) -> None:
+        """Set where the sequence is in its form, after the tokens that another engine generated."""
+        resumed = sequence.token_ids[sequence.num_prompt_tokens :]
+        if resumed and resumed[-1] in sequence.stop_ids:
+            resumed.pop()
+        sequence.grammar = grammar.state(resumed, keeps_on=sequence.sampling.ignore_eos)
 
     def _max_total_tokens(self, request: GenerateRequest) -> int:
         return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
@@ -177,6 +194,10 @@ def _serves_no_adapters() -> PagemillError:
         param="model",
         code="adapter_not_served",
     )
+
+
+def already_served(request_id: str) -> PagemillError:
+    return invalid_field("request_id", f"Request {request_id[:80]} is already being served here.")
 
 
 def sequence_id(client_request_id: str, choice: int) -> str:

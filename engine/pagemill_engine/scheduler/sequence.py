@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.state import GrammarState
 
 
 class SequenceState(IntEnum):
@@ -65,6 +69,8 @@ class Sequence:
     first_scheduled_s: float | None = None
     search: BeamSearch[Sequence] | None = None
     """The beam search that the sequence belongs to."""
+    grammar: GrammarState | None = None
+    """Where it is in the form that its request prescribes."""
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,15 @@ class Edits(NamedTuple):
     biases: NDArray[np.float32]
 
 
+class TokenMasks(NamedTuple):
+    """Which tokens rows may take: all others are forbidden."""
+
+    rows: NDArray[np.int64]
+    """No row occurs twice."""
+    bits: NDArray[np.int32]
+    """[rows, vocab / 32 rounded up]: a bit for each token, the lowest first; 1: it is allowed."""
+
+
 class Penalties(NamedTuple):
     """Penalties of the rows that have some: repetition over prompt and output, then frequency and presence over the
     output."""
@@ -63,6 +72,8 @@ class SamplingBatch(NamedTuple):
     edits: Edits | None = None
     penalties: Penalties | None = None
     reports: Reports | None = None
+    masks: TokenMasks | None = None
+    """Applied before edits and penalties."""
 
     @property
     def is_plain(self) -> bool:

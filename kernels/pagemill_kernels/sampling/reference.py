@@ -1,5 +1,5 @@
-"""The order of sampling, on the CPU: logits -> bias and forbidden tokens -> penalties -> greedy, or temperature ->
-filters -> Gumbel-max. One row's values never touch another row's."""
+"""The order of sampling, on the CPU: logits -> masks -> bias and forbidden tokens -> penalties -> greedy, or
+temperature -> filters -> Gumbel-max. One row's values never touch another row's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from torch import Tensor
 
 from pagemill_kernels.sampling import filters, randomness
 from pagemill_kernels.sampling.arithmetic import REACH
-from pagemill_kernels.sampling.batch import Draws, Edits, Logprobs, Penalties, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.batch import (
+    Draws,
+    Edits,
+    Logprobs,
+    Penalties,
+    Reports,
+    SampledTokens,
+    SamplingBatch,
+    TokenMasks,
+)
+
+_ADDENDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
+).astype(np.float32)
+"""[256, 8]: what a byte of a mask adds to the logits of its eight tokens; four times as fast as choosing them."""
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -23,7 +37,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
 
     logits = logits.cpu()
     raw_logits = None if batch.reports is None else logits[torch.from_numpy(batch.reports.rows)]
-    chosen = _change(logits, batch) if batch.edits or batch.penalties else token_ids
+    chosen = _change(logits, batch) if batch.masks or batch.edits or batch.penalties else token_ids
     if batch.draws is not None:
         drawn = np.flatnonzero((batch.draws.temperature > 0) & finite)
         chosen[drawn] = draw(logits[torch.from_numpy(drawn)], batch.draws.at(drawn))
@@ -42,6 +56,17 @@ def _best(logits: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         return rows[np.arange(len(rows)), token_ids], token_ids
     best, token_ids = logits.max(-1)
     return best.cpu().numpy(), token_ids.cpu().numpy()
+
+
+def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
+    """-inf for every token without a bit."""
+    values = logits.numpy()
+    vocab_size = values.shape[1]
+    addends = np.empty((masks.bits.shape[1] * 4, 8), dtype=np.float32)
+    of_row = addends.reshape(-1)[:vocab_size]
+    for row, bits in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
+        _ADDENDS.take(bits, axis=0, out=addends, mode="clip")  # "raise" would copy
+        values[row] += of_row
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
@@ -94,6 +119,8 @@ def report(raw_logits: Tensor, token_ids: NDArray[np.int64], reports: Reports) -
 
 def _change(logits: Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
     """Apply what rows ask for; the best tokens after it."""
+    if batch.masks is not None:
+        apply_masks(logits, batch.masks)
     if batch.edits is not None:
         add_edits(logits, batch.edits)
     if batch.penalties is not None:

