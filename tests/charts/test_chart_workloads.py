@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from pagemill_protocol.keys.entries import fault_of
 
+ROOT = Path(__file__).resolve().parents[2]
 Variant = Callable[[str], Any]
 Render = Callable[..., Any]
 
@@ -205,6 +209,26 @@ def test_monitors_look_at_ports_that_exist(variant: Variant) -> None:
     for monitor in through_services.all("ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         assert len([each for each in services if wanted <= each["metadata"]["labels"].items()]) == 1
+
+
+def test_the_rules_are_those_of_the_plain_file_and_the_values(variant: Variant) -> None:
+    plain = yaml.safe_load((ROOT / "charts" / "pagemill" / "files" / "rules.yaml").read_text())
+    groups = variant("everything").one("PrometheusRule")["spec"]["groups"]
+    assert [group["name"] for group in groups] == [*(group["name"] for group in plain["groups"]), "own"]
+    assert groups[0] == plain["groups"][0]
+
+
+def test_runbooks_have_the_url_that_the_values_name(variant: Variant) -> None:
+    groups = variant("everything").one("PrometheusRule")["spec"]["groups"]
+    urls = {rule["annotations"]["runbook_url"] for rule in groups[-2]["rules"]}
+    assert "https://runbooks.example.com/pagemill/PagemillNoHeadroom.md" in urls
+    assert all(url.startswith("https://runbooks.example.com/pagemill/Pagemill") for url in urls)
+
+
+def test_metrics_keep_their_own_namespace_label(variant: Variant) -> None:
+    """The operator's are about deployments of other namespaces."""
+    monitors = variant("everything").all("PodMonitor")
+    assert all(each["spec"]["podMetricsEndpoints"][0]["honorLabels"] for each in monitors)
 
 
 def test_rules_and_dashboards_are_made_where_there_are_any(variant: Variant) -> None:
