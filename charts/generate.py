@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from observability.alerts import ALERTS
+from observability.dashboards import all_pages
+from observability.panels import dashboard_json
 from observability.rules import rules_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,6 +259,7 @@ def outputs() -> dict[Path, str]:
         CHART / "README.md": readme((CHART / "README.md").read_text("utf-8"), rows),
         CHART / "templates" / "crds" / "llmdeployments.yaml": crd_template(definition),
         CHART / "files" / "rules.yaml": rules_file([alert.document() for alert in ALERTS]),
+        **{CHART / "files" / "dashboards" / f"{page.uid}.json": dashboard_json(page) for page in all_pages()},
         ROOT / "docs" / "reference" / "chart.md": reference_page(rows),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,24 @@ def test_runbooks_have_the_url_that_the_values_name(variant: Variant) -> None:
     urls = {rule["annotations"]["runbook_url"] for rule in groups[-2]["rules"]}
     assert "https://runbooks.example.com/pagemill/PagemillNoHeadroom.md" in urls
     assert all(url.startswith("https://runbooks.example.com/pagemill/Pagemill") for url in urls)
+
+
+def test_each_dashboard_is_a_config_map_for_grafanas_sidecar(variant: Variant) -> None:
+    folder = ROOT / "charts" / "pagemill" / "files" / "dashboards"
+    for name in ("autoscaling", "fleet", "gateway", "model", "operator"):
+        made = variant("everything").one("ConfigMap", f"pagemill-llm-dashboard-{name}")
+        assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert made["metadata"]["annotations"]["grafana_folder"] == "LLM"
+        assert json.loads(made["data"][f"{name}.json"]) == json.loads((folder / f"pagemill-{name}.json").read_text())
+
+
+def test_a_dashboard_of_the_values_replaces_the_charts_of_the_same_name(
+    render: Render, anonymous: dict[str, Any]
+) -> None:
+    monitoring = {"dashboards": {"enabled": True, "extra": {"fleet": '{"title": "Mine"}'}}}
+    rendered = render({**anonymous, "monitoring": monitoring})
+    (fleet,) = [each for each in rendered.all("ConfigMap") if each["metadata"]["name"].endswith("dashboard-fleet")]
+    assert json.loads(fleet["data"]["fleet.json"]) == {"title": "Mine"}
 
 
 def test_metrics_keep_their_own_namespace_label(variant: Variant) -> None:

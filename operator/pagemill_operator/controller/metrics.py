@@ -9,7 +9,7 @@ from prometheus_client import ProcessCollector
 
 from pagemill_operator.controller import metric_specs as specs
 from pagemill_operator.status.observation import Observation
-from pagemill_protocol.metrics import Metrics
+from pagemill_protocol.metrics import Metrics, MetricSpec
 
 CONTROLLER = "llmdeployment"
 
@@ -76,7 +76,7 @@ class OperatorMetrics:
             self.forget_deployment(plan.key)
         self._deployments[plan.key] = labels
         num_live = sum(replica.live for replica in observation.replicas)
-        values: dict[specs.MetricSpec, float | None] = {
+        values: dict[MetricSpec, float | None] = {
             specs.DEPLOYMENT_DESIRED: plan.replicas,
             specs.DEPLOYMENT_READY: len(observation.ready()),
             specs.DEPLOYMENT_UPDATED: len(observation.ready_current()),
