@@ -1,8 +1,9 @@
 """Writes what the chart repeats from its sources: `python charts/generate.py [--check]`.
 
 `values.yaml` with its comments is the source of `values.schema.json`, of the table in the chart's README and of
-`docs/reference/chart.md`; `crds/llmdeployments.yaml` is the source of the template that installs it. With `--check`
-nothing is written and the exit code is 1 when a file differs from its source.
+`docs/reference/chart.md`; `crds/llmdeployments.yaml` is the source of the template that installs it; `observability`
+makes the rules and dashboards in `files/`. With `--check` nothing is written and the exit code is 1 when a file differs
+from its source.
 
 In `values.yaml` the comment above a key is its documentation. A last line `# @schema {...}` holds JSON schema keywords
 that the default does not tell; `$type` in it names one of `TYPES`. A key with `$type` is a leaf: Kubernetes, not the
@@ -19,6 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from observability.alerts import ALERTS
+from observability.dashboards import all_pages
+from observability.panels import dashboard_json
+from observability.rules import rules_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "charts" / "pagemill"
@@ -252,6 +258,8 @@ def outputs() -> dict[Path, str]:
         CHART / "values.schema.json": values_schema(node, lines),
         CHART / "README.md": readme((CHART / "README.md").read_text("utf-8"), rows),
         CHART / "templates" / "crds" / "llmdeployments.yaml": crd_template(definition),
+        CHART / "files" / "rules.yaml": rules_file([alert.document() for alert in ALERTS]),
+        **{CHART / "files" / "dashboards" / f"{page.uid}.json": dashboard_json(page) for page in all_pages()},
         ROOT / "docs" / "reference" / "chart.md": reference_page(rows),
     }
 

@@ -13,8 +13,17 @@ if TYPE_CHECKING:
     from pagemill_engine.llm import LLM
     from pagemill_engine.output.results import BeamSearchOutput, CompletionOutput, RequestOutput
     from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
+    from pagemill_protocol.structured_params import StructuredOutputsParams
 
-__all__ = ["LLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _HOMES = {
     "LLM": "pagemill_engine.llm",
@@ -23,6 +32,7 @@ _HOMES = {
     "CompletionOutput": "pagemill_engine.output.results",
     "RequestOutput": "pagemill_engine.output.results",
     "SamplingParams": "pagemill_protocol.sampling",
+    "StructuredOutputsParams": "pagemill_protocol.structured_params",
 }
 
 

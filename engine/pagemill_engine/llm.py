@@ -39,6 +39,7 @@ from pagemill_engine.output.results import (
 from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.grammars.check import CHECKS
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.bad_words import with_bad_words
@@ -70,6 +71,7 @@ class LLM:
             vocab_size=config.vocab_size or self._tokenizer.vocab_size,
         )
         self._core = EngineCore(config, create_runner(config, lambda phase, detail: None))
+        self._core.forming.load_tokenizer = self.get_tokenizer
         self._num_requests = 0
         self._closed = False
 
@@ -189,6 +191,8 @@ class LLM:
 
     def _submit(self, prompt: _Prepared, sampling: SamplingParams) -> _Run:
         sampling = with_bad_words(sampling.validate(self._tokenizer.vocab_size), self._tokenizer)
+        if sampling.structured_outputs is not None:
+            CHECKS.check(sampling.structured_outputs)
         request = GenerateRequest(
             request_id=f"offline-{self._num_requests}",
             model=self._core.config.model,

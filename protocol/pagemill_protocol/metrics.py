@@ -155,6 +155,7 @@ ENGINE_WAKE_SECONDS = _engine(
 )
 ENGINE_LOAD_SECONDS = _engine("gauge", "load_seconds", "Time that each phase of starting took.", ("phase",))
 ENGINE_KV_BLOCKS = _engine("gauge", "kv_blocks", "KV blocks by state: active, evictable (cached) or free.", ("state",))
+ENGINE_MAX_NUM_SEQS = _engine("gauge", "max_num_seqs", "Sequences that may run at once.")
 ENGINE_WAITING_TOKENS = _engine("gauge", "waiting_tokens", "Prompt tokens not yet computed.")
 ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Tokens of context held by running requests.")
 ENGINE_STEP_SECONDS = _engine("histogram", "step_seconds", "Duration of one engine step.", buckets=_SHORT_S)

@@ -13,6 +13,7 @@ import msgspec
 
 from pagemill_protocol.errors import PagemillError, invalid_field, show
 from pagemill_protocol.keywords import CheckedKeywords
+from pagemill_protocol.structured_outputs import StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -20,7 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
-MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_ALLOWED_TOKEN_IDS = 64 * 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1024
@@ -136,6 +137,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens to generate at most; `None`: up to the model's context."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    """The form that each choice must have; `None`: any."""
 
     @property
     def greedy(self) -> bool:
@@ -169,11 +172,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for flag in _FLAGS:
             if not isinstance(getattr(self, flag), bool):
                 raise invalid_field(flag, f"{flag} must be True or False, got {show(getattr(self, flag))}.")
+        self._validate_structured_outputs()
         self._validate_stops(vocab_size)
         self._validate_logit_bias(vocab_size)
         self._validate_token_lists(vocab_size)
         _check_choice(self, vocab_size)
         return self
+
+    def _validate_structured_outputs(self) -> None:
+        """That it can be compiled is checked by `pagemill_protocol.grammars.check`."""
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputs):
+            raise invalid_field(
+                "structured_outputs",
+                f"structured_outputs must be StructuredOutputs, got {show(self.structured_outputs)}.",
+            )
+        self.structured_outputs.validate()
+        if self.use_beam_search:
+            raise invalid_field(
+                "structured_outputs",
+                "structured_outputs does not go with use_beam_search. Remove one of them; `n` gives several answers.",
+            )
 
     def _validate_stops(self, vocab_size: int | None) -> None:
         _check_list("stop", self.stop, "strings")
@@ -199,12 +219,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise invalid_field(
                 "bad_words", f"bad_words has {len(self.bad_words)} strings; at most {MAX_BAD_WORDS} are allowed."
-            )
-        if self.bad_words and self.allowed_token_ids is not None:
-            raise invalid_field(
-                "bad_words",
-                f"bad_words ({len(self.bad_words)} strings) does not go with allowed_token_ids. Leave the words' tokens "
-                "out of allowed_token_ids, and remove bad_words.",
             )
         for word in self.bad_words:
             if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
@@ -352,8 +366,9 @@ def _check_token_ids(param: str, token_ids: Any, most: int, vocab_size: int | No
         raise invalid_field(
             param, f"{param} must have 1 to {most} token ids, got {len(token_ids)}. Remove it to set none."
         )
-    for token_id in token_ids:
-        _check_token_id(param, token_id, vocab_size)
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= (vocab_size or 2**31):
+        for token_id in token_ids:
+            _check_token_id(param, token_id, vocab_size)
     if len(set(token_ids)) < len(token_ids):
         raise invalid_field(param, f"{param} names a token twice. Send each token id once.")
 

@@ -33,8 +33,6 @@ def test_an_install_without_keys_names_both_remedies(render: Render) -> None:
         ),
         ({"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}}, "scraped twice"),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "attach to nothing"),
-        ({"monitoring": {"prometheusRule": {"enabled": True}}}, r"prometheusRule: it is enabled without groups"),
-        ({"monitoring": {"dashboards": {"enabled": True}}}, r"dashboards: it is enabled without dashboards"),
         ({"global": {}}, r"image\.operator\.registry: it is empty, and no images are published yet"),
         (
             {"global": {}, "image": {"operator": {"registry": "r"}, "gateway": {"registry": "r"}}},

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from pagemill_protocol.keys.entries import fault_of
 
+ROOT = Path(__file__).resolve().parents[2]
 Variant = Callable[[str], Any]
 Render = Callable[..., Any]
 
@@ -205,6 +210,44 @@ def test_monitors_look_at_ports_that_exist(variant: Variant) -> None:
     for monitor in through_services.all("ServiceMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
         assert len([each for each in services if wanted <= each["metadata"]["labels"].items()]) == 1
+
+
+def test_the_rules_are_those_of_the_plain_file_and_the_values(variant: Variant) -> None:
+    plain = yaml.safe_load((ROOT / "charts" / "pagemill" / "files" / "rules.yaml").read_text())
+    groups = variant("everything").one("PrometheusRule")["spec"]["groups"]
+    assert [group["name"] for group in groups] == [*(group["name"] for group in plain["groups"]), "own"]
+    assert groups[0] == plain["groups"][0]
+
+
+def test_runbooks_have_the_url_that_the_values_name(variant: Variant) -> None:
+    groups = variant("everything").one("PrometheusRule")["spec"]["groups"]
+    urls = {rule["annotations"]["runbook_url"] for rule in groups[-2]["rules"]}
+    assert "https://runbooks.example.com/pagemill/PagemillNoHeadroom.md" in urls
+    assert all(url.startswith("https://runbooks.example.com/pagemill/Pagemill") for url in urls)
+
+
+def test_each_dashboard_is_a_config_map_for_grafanas_sidecar(variant: Variant) -> None:
+    folder = ROOT / "charts" / "pagemill" / "files" / "dashboards"
+    for name in ("autoscaling", "fleet", "gateway", "model", "operator"):
+        made = variant("everything").one("ConfigMap", f"pagemill-llm-dashboard-{name}")
+        assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert made["metadata"]["annotations"]["grafana_folder"] == "LLM"
+        assert json.loads(made["data"][f"{name}.json"]) == json.loads((folder / f"pagemill-{name}.json").read_text())
+
+
+def test_a_dashboard_of_the_values_replaces_the_charts_of_the_same_name(
+    render: Render, anonymous: dict[str, Any]
+) -> None:
+    monitoring = {"dashboards": {"enabled": True, "extra": {"fleet": '{"title": "Mine"}'}}}
+    rendered = render({**anonymous, "monitoring": monitoring})
+    (fleet,) = [each for each in rendered.all("ConfigMap") if each["metadata"]["name"].endswith("dashboard-fleet")]
+    assert json.loads(fleet["data"]["fleet.json"]) == {"title": "Mine"}
+
+
+def test_metrics_keep_their_own_namespace_label(variant: Variant) -> None:
+    """The operator's are about deployments of other namespaces."""
+    monitors = variant("everything").all("PodMonitor")
+    assert all(each["spec"]["podMetricsEndpoints"][0]["honorLabels"] for each in monitors)
 
 
 def test_rules_and_dashboards_are_made_where_there_are_any(variant: Variant) -> None:

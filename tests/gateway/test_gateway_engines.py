@@ -289,6 +289,21 @@ def test_choices_log_probabilities_stops_and_several_prompts_come_through(real: 
         assert list(streamed.values()) == [choice.text for choice in several.choices]
 
 
+@pytest.mark.model
+def test_a_schema_holds_the_answer_through_the_gateway(real: Cluster) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {**schema, "additionalProperties": False}},
+    }
+    with real.client() as client:
+        answer = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=60, response_format=form)
+        assert list(json.loads(answer.choices[0].message.content or "")) == ["ok"]
+        form["json_schema"]["schema"] = {"type": "string", "format": "unheard-of"}
+        with pytest.raises(openai.BadRequestError, match="unheard-of"):
+            client.chat.completions.create(model="smol", messages=QUESTION, response_format=form)
+
+
 def test_errors_have_the_right_exception_class(simulated: Cluster) -> None:
     with simulated.client() as client:
         with pytest.raises(openai.NotFoundError) as missing:

@@ -13,7 +13,7 @@ from triton_device import DEVICE, HAS_GPU, close
 
 from pagemill_kernels.sampling import arithmetic, randomness, reference, triton_body
 from pagemill_kernels.sampling import triton_launch as sampling
-from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SampledTokens, SamplingBatch, TokenMasks
 
 
 def logits_of(num_rows: int, vocab_size: int, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
@@ -135,6 +135,24 @@ def test_edits_and_penalties_change_logits_alike(seed: int, temperature: float, 
     reference.apply_penalties(expected, batch.penalties)
     assert torch.equal(changed.cpu(), expected)
     check(logits, batch)
+
+
+@pytest.mark.parametrize("vocab_size", [70, 64, 1000])
+def test_masks_forbid_tokens_before_anything_else_changes_them(small_tiles: None, vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    bits = rng.integers(-(2**31), 2**31, (2, -(-vocab_size // 32))).astype(np.int32)
+    bits[1] &= rng.integers(-(2**31), 2**31, bits.shape[1]).astype(np.int32)
+    masks = TokenMasks(np.array([0, 3]), bits)
+    edits = Edits(np.array([3]), np.array([5]), np.array([50.0], dtype=np.float32))
+    penalties = penalties_of(4, vocab_size, 0, repetition=1.5, frequency=0.5, presence=0.5)
+    logits = logits_of(4, vocab_size)
+    check(logits, SamplingBatch(masks=masks))
+    check(logits, SamplingBatch(draws_of(4), edits, penalties, masks=masks))
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
+    for position in range(20):
+        ours, _ = both(logits, SamplingBatch(draws_of(4, position), masks=masks))
+        assert allowed[0, ours.token_ids[0]]
+        assert allowed[1, ours.token_ids[3]]
 
 
 def test_sampled_tokens_are_counted_where_penalties_are() -> None:

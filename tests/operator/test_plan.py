@@ -226,20 +226,23 @@ def test_the_queue_is_planned_in_bytes_and_seconds(deployment: Make) -> None:
     assert plan.notes == ()
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "local_only"),
-    [
-        ({"autoscaling": {"mode": "External", "maxReplicas": 2}}, "spec.autoscaling", True),
-        ({"cost__gpuHour": 2.5}, "spec.cost.gpuHour", False),
-    ],
-    ids=str,
-)
-def test_what_this_version_does_not_use_is_noted(
-    deployment: Make, changes: dict[str, Any], field: str, local_only: bool
-) -> None:
-    local, cluster = make_plan(deployment(**changes), "local"), make_plan(deployment(**changes), "kubernetes")
-    assert [note.field for note in local.notes] == [field]
-    assert [note.field for note in cluster.notes] == ([] if local_only else [field])
+def test_an_external_autoscaler_is_noted_on_a_machine_and_not_in_a_cluster(deployment: Make) -> None:
+    external = deployment(autoscaling={"mode": "External", "maxReplicas": 2})
+    assert [note.field for note in make_plan(external, "local").notes] == ["spec.autoscaling"]
+    assert make_plan(external, "kubernetes").notes == ()
+
+
+def test_the_price_of_a_gpu_is_planned(deployment: Make) -> None:
+    plan = make_plan(deployment(cost__gpuHour=2.5, resources__gpus=2, engine__tensorParallel=2), "kubernetes")
+    assert (plan.gpu_hour_price, plan.gpus_per_replica, plan.notes) == (2.5, 2, ())
+    assert make_plan(deployment()).gpu_hour_price is None
+
+
+def test_the_most_replicas_are_those_the_autoscaler_may_reach(deployment: Make) -> None:
+    assert make_plan(deployment(replicas=2)).max_replicas == 2
+    assert make_plan(deployment(replicas=2, autoscaling={"maxReplicas": 5})).max_replicas == 5
+    external = deployment(replicas=2, autoscaling={"mode": "External", "maxReplicas": 5})
+    assert make_plan(external).max_replicas == 2
 
 
 def test_what_the_gateway_does_about_routing_is_planned_and_not_noted(deployment: Make) -> None:

@@ -156,6 +156,22 @@ def test_sentencepiece_text_is_decoded_as_by_the_tokenizers_library(sentencepiec
         assert sentencepiece.decode(ids) == reference.decode(ids) == text
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("content", ["<x>", "▁▁▁"])
+def test_added_tokens_decode_as_by_the_tokenizers_library(content, normalized):
+    """A normalized one has the space that the normalizer puts before a text; runs of `▁` are spaces (Gemma)."""
+    parsed = json.loads(make_sentencepiece(decoder_json(add_space_prefix=True)).bundle.tokenizer_json)
+    added = {**parsed["added_tokens"][0], "id": len(PIECES), "content": content}
+    parsed["added_tokens"].append({**added, "normalized": normalized, "special": False})
+    text = json.dumps(parsed)
+    reference, ours = Backend.from_str(text), Tokenizer(TokenizerBundle(tokenizer_json=text))
+    for prompt in (f"the {content}fox", f"{content} the", f"the{content} {content}"):
+        ids = reference.encode(prompt).ids
+        assert len(PIECES) in ids
+        assert ours.decode(ids) == reference.decode(ids)
+    assert ours.decode([len(PIECES) - 1, len(PIECES)]) == reference.decode([len(PIECES) - 1, len(PIECES)])
+
+
 def test_metaspace_decoders_are_understood():
     tokenizer = make_sentencepiece({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace_json()]})
     ids = tokenizer.encode("the 😀", add_special_tokens=False)

@@ -191,6 +191,19 @@ def test_shards_are_found_through_their_index(folder):
         load_model_spec(folder)
 
 
+def test_code_that_comes_with_a_model_is_never_run_and_the_refusal_says_so(folder):
+    (folder / "modeling_own.py").write_text("raise SystemExit")
+    changes = {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    with pytest.raises(UnsupportedModelArchitecture) as refused:
+        load_model_spec(configure(folder, **changes))
+    for part in ("`OwnForCausalLM`", "LlamaForCausalLM", "`auto_map`", "never run", "`pagemill.models`"):
+        assert part in refused.value.message
+    del changes["auto_map"]
+    with pytest.raises(UnsupportedModelArchitecture) as refused:
+        load_model_spec(configure(folder, **changes, auto_map=...))
+    assert "auto_map" not in refused.value.message
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -211,15 +211,12 @@ def test_bad_words_become_tokens_as_they_begin_a_text_and_as_they_follow_a_space
         ({"allowed_token_ids": [2**30]}, "allowed_token_ids"),
         ({"logprob_token_ids": [-1], "logprobs": True}, "logprob_token_ids"),
         ({"bad_words": [" "]}, "bad_words"),
-        ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
         ({"bad_words": ["a"], "use_beam_search": True}, "bad_words"),
         ({"prompt_logprobs": 1, "use_beam_search": True}, "prompt_logprobs"),
         ({"allowed_token_ids": [1], "use_beam_search": True}, "allowed_token_ids"),
     ],
 )
-def test_values_about_tokens_are_refused_by_name(
-    byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str
-) -> None:
+def test_values_about_tokens_are_refused_by_name(byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(PagemillError) as caught:
         chat(byte_tokenizer, **fields)
     assert caught.value.param == param

@@ -32,7 +32,9 @@ def test_every_number_has_bounds() -> None:
 
 
 def test_every_parameter_is_a_field_of_requests() -> None:
-    assert set(SamplingParams.__struct_fields__) - OF_EACH_DIALECT - MADE_FROM_OTHERS <= SamplingFields.model_fields.keys()
+    assert (
+        set(SamplingParams.__struct_fields__) - OF_EACH_DIALECT - MADE_FROM_OTHERS <= SamplingFields.model_fields.keys()
+    )
 
 
 @pytest.mark.parametrize("name", sorted(BOUNDS))

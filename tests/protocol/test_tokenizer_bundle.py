@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from pagemill_protocol.errors import PagemillError
@@ -146,6 +147,7 @@ def test_end_tokens_are_the_declared_ones_and_known_control_tokens(write_gguf):
         ("tekken", ["1", "2", "3", "4"]),
         ("llama-bpe", ["123", "4"]),
         ("gpt-2", ["123", "4"]),
+        ("default", ["123", "4"]),
         (None, ["123", "4"]),
     ],
 )
@@ -153,6 +155,21 @@ def test_digits_are_grouped_as_the_vocabulary_was_trained(write_gguf, pre, piece
     tokenizer = Tokenizer(load_bundle(write_gguf(byte_level_metadata(pre))))
     ids = tokenizer.encode("1234", add_special_tokens=False)
     assert [tokenizer.token_text(token_id) for token_id in ids] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["a", " ", " 1234", " +", "b", " ?!"]),
+        ("default", ["a", " ", " ", "123", "4", " ", "+", "b", " ", "?!"]),
+    ],
+)
+def test_an_unknown_vocabulary_is_cut_as_llama_cpp_does(pre, pieces):
+    """`default`: punctuation alone, then GPT-2's words, then digits in groups of three without their space."""
+    parsed = json.loads(Backend(models.BPE()).to_str()) | {"pre_tokenizer": PRE_TOKENIZERS[pre].to_json()}
+    cutter = Backend.from_str(json.dumps(parsed)).pre_tokenizer
+    cut = [text.replace("Ġ", " ") for text, _ in cutter.pre_tokenize_str("a  1234 +b ?!")]
+    assert cut == pieces
 
 
 def test_user_defined_tokens_are_matched_whole_and_stay_in_the_text(write_gguf):
@@ -346,19 +363,22 @@ def test_special_tokens_may_come_from_the_special_tokens_map(folder):
     assert bundle.special_tokens == {"pad_token": "<|im_end|>"}
 
 
-def test_an_explicit_add_bos_token_wins_over_the_tokenizer_file(folder):
-    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
-    write(folder, "tokenizer_config.json", settings | {"add_bos_token": True})
-    with_bos = Tokenizer(load_bundle(folder))
-    assert with_bos.bundle.add_bos_token
-    assert with_bos.encode("a")[0] == 256
-    (folder / "tokenizer.json").write_text(with_bos.bundle.tokenizer_json)
-    write(folder, "tokenizer_config.json", settings)
-    assert load_bundle(folder).add_bos_token
-    write(folder, "tokenizer_config.json", settings | {"add_bos_token": False})
-    without = Tokenizer(load_bundle(folder))
-    assert not without.bundle.add_bos_token
-    assert len(without.encode("a")) == 1
+POST_PROCESSORS = {"none": "$A", "a beginning": "<s> $A", "an end": "$A <|im_end|>", "both": "<s> $A <|im_end|>"}
+
+
+@pytest.mark.parametrize("template", POST_PROCESSORS.values(), ids=POST_PROCESSORS)
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])
+def test_the_tokenizer_file_says_which_tokens_are_added_as_in_transformers(folder, template, flags):
+    special = [("<s>", 256), ("<|im_end|>", 257)]
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    write(folder, "tokenizer_config.json", settings | flags)
+    tokenizer = Tokenizer(load_bundle(folder))
+    assert tokenizer.encode("a") == transformers.AutoTokenizer.from_pretrained(folder)("a").input_ids
+    assert tokenizer.encode("a") == backend.encode("a").ids
+    assert tokenizer.bundle.add_bos_token is ("<s>" in template)
 
 
 def test_chat_templates_come_from_settings_or_files_and_files_win(folder):

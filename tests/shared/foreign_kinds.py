@@ -82,7 +82,14 @@ RELABELINGS = _list(
     )
 )
 ENDPOINTS = _list(
-    _record(port=_text(), path=_text(), interval=DURATION, relabelings=RELABELINGS, metricRelabelings=RELABELINGS)
+    _record(
+        port=_text(),
+        path=_text(),
+        interval=DURATION,
+        honorLabels={"type": "boolean"},
+        relabelings=RELABELINGS,
+        metricRelabelings=RELABELINGS,
+    )
 )
 PODS = _record(matchLabels=TEXTS)
 

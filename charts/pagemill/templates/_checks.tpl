@@ -54,12 +54,6 @@ No API key is set, so the gateway would refuse every request. Choose one:
 {{- if and .Values.gateway.httpRoute.enabled (not .Values.gateway.httpRoute.parentRefs) }}
 {{- fail "gateway.httpRoute.parentRefs: it is empty, so the route would attach to nothing. Name a Gateway." }}
 {{- end }}
-{{- if and .Values.monitoring.prometheusRule.enabled (not .Values.monitoring.prometheusRule.groups) }}
-{{- fail "monitoring.prometheusRule: it is enabled without groups, and the chart has no rules of its own. List your groups in monitoring.prometheusRule.groups." }}
-{{- end }}
-{{- if and .Values.monitoring.dashboards.enabled (not .Values.monitoring.dashboards.extra) }}
-{{- fail "monitoring.dashboards: it is enabled without dashboards, and the chart has none of its own. Add yours to monitoring.dashboards.extra." }}
-{{- end }}
 {{- range list "operator" "gateway" "engine" }}
 {{- if not (or $.Values.global.imageRegistry (index $.Values.image .).registry) }}
 {{- fail (printf "image.%s.registry: it is empty, and no images are published yet. Build and push them as docs/how-to/install-with-helm.md says, then set image.{operator,gateway,engine}.registry or global.imageRegistry." .) }}

@@ -61,4 +61,4 @@ class CostSection(Section):
     """Prices for cost figures in metrics and plans."""
 
     gpu_hour: Annotated[float, Field(ge=0, le=10_000)] | None = None
-    """Price of one GPU for one hour, in the currency of your choice; `pagemill plan` computes costs with it."""
+    """Price of one GPU for one hour, in the currency of your choice: for costs in metrics and in `pagemill plan`."""

@@ -1,8 +1,9 @@
 """Weights as a model's declaration names and turns them: a `WeightSource` over the one of its files.
 
-Three things differ between checkpoints of one family: a prefix that some files leave out, unused tensors, and
-matrices that are stored the other way round. Here all are gone: what is above sees the declared names and [outputs,
-inputs]. The order of a matrix's rows is the model's own business (`models.row_order`).
+Four things differ between checkpoints of one family: a prefix that some files leave out, unused tensors, matrices
+that are stored the other way round, and a head whose rows are normalized when it is used. Here all are gone: what is
+above sees the declared names, [outputs, inputs] and the values to compute with. The order of a matrix's rows is the
+model's own business (`models.row_order`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class DeclaredWeights:
         self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
         transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
         self._transposed = transposed & self._stored_names.keys()
+        head = f"{decoder.head.name}.weight"
+        self._normalized = {head} & self._stored_names.keys() if decoder.head.normalized else set()
+        self._computed = self._transposed | self._normalized
         self._shapes: Shapes = {
             name: stored[at][::-1] if name in self._transposed else stored[at]
             for name, at in self._stored_names.items()
@@ -34,25 +38,29 @@ class DeclaredWeights:
         return self._shapes
 
     def read_into(self, name: str, out: Tensor) -> None:
-        if name not in self._transposed:
+        if name not in self._computed:
             self._source.read_into(self._stored_names[name], out)
-            return
-        stored = torch.empty(self._shapes[name][::-1], dtype=out.dtype)
-        self._source.read_into(self._stored_names[name], stored)
-        out.copy_(stored.t())
+        elif name in self._normalized:
+            rows = torch.empty(out.shape)
+            self._source.read_into(self._stored_names[name], rows)
+            out.copy_(torch.nn.functional.normalize(rows))
+        else:
+            stored = torch.empty(self._shapes[name][::-1], dtype=out.dtype)
+            self._source.read_into(self._stored_names[name], stored)
+            out.copy_(stored.t())
 
     def code_kind(self, name: str) -> CodeKind | None:
         """Groups of codes lie along the stored rows: a matrix the other way round is read as floats."""
-        return None if name in self._transposed else self._source.code_kind(self._stored_names[name])
+        return None if name in self._computed else self._source.code_kind(self._stored_names[name])
 
     def read_codes(self, name: str) -> GroupCodes | None:
-        return None if name in self._transposed else self._source.read_codes(self._stored_names[name])
+        return None if name in self._computed else self._source.read_codes(self._stored_names[name])
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
-        return None if name in self._transposed else self._source.read_blocks(self._stored_names[name])
+        return None if name in self._computed else self._source.read_blocks(self._stored_names[name])
 
     def is_bfloat16(self, name: str) -> bool:
-        return self._source.is_bfloat16(self._stored_names[name])
+        return name not in self._normalized and self._source.is_bfloat16(self._stored_names[name])
 
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._shapes)

@@ -21,6 +21,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
+from pagemill_engine.loop.forming import FormingRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
 from pagemill_engine.loop.step_timer import StepTimer
 from pagemill_engine.runner.base import Runner
@@ -54,6 +55,7 @@ class EngineCore:
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
+        self.forming = FormingRequests(config.model, self.scheduler, runner.info)
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self._step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
@@ -71,15 +73,17 @@ class EngineCore:
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises `PagemillError` with the reason if it cannot be served here."""
-        self.scheduler.add(request)
+        self.forming.add(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request or one of its choices; each sequence still alive reports `finish_reason="abort"`."""
+        if choice is None:
+            self.forming.abort(request_id)
         self.scheduler.abort(request_id, choice)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or self._in_flight is not None or self.forming.has_work
 
     def load(self) -> EngineLoad:
         plan = self._in_flight.plan if self._in_flight is not None else None
@@ -88,6 +92,7 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Run one step to its end, if there is anything to run. Raises only if the state is inconsistent beyond the
         step's own requests, or the device is lost."""
+        self.forming.queue_compiled(may_wait=not self.scheduler.has_work and self._in_flight is None)
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
     def _step_plain(self) -> StepOutputs:
@@ -196,7 +201,7 @@ class EngineCore:
 
     def _report(self, step: Launched | None) -> StepOutputs:
         added, removed = self.scheduler.kv.prefix_cache.drain_events()
-        outputs = self.scheduler.take_outputs()
+        outputs = [*self.forming.take_ends(), *self.scheduler.take_outputs()]
         self._goes_on = step is not None and self.has_work
         return StepOutputs(
             outputs=outputs,

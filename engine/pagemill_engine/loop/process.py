@@ -39,6 +39,7 @@ from pagemill_engine.ipc.messages import (
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.probe import probe
+from pagemill_engine.loop.refusals import refusals
 from pagemill_engine.loop.sleep import fall_asleep, wake_up
 from pagemill_engine.loop.start_clock import StartClock
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
@@ -107,7 +108,7 @@ class EngineLoop:
             case Abort(request_id, choice):
                 self._abort(request_id, choice)
             case RaiseAllowance(request_id, allowance):
-                self._core.scheduler.raise_allowance(request_id, allowance)
+                self._core.forming.raise_allowance(request_id, allowance)
             case Sleep():
                 self._wants_sleep = True
             case Wake():
@@ -122,12 +123,12 @@ class EngineLoop:
                 raise unavailable("The engine sleeps: wake it first.", retry_after_s=1, code="not_ready")
             self._core.add(request)
         except PagemillError as error:
-            self._refused += _refusals(request, error)
+            self._refused += refusals(request, error)
         except Exception:
             logger.exception("request %s could not be queued", request.request_id)
             self._abort(request.request_id)
             self._core.check_integrity()
-            self._refused += _refusals(request, internal_error())
+            self._refused += refusals(request, internal_error())
 
     def _abort(self, request_id: str, choice: int | None = None) -> None:
         try:
@@ -184,26 +185,6 @@ class EngineLoop:
                 f"{failures} steps in a row failed and so did a probe of one token ({type(error).__name__}). "
                 "The device or its driver needs a restart; see the engine's log.",
             ) from error
-
-
-def _refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]:
-    """Outputs that end every choice of the request with the reason."""
-    num_choices = max(1, request.sampling.num_reported)
-    first = request.prompt_index * num_choices
-    return [
-        TokensOut(
-            request_id=request.request_id,
-            choice=choice,
-            finish_reason="error",
-            error=error.message,
-            error_status=error.status,
-            error_type=error.type,
-            error_param=error.param,
-            error_code=error.code,
-            error_retry_after_s=error.retry_after_s,
-        )
-        for choice in range(first, first + num_choices)
-    ]
 
 
 def start_core(

@@ -78,7 +78,7 @@ class ChoiceOutput:
             token_ids, finish_reason, self.finish_reason = (), None, "stop"
         taken = 0
         for taken, token_id in enumerate(token_ids, start=1):
-            is_stop_token = finish_reason == "stop" and taken == len(token_ids)
+            is_stop_token = finish_reason == "stop" and taken == len(token_ids) and self._may_be_stop_token(token_id)
             pieces.append(self._take(token_id, is_stop_token))
             if self.stopped_by_text:
                 break
@@ -112,6 +112,10 @@ class ChoiceOutput:
     def _end_events(self) -> None:
         if self.parser is not None and self.finish_reason is not None:
             self._events += self.parser.finish()
+
+    def _may_be_stop_token(self, token_id: int) -> bool:
+        """The last token of an answer that its form ended is text."""
+        return self._sampling.structured_outputs is None or token_id in self._stop_ids
 
     def _take_stop_token(self, token_id: int) -> str:
         """The token that ended the choice is not part of its text unless the client asked for it."""

@@ -33,6 +33,8 @@ class RunnerInfo(NamedTuple):
     memory: MemoryBudget | None = None
     step: StepLimits | None = None
     """What its steps may hold; `None`: what the settings say."""
+    masks_tokens: bool = True
+    """It samples only what `StepPlan.token_masks` allow."""
     serves_adapters: bool = False
     """It takes requests for adapters; none does yet but a simulated one."""
 

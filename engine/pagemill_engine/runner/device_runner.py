@@ -30,13 +30,13 @@ from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import by_place, by_row
+from pagemill_engine.sampling.sampler import by_row, masks_of
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowState, StepInputs, StepRows
 from pagemill_kernels.request_rows.staging import Staging
-from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.drawn import Drawn, Report, download_report, read_report
 from pagemill_protocol.sampling import SamplingParams
 
@@ -136,10 +136,12 @@ class DeviceRunner:
         sampling = SamplingRows(1, self.info.vocab_size, self._ops.device)
         sampling.admit(0, AdmittedSequence("", [0], 1, 0, [], asks, 0, 0))
         first = np.zeros(1, dtype=np.int64)
+        masks = TokenMasks(first, np.full((1, -(-self.info.vocab_size // 32)), -1, dtype=np.int32))
         with torch.inference_mode():
             logits = torch.zeros(1, self.info.vocab_size, device=self._ops.device)
             settings = torch.zeros(NUM_SETTINGS, dtype=torch.int32, device=self._ops.device)
-            self._on_device.draw_tokens(logits, sampling.batch_beside_draws(first, first), settings).tokens.cpu()
+            batch = sampling.batch_beside_draws(first, first)._replace(masks=masks)
+            self._on_device.draw_tokens(logits, batch, settings).tokens.cpu()
 
     def recording_bytes(self, num_requests: int) -> int:
         """What recorded decodes of up to so many requests keep beside what a step takes."""
@@ -188,8 +190,7 @@ class DeviceRunner:
             return InFlight([])
         if plan.prompt_targets:  # never in a decode
             return self._report_and_sample(plan, at, step)
-        logits, settings = self._logits(at, step, size)
-        return self._sample(plan, at, step, logits, settings)
+        return self._sample(plan, at, step, *self._logits(at, step, size))
 
     def _report_and_sample(self, plan: StepPlan, at: StepRows, step: DeviceStep) -> InFlight:
         inputs = self._inputs(step)
@@ -232,15 +233,13 @@ class DeviceRunner:
         build, block_size = self._on_device.build_inputs, self.info.block_size
         build(self._state, at, step.longest, len(step.sampling), block_size, inputs)
 
-    def _sample(
-        self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor
-    ) -> InFlight:
+    def _sample(self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
         rows = step.rows[step.sampling]
         batch = SamplingBatch()
         if not self._sampling.plain[rows].all():
-            forbidden = by_place((step.request_ids[i] for i in step.sampling.tolist()), plan.forbidden_tokens)
-            batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step), forbidden)
-        drawn = self._on_device.draw_tokens(logits, batch, settings)
+            batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
+        masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
+        drawn = self._on_device.draw_tokens(logits, batch._replace(masks=masks), settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
         self._rows.advance(step)
         if len(rows) == 0:

@@ -23,7 +23,7 @@ from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
-from pagemill_engine.sampling.sampler import Sampled, by_place, sample
+from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.paged_attention.batch import AttentionBatch
@@ -119,9 +119,7 @@ class EagerRunner:
             attention_plans=plans,
         )
 
-    def _prompt_logprobs(
-        self, plan: StepPlan, inputs: StepInputs, hidden: Tensor
-    ) -> dict[str, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
         found = []
@@ -137,8 +135,8 @@ class EagerRunner:
         rows = inputs.rows[inputs.sampling]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
         logits = self.model.compute_logits(hidden)
-        forbidden = by_place((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.forbidden_tokens)
-        sampled = sample(logits, self._sampling, rows, num_generated, self._ops.sample_tokens, forbidden)
+        masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
+        sampled = sample(logits, self._sampling, rows, num_generated, self._ops.sample_tokens, masks)
         self._rows.advance(inputs, sampled.token_ids)
         return self._result(inputs, rows, sampled)
 

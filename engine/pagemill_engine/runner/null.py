@@ -98,6 +98,7 @@ class NullRunner:
             compute="simulated",
             device="null",
             overlaps=True,
+            masks_tokens=False,
             serves_adapters=serves_adapters,
         )
         return cls(info, config.step_time or DEFAULT_STEP_TIME, clock=clock, sleep=sleep)

@@ -1,7 +1,7 @@
 """The rows of a step whose logits give log probabilities of prompt tokens, in pieces, so that their memory is bounded.
 
-Which tokens those are is the scheduler's (`scheduler.prompt_logprobs`); logits and log probabilities are computed by the
-runner that has the hidden states.
+Which tokens those are is the scheduler's (`scheduler.prompt_logprobs`); logits and log probabilities are the
+runner's, which has the hidden states.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Token counts for penalties take memory of rows x vocabulary, so they exist only 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,11 +17,9 @@ from torch import Tensor
 from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.sampling import randomness
-from pagemill_kernels.sampling.batch import Allowed, Draws, Edits, NamedTokens, Penalties, Reports, SamplingBatch
+from pagemill_kernels.sampling.batch import Draws, Edits, NamedTokens, Penalties, Reports, SamplingBatch
 
 CPU = torch.device("cpu")
-Forbidden = Mapping[int, Sequence[int]]
-"""By place in the batch: tokens that would complete a bad word of several tokens in this step."""
 MIN_TEMPERATURE = 1e-5
 """Anything lower is greedy: dividing by it would leave float32's range."""
 
@@ -72,17 +70,13 @@ class SamplingRows:
     choices: NDArray[np.int64] = field(init=False)
     penalised: NDArray[np.bool_] = field(init=False)
     plain: NDArray[np.bool_] = field(init=False)
-    """Greedy, without penalties, bias, minimum, restriction or logprobs: argmax is all there is to do."""
+    """Greedy, without penalties, bias, minimum or logprobs: argmax is all there is to do."""
     logit_bias: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     """By row: bias by token id."""
     stop_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Tokens masked until `min_tokens`; only for rows that have such a minimum."""
-    allowed: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """By row: the only tokens, of rows that have such a restriction."""
     named: dict[int, list[int]] = field(init=False, default_factory=dict)
     """By row: tokens whose log probabilities are wanted."""
-    forbidden: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """By row: tokens that never may be drawn."""
     counts: TokenCounts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -114,32 +108,22 @@ class SamplingRows:
             and not self.min_tokens[row]
             and params.num_alternatives is None
             and row not in self.logit_bias
-            and row not in self.allowed
-            and not params.bad_word_token_ids
         )
 
     def release(self, row: int) -> None:
-        for values in (self.logit_bias, self.stop_ids, self.allowed, self.named, self.forbidden):
+        for values in (self.logit_bias, self.stop_ids, self.named):
             values.pop(row, None)
 
-    def batch(
-        self, rows: NDArray[np.int64], num_generated: NDArray[np.int64], forbidden: Forbidden | None = None
-    ) -> SamplingBatch:
+    def batch(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
         """What these rows ask of a step. num_generated: tokens that each has generated before this one."""
         if bool(self.plain[rows].all()):
             return SamplingBatch()
-        batch = self.batch_beside_draws(rows, num_generated, forbidden)
-        return batch._replace(draws=self._draws(rows, num_generated))
+        return self.batch_beside_draws(rows, num_generated)._replace(draws=self._draws(rows, num_generated))
 
-    def batch_beside_draws(
-        self, rows: NDArray[np.int64], num_generated: NDArray[np.int64], forbidden: Forbidden | None = None
-    ) -> SamplingBatch:
+    def batch_beside_draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
         """As `batch`, where the device has each row's temperature, filters and seed itself."""
         return SamplingBatch(
-            allowed=self._allowed(rows),
-            edits=self._edits(rows, num_generated, forbidden or {}),
-            penalties=self._penalties(rows),
-            reports=self._reports(rows),
+            edits=self._edits(rows, num_generated), penalties=self._penalties(rows), reports=self._reports(rows)
         )
 
     def _draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Draws | None:
@@ -149,29 +133,20 @@ class SamplingRows:
         keys = randomness.keys(self.seeds[rows], self.choices[rows], num_generated)
         return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], keys)
 
-    def _allowed(self, rows: NDArray[np.int64]) -> Allowed | None:
-        pairs = [(i, token_id) for i, row in enumerate(rows.tolist()) for token_id in self.allowed.get(row, ())]
-        return Allowed(*np.array(pairs, dtype=np.int64).T) if pairs else None
-
-    def _edits(
-        self, rows: NDArray[np.int64], num_generated: NDArray[np.int64], forbidden: Forbidden
-    ) -> Edits | None:
-        """Biases, bad words, and no end before `min_tokens` tokens were generated."""
-        if not (self.logit_bias or self.stop_ids or self.forbidden or forbidden):
+    def _edits(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Edits | None:
+        """Biases, and no end before `min_tokens` tokens were generated."""
+        if not self.logit_bias and not self.stop_ids:
             return None
-        found = [
-            (i, *edit)
-            for i, row in enumerate(rows.tolist())
-            for edit in self._row_edits(row, num_generated[i], forbidden.get(i, ()))
-        ]
+        found = [(i, *edit) for i, row in enumerate(rows.tolist()) for edit in self._row_edits(row, num_generated[i])]
         if not found:
             return None
         indices, token_ids, biases = zip(*found, strict=True)
         return Edits(np.array(indices), np.array(token_ids), np.array(biases, dtype=np.float32))
 
-    def _row_edits(self, row: int, num_generated: int, forbidden: Sequence[int]) -> Iterable[tuple[int, float]]:
-        early = self.stop_ids.get(row, []) if num_generated < self.min_tokens[row] else []
-        masked = (*early, *self.forbidden.get(row, ()), *forbidden)
+    def _row_edits(self, row: int, num_generated: int) -> Iterable[tuple[int, float]]:
+        if row not in self.logit_bias and row not in self.stop_ids:
+            return ()
+        masked = self.stop_ids.get(row, []) if num_generated < self.min_tokens[row] else []
         return {**self.logit_bias.get(row, {}), **dict.fromkeys(masked, -math.inf)}.items()
 
     def _penalties(self, rows: NDArray[np.int64]) -> Penalties | None:
@@ -208,13 +183,8 @@ class SamplingRows:
         self.release(row)
         if params.logit_bias:
             self.logit_bias[row] = params.logit_bias
-        if params.allowed_token_ids:
-            self.allowed[row] = params.allowed_token_ids
         if params.logprob_token_ids:
             self.named[row] = params.logprob_token_ids
-        bad_tokens = [word[0] for word in params.bad_word_token_ids if len(word) == 1]
-        if bad_tokens:
-            self.forbidden[row] = bad_tokens
         stop_ids = sorted({*params.stop_token_ids, *admitted.eos_token_ids})
         self.min_tokens[row] = params.min_tokens if stop_ids else 0
         if self.min_tokens[row]:

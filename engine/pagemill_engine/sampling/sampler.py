@@ -6,17 +6,17 @@ tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill_engine.sampling.rows import Forbidden, SamplingRows
+from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import TokenLogprobs
 from pagemill_kernels.sampling import reference
-from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, SamplingBatch
+from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, SamplingBatch, TokenMasks
 
 
 class Sampled(NamedTuple):
@@ -34,22 +34,23 @@ def sample(
     rows: NDArray[np.int64],
     num_generated: NDArray[np.int64],
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens] = reference.sample_tokens,
-    forbidden: Forbidden | None = None,
+    masks: TokenMasks | None = None,
 ) -> Sampled:
     """One token for each row of the batch, counted for its penalties.
 
     logits: float32 [batch, vocab] on any device, may be overwritten. rows: [batch], indices into `sampling`.
     num_generated: [batch], tokens that each row has generated before this one: the position in its random sequence.
     """
-    batch = sampling.batch(rows, num_generated, forbidden)
+    batch = sampling.batch(rows, num_generated)._replace(masks=masks)
     return by_row(sample_tokens(logits, batch), batch.reports)
 
 
-def by_place(request_ids: Iterable[str], forbidden: Mapping[str, Sequence[int]]) -> Forbidden:
+def masks_of(request_ids: Iterable[str], token_masks: Mapping[str, NDArray[np.int32]]) -> TokenMasks | None:
     """request_ids: of the requests that sample, in the order of the batch."""
-    if not forbidden:
-        return {}
-    return {place: forbidden[name] for place, name in enumerate(request_ids) if name in forbidden}
+    if not token_masks:
+        return None
+    found = [(row, token_masks[name]) for row, name in enumerate(request_ids) if name in token_masks]
+    return TokenMasks(np.array([row for row, _ in found]), np.stack([bits for _, bits in found])) if found else None
 
 
 def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
@@ -62,9 +63,7 @@ def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
     return Sampled(found.token_ids, found.finite, logprobs)
 
 
-def token_logprobs(
-    token_ids: NDArray[np.int64], widths: NDArray[np.int64], logprobs: Logprobs
-) -> list[TokenLogprobs]:
+def token_logprobs(token_ids: NDArray[np.int64], widths: NDArray[np.int64], logprobs: Logprobs) -> list[TokenLogprobs]:
     """For each row of `logprobs` its token first, then its own number of alternatives."""
     columns = zip(
         token_ids.tolist(),

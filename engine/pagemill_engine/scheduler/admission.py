@@ -5,19 +5,23 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagemill_engine.scheduler.bad_words import has_long_bad_words
 from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.prompt_logprobs import PromptReport
 from pagemill_engine.scheduler.sequence import Sequence
+from pagemill_engine.scheduler.token_masks import begin, restriction_of
 from pagemill_protocol import hashes
 from pagemill_protocol.continuing import needs_prompt_logprobs
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest, check_prompt_logprobs
 from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.compiler import Grammar
 
 _SEED_BITS = 63
 
@@ -30,7 +34,9 @@ class Admission:
         self._num_arrivals = 0
         self._cache_root = lru_cache(maxsize=4096)(self._compute_cache_root)
 
-    def admit(self, request: GenerateRequest, *, now_s: float, num_waiting: int) -> list[Sequence]:
+    def admit(
+        self, request: GenerateRequest, grammar: Grammar | None = None, *, now_s: float, num_waiting: int
+    ) -> list[Sequence]:
         """One sequence per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
         self.check(request, num_waiting)
         sampling = request.sampling
@@ -48,9 +54,13 @@ class Admission:
             if choice not in resumes or not resumes[choice].finished
         ]
         report = PromptReport(request.num_prompt_logprobs or 0) if needs_prompt_logprobs(request) else None
+        restriction = restriction_of(sampling, self._limits.vocab_size)
         for sequence in sequences:
             sequence.prompt_report = report
-            sequence.has_long_bad_words = has_long_bad_words(sequence)
+            sequence.restriction = restriction
+            if grammar is not None:
+                self._form(sequence, grammar)
+            begin(sequence)
         return sequences
 
     def check(self, request: GenerateRequest, num_waiting: int) -> None:
@@ -108,6 +118,13 @@ class Admission:
             num_resumed_tokens=len(resumed),
         )
 
+    def _form(self, sequence: Sequence, grammar: Grammar) -> None:
+        """Set where the sequence is in its form, after the tokens that another engine generated."""
+        resumed = sequence.token_ids[sequence.num_prompt_tokens :]
+        if resumed and resumed[-1] in sequence.stop_ids:
+            resumed.pop()
+        sequence.grammar = grammar.state(resumed, keeps_on=sequence.sampling.ignore_eos)
+
     def _max_total_tokens(self, request: GenerateRequest) -> int:
         return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
 
@@ -128,20 +145,8 @@ class Admission:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
         check_prompt_logprobs([request])
-        self._check_restrictions(request.sampling)
-
-    def _check_restrictions(self, sampling: SamplingParams) -> None:
-        """Refuse what leaves no token to draw."""
-        for word in sampling.bad_word_token_ids:
-            _check_vocabulary(word, "bad_words", self._limits.vocab_size)
-        allowed = set(sampling.allowed_token_ids or ())
-        early = {*sampling.stop_token_ids, *([] if sampling.ignore_eos else self._limits.eos_token_ids)}
-        if allowed and sampling.min_tokens and allowed <= early:
-            raise invalid_field(
-                "allowed_token_ids",
-                f"allowed_token_ids are all tokens that end the answer, but min_tokens is {sampling.min_tokens}. Allow "
-                "another token, or remove min_tokens.",
-            )
+        for word in request.sampling.bad_word_token_ids:
+            _check_vocabulary(word, "bad_words", limits.vocab_size)
 
     def _check_choosing(self, request: GenerateRequest) -> None:
         """Refuse what does not go with answers that are chosen at the end: nothing can be streamed or continued
@@ -200,6 +205,10 @@ def _serves_no_adapters() -> PagemillError:
         param="model",
         code="adapter_not_served",
     )
+
+
+def already_served(request_id: str) -> PagemillError:
+    return invalid_field("request_id", f"Request {request_id[:80]} is already being served here.")
 
 
 def sequence_id(client_request_id: str, choice: int) -> str:

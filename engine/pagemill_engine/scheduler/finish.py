@@ -8,10 +8,12 @@ from pagemill_protocol.generate import FinishReason
 
 def finish_reason(request: Sequence) -> FinishReason | None:
     """The reason why the newest output token ends the sequence, if it does. Stop tokens count only after `min_tokens`
-    others."""
+    others; where its form allows nothing more, it ends before."""
     token_ids = request.token_ids
     num_output_tokens = len(token_ids) - request.num_prompt_tokens
     if token_ids[-1] in request.stop_ids and num_output_tokens > request.sampling.min_tokens:
+        return "stop"
+    if request.grammar is not None and request.grammar.ended:
         return "stop"
     if len(token_ids) >= request.max_total_tokens and num_output_tokens > 0:
         return "length"

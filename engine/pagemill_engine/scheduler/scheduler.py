@@ -18,11 +18,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.manager import NOTHING_NEW, Allocation, KVCacheManager
-from pagemill_engine.scheduler.admission import Admission
-from pagemill_engine.scheduler.bad_words import forbidden_tokens
+from pagemill_engine.scheduler.admission import Admission, already_served
 from pagemill_engine.scheduler.beam_searches import BeamSearches, clash, sequences_to_abort
 from pagemill_engine.scheduler.builder import StepBuilder
 from pagemill_engine.scheduler.choices import HeldChoices
@@ -37,9 +37,12 @@ from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_b
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
-from pagemill_protocol.errors import invalid_field
+from pagemill_engine.scheduler.token_masks import advance
 from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.compiler import Grammar
 
 Clock = Callable[[], float]
 
@@ -59,8 +62,6 @@ class Scheduler:
         self._held = HeldChoices()
         self._sequences: dict[str, Sequence] = {}
         self._clients: dict[str, dict[int, Sequence]] = {}
-        self._bad_words: dict[str, Sequence] = {}
-        """Sequences with bad words of several tokens."""
         self._reporting: dict[str, Sequence] = {}
         """Sequences of requests that report log probabilities of their prompts."""
         self._outputs = OutputQueue()
@@ -79,17 +80,16 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises `PagemillError` if it can never run or too many requests are waiting."""
-        seqs = self._admission.admit(request, now_s=self._clock(), num_waiting=self.num_waiting)
+    def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
+        """Queue a request, whose answers have the form of `grammar`. Raises `PagemillError` if it can never run or too
+        many requests are waiting."""
+        seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
         if clash(seqs, known):
-            raise invalid_field("request_id", f"Request {request.request_id[:80]} is already being served here.")
+            raise already_served(request.request_id)
         mine = self._clients.setdefault(request.request_id, known)
         for seq in seqs:  # register all before any may leave: the last one to leave removes the client's entry
             mine[seq.choice] = self._sequences[seq.request_id] = seq
-            if seq.has_long_bad_words:
-                self._bad_words[seq.request_id] = seq
             if seq.prompt_report is not None:
                 self._reporting[seq.request_id] = seq
         live = []
@@ -104,6 +104,10 @@ class Scheduler:
             for seq in live[1:]:
                 seq.state = SequenceState.HELD
             self._held.hold(live[0], live[1:])
+
+    def check(self, request: GenerateRequest, num_more: int = 0) -> None:
+        """Raise the `PagemillError` that `add` would raise. `num_more`: sequences that are about to wait here."""
+        self._admission.check(request, self.num_waiting + num_more)
 
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
         """Drop a client request or one of its choices, in any state. Unknown ids are ignored: they have ended."""
@@ -154,11 +158,12 @@ class Scheduler:
         """Count the step as run; its sampled tokens are pending from now on."""
         if self._reporting:
             plan.prompt_targets = prompt_targets(plan, self._reporting)
-        if self._bad_words:
-            plan.forbidden_tokens = forbidden_tokens(plan.samples, self._bad_words)
         self.kv.launch(plan.num_scheduled_tokens)
         for name in plan.samples:
-            self._sequences[name].num_pending_tokens += 1
+            seq = self._sequences[name]
+            seq.num_pending_tokens += 1
+            if seq.token_mask is not None:
+                plan.token_masks[name] = seq.token_mask
         self._in_flight.launch(plan)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
@@ -437,6 +442,9 @@ class Scheduler:
             return
         seq.token_ids.append(token_id)
         seq.num_pending_tokens -= 1
+        if seq.needs_last_token and (fault := advance(seq)):
+            self._fail(seq, f"The answer was broken off: {fault}.")
+            return
         reason = finish_reason(seq)
         self._outputs.token(seq, token_id, logprobs, reason)
         if reason is not None:
@@ -476,7 +484,6 @@ class Scheduler:
         if seq in self._probing:
             self._probing.remove(seq)
         del self._sequences[seq.request_id]
-        self._bad_words.pop(seq.request_id, None)
         self._reporting.pop(seq.request_id, None)
         mine = self._clients[seq.client_request_id]
         del mine[seq.choice]

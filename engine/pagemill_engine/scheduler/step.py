@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagemill_protocol.sampling import SamplingParams
 
 
@@ -70,8 +73,9 @@ class StepPlan:
     runner."""
     samples: set[str] = field(default_factory=set)
     """Requests that sample a token in this step. The runner appends the token to its sequence itself."""
-    forbidden_tokens: dict[str, list[int]] = field(default_factory=dict)
-    """For requests that sample: tokens that would complete a bad word of several tokens."""
+    token_masks: dict[str, NDArray[np.int32]] = field(default_factory=dict)
+    """For requests that sample and may not take every token: a bit for each that may follow, 32 a word. Read it before
+    `wait` returns."""
     prompt_targets: dict[str, PromptTargets] = field(default_factory=dict)
     """For requests that report log probabilities of their prompts."""
     decode_context_tokens: int = 0

@@ -93,6 +93,7 @@ class ServerMetrics:
             device=ready.device,
             compute=ready.compute,
         ).set(1)
+        self._metrics.gauge(names.ENGINE_MAX_NUM_SEQS).set(ready.max_num_seqs)
         self._load(ready.load)
 
     def step(self, step: StepOutputs) -> None:

@@ -33,11 +33,13 @@ class Edits(NamedTuple):
     biases: NDArray[np.float32]
 
 
-class Allowed(NamedTuple):
-    """The only tokens of the rows that are restricted: pairs of row and token, none of them twice."""
+class TokenMasks(NamedTuple):
+    """Which tokens rows may take: all others are forbidden."""
 
     rows: NDArray[np.int64]
-    token_ids: NDArray[np.int64]
+    """No row occurs twice."""
+    bits: NDArray[np.int32]
+    """[rows, vocab / 32 rounded up]: a bit for each token, the lowest first; 1: it is allowed."""
 
 
 class Penalties(NamedTuple):
@@ -88,8 +90,8 @@ class SamplingBatch(NamedTuple):
     edits: Edits | None = None
     penalties: Penalties | None = None
     reports: Reports | None = None
-    allowed: Allowed | None = None
-    """Applied before the edits."""
+    masks: TokenMasks | None = None
+    """Applied before edits and penalties."""
 
     @property
     def is_plain(self) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.sampling.batch import Logprobs, SampledTokens
 
-
 Report = tuple[Tensor, Tensor]
 """As `triton_launch.report` gives it."""
 

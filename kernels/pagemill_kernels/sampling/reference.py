@@ -1,5 +1,5 @@
-"""The order of sampling, on the CPU: logits -> bias and forbidden tokens -> penalties -> greedy, or temperature ->
-filters -> Gumbel-max. One row's values never touch another row's."""
+"""The order of sampling, on the CPU: logits -> masks -> bias and forbidden tokens -> penalties -> greedy, or
+temperature -> filters -> Gumbel-max. One row's values never touch another row's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from pagemill_kernels.gpu import launch
 from pagemill_kernels.sampling import filters, randomness
 from pagemill_kernels.sampling.arithmetic import REACH
 from pagemill_kernels.sampling.batch import (
-    Allowed,
     Draws,
     Edits,
     Logprobs,
@@ -21,7 +19,13 @@ from pagemill_kernels.sampling.batch import (
     Reports,
     SampledTokens,
     SamplingBatch,
+    TokenMasks,
 )
+
+_ADDENDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
+).astype(np.float32)
+"""[256, 8]: what a byte of a mask adds to the logits of its eight tokens; four times as fast as choosing them."""
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -34,8 +38,7 @@ def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
 
     logits = logits.cpu()
     raw_logits = None if batch.reports is None else logits[torch.from_numpy(batch.reports.rows)]
-    changes = batch.allowed or batch.edits or batch.penalties
-    chosen = _change(logits, batch) if changes else token_ids
+    chosen = _change(logits, batch) if batch.masks or batch.edits or batch.penalties else token_ids
     if batch.draws is not None:
         drawn = np.flatnonzero((batch.draws.temperature > 0) & finite)
         chosen[drawn] = draw(logits[torch.from_numpy(drawn)], batch.draws.at(drawn))
@@ -56,12 +59,15 @@ def _best(logits: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     return best.cpu().numpy(), token_ids.cpu().numpy()
 
 
-def keep_allowed(logits: Tensor, allowed: Allowed) -> None:
-    """-inf for every other token of the rows. On any device, without waiting for it."""
-    rows, tokens = launch.upload(allowed.rows, logits.device), launch.upload(allowed.token_ids, logits.device)
-    kept = logits[rows, tokens]
-    logits.index_fill_(0, rows, float("-inf"))
-    logits[rows, tokens] = kept
+def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
+    """-inf for every token without a bit."""
+    values = logits.numpy()
+    vocab_size = values.shape[1]
+    addends = np.empty((masks.bits.shape[1] * 4, 8), dtype=np.float32)
+    of_row = addends.reshape(-1)[:vocab_size]
+    for row, bits in zip(masks.rows.tolist(), masks.bits.view(np.uint8), strict=True):
+        _ADDENDS.take(bits, axis=0, out=addends, mode="clip")  # "raise" would copy
+        values[row] += of_row
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
@@ -125,8 +131,8 @@ def _with_named(raw_logits: Tensor, top: Tensor, top_ids: Tensor, reports: Repor
 
 def _change(logits: Tensor, batch: SamplingBatch) -> NDArray[np.int64]:
     """Apply what rows ask for; the best tokens after it."""
-    if batch.allowed is not None:
-        keep_allowed(logits, batch.allowed)
+    if batch.masks is not None:
+        apply_masks(logits, batch.masks)
     if batch.edits is not None:
         add_edits(logits, batch.edits)
     if batch.penalties is not None:

@@ -41,6 +41,18 @@ def edit(edits_ptr, num_edits, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.conste
     tl.store(at, tl.load(at, mask=mask, other=0.0) + bias, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_words"])
+def forbid(rows_ptr, bits_ptr, num_words, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of one row: -inf for every token without a bit. bits: int32 [masks, num_words]."""
+    row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < VOCAB
+    words = bits_ptr + tl.program_id(0).to(tl.int64) * num_words
+    word = tl.load(words + token // 32, mask=mask, other=-1)
+    is_forbidden = (word >> (token % 32)) & 1 == 0
+    tl.store(logits_ptr + row * VOCAB + token, float("-inf"), mask=mask & is_forbidden)
+
+
 @triton.jit(do_not_specialize=["num_penalised"])
 def penalise(
     penalties_ptr, num_penalised, logits_ptr, in_prompt_ptr, in_output_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr

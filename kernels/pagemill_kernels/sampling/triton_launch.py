@@ -22,11 +22,11 @@ from pagemill_kernels.sampling.batch import (
     Reports,
     SampledTokens,
     SamplingBatch,
+    TokenMasks,
 )
 from pagemill_kernels.sampling.drawn import Drawn
 from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
-from pagemill_kernels.sampling.reference import keep_allowed
 
 BLOCK = 1024
 NUM_WARPS = 16
@@ -50,6 +50,23 @@ def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> Drawn
     if batch.penalties is not None:
         count(batch.penalties, tokens)
     return Drawn(tokens, None if batch.reports is None else report(logits, tokens, batch.reports))
+
+
+def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
+    """In place."""
+    vocab_size = logits.shape[1]
+    num_masks, num_words = masks.bits.shape
+    if num_words * 32 < vocab_size:
+        raise ValueError(f"sampling: masks have bits for {num_words * 32} tokens; the logits have {vocab_size}")
+    triton_body.forbid[(num_masks, triton.cdiv(vocab_size, BLOCK))](
+        rows_ptr=launch.upload(masks.rows, logits.device, torch.int32),
+        bits_ptr=launch.upload(masks.bits, logits.device, torch.int32),
+        num_words=num_words,
+        logits_ptr=logits,
+        VOCAB=vocab_size,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
@@ -176,12 +193,12 @@ def _report_named(
 
 
 def _changed(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The logits after edits and penalties: a copy, because log probabilities are those of the raw ones."""
-    if batch.allowed is None and batch.edits is None and batch.penalties is None:
+    """The logits after masks, edits and penalties: a copy, because log probabilities are those of the raw ones."""
+    if batch.masks is None and batch.edits is None and batch.penalties is None:
         return logits
     changed = logits.clone()
-    if batch.allowed is not None:
-        keep_allowed(changed, batch.allowed)
+    if batch.masks is not None:
+        apply_masks(changed, batch.masks)
     if batch.edits is not None:
         add_edits(changed, batch.edits)
     if batch.penalties is not None:

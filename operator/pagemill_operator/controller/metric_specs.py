@@ -74,6 +74,40 @@ AUTOSCALER_REPLICAS = MetricSpec(
     ("namespace", "deployment"),
 )
 
+_DEPLOYMENT = ("namespace", "deployment", "model")
+DEPLOYMENT_DESIRED = MetricSpec(
+    "pagemill_deployment_desired_replicas", "gauge", "Replicas that the operator keeps now.", _DEPLOYMENT
+)
+DEPLOYMENT_READY = MetricSpec(
+    "pagemill_deployment_ready_replicas", "gauge", "Replicas that accept requests.", _DEPLOYMENT
+)
+DEPLOYMENT_UPDATED = MetricSpec(
+    "pagemill_deployment_updated_replicas", "gauge", "Ready replicas that run the present spec.", _DEPLOYMENT
+)
+DEPLOYMENT_MAX = MetricSpec(
+    "pagemill_deployment_max_replicas",
+    "gauge",
+    "Replicas that the autoscaler may reach; without one in mode Active, those of the spec.",
+    _DEPLOYMENT,
+)
+DEPLOYMENT_GPUS = MetricSpec(
+    "pagemill_deployment_gpus", "gauge", "GPUs of all pods that exist, ready or not.", _DEPLOYMENT
+)
+DEPLOYMENT_GPU_HOUR_PRICE = MetricSpec(
+    "pagemill_deployment_gpu_hour_price",
+    "gauge",
+    "Price of one GPU for one hour, as `spec.cost.gpuHour` says; absent without it.",
+    _DEPLOYMENT,
+)
+DEPLOYMENT_METRICS = [
+    DEPLOYMENT_DESIRED,
+    DEPLOYMENT_READY,
+    DEPLOYMENT_UPDATED,
+    DEPLOYMENT_MAX,
+    DEPLOYMENT_GPUS,
+    DEPLOYMENT_GPU_HOUR_PRICE,
+]
+
 OPERATOR_METRICS = [
     RECONCILES,
     RECONCILE_ERRORS,
@@ -92,4 +126,5 @@ OPERATOR_METRICS = [
     WATCH_AGE_SECONDS,
     LOOP_LAG_SECONDS,
     AUTOSCALER_REPLICAS,
+    *DEPLOYMENT_METRICS,
 ]

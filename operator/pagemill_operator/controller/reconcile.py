@@ -109,6 +109,7 @@ class Reconciler:
         if self._cache.owner(key) is not None:
             return False
         await self._cluster.forget([key])
+        self._metrics.forget_deployment(key)
         if self._starts:
             self._starts.forget(key)
         for each in (self._applied_at, self._unshown_since, self._written_at, self._plans):
@@ -141,7 +142,9 @@ class Reconciler:
             return 0.0
         old: dict[str, Any] = snapshot.owner.get("status") or {}
         start = self._starts.measure(key, snapshot.pods) if self._starts else None
-        new = status_body(snapshot, replace(self._cluster.observe(key), last_start=start), self._url, text)
+        observation = replace(self._cluster.observe(key), last_start=start)
+        self._metrics.observed(observation)
+        new = status_body(snapshot, observation, self._url, text)
         if new == old:
             return load_wait_s(snapshot, text)
         pause_s = wait_s(old, new, self._clock() - self._written_at.get(key, -1e9))

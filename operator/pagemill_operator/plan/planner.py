@@ -57,6 +57,7 @@ def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
         tool_call_parser=spec.model.tool_call_parser,
         reasoning_parser=spec.model.reasoning_parser,
         cache=_model_cache(spec.model.cache),
+        gpu_hour_price=spec.cost.gpu_hour if spec.cost else None,
         credentials=_secret_key(spec.model.credentials_secret_ref),
         problems=tuple(problems),
         notes=tuple(find_notes(spec, backend)),

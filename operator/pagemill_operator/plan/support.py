@@ -161,8 +161,6 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields without effect here."""
     if spec.engine.speculative:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
-    if spec.cost and spec.cost.gpu_hour is not None:
-        yield Problem("spec.cost.gpuHour", spec.cost.gpu_hour, "only `pagemill plan` reckons with it in this version")
     yield from _local_notes(spec) if backend == "local" else _cluster_notes(spec)
 
 

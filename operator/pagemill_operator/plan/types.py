@@ -143,6 +143,8 @@ class Plan:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     cache: ModelCache | None = None
+    gpu_hour_price: float | None = None
+    """Of one GPU for one hour; for metrics only."""
     credentials: SecretKey | None = None
     """For the loader only: engines never see it."""
     problems: tuple[Problem, ...] = ()
@@ -163,6 +165,16 @@ class Plan:
     def replicas(self) -> int:
         """That serve."""
         return sum(group.replicas for group in self.groups)
+
+    @property
+    def max_replicas(self) -> int:
+        """That serve when the autoscaler has added all it may."""
+        scaling = self.autoscaling
+        return scaling.max_replicas if scaling is not None and scaling.mode == "Active" else self.replicas
+
+    @property
+    def gpus_per_replica(self) -> int:
+        return sum(group.process.gpus * group.pods_per_replica for group in self.groups)
 
     @property
     def standby(self) -> int:

@@ -1,4 +1,5 @@
-"""Baichuan (Baichuan Inc., 2023): Llama with queries, keys and values in one matrix; 13B has ALiBi and no rotation."""
+"""Baichuan 1 and 2 (arXiv 2309.10305): Llama with queries, keys and values in one matrix; 13B has ALiBi instead of a
+rotation."""
 
 from __future__ import annotations
 
@@ -12,14 +13,13 @@ from pagemill_protocol.models.parts import alibi_slopes, linear
 CONTEXT_OF_ROTATED = "max_position_embeddings"
 """The key is in 7B's config.json and not in 13B's; nothing else there says which of the two is rotated."""
 NORMALIZED_VOCABULARY = 125_696
-"""Of Baichuan 2, whose head's rows are divided by their lengths."""
+"""Of Baichuan 2, whose head's rows are divided by their lengths; nothing else in config.json tells the two apart."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
     numbers = numbers_from_config(config, default_context=config.integer("model_max_length", default=4096))
-    if numbers.vocab_size == NORMALIZED_VOCABULARY:
-        raise config.unsupported("a normalized head (Baichuan 2)")
     plain = decoder(numbers)
+    head = replace(plain.head, normalized=numbers.vocab_size == NORMALIZED_VOCABULARY)
     rotates = config.has(CONTEXT_OF_ROTATED)
 
     def attention(index: int, spec: AttentionSpec) -> AttentionSpec:
@@ -29,7 +29,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
             return replace(spec, qkv=qkv)
         return replace(spec, qkv=qkv, rope=None, alibi_slopes=alibi_slopes(numbers.num_heads))
 
-    return with_attention(plain, attention)
+    return with_attention(replace(plain, head=head), attention)
 
 
 FAMILY = Family(read_config)

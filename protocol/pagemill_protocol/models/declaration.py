@@ -289,6 +289,8 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     tied: bool
     """W is the embedding's matrix, whatever a file repeats under this name."""
+    normalized: bool = False
+    """Each row of W is divided by its length; of a head that is not tied."""
     bias: bool = False
     scale: float = 1.0
     soft_cap: float | None = None

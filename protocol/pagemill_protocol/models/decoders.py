@@ -7,7 +7,8 @@ from typing import Any
 
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
-from pagemill_protocol.models.registry import Found, find_family
+from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.registry import GROUP, Found, find_family
 from pagemill_protocol.sources import UnreadableModelError
 
 
@@ -24,4 +25,12 @@ def _find_family(values: dict[str, Any], path: Path) -> Found:
         names = [model_type]
     if not names:
         raise UnreadableModelError(f"`{path}` names neither `architectures` nor `model_type`.")
-    return find_family(names, path.parent)
+    try:
+        return find_family(names, path.parent)
+    except UnsupportedModelArchitecture as error:
+        if "auto_map" not in values:
+            raise
+        raise UnsupportedModelArchitecture(
+            f"{error.message} Its `auto_map` names code in the model's own files, which is never run; a package that "
+            f"you install may add the architecture (entry points `{GROUP}`)."
+        ) from None

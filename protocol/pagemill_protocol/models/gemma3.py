@@ -16,6 +16,8 @@ DEFAULT_PATTERN = 6
 def read_config(config: ConfigValues) -> DecoderSpec:
     if config.optional_number("attn_logit_softcapping") is not None:
         raise config.unsupported("capped scores (`attn_logit_softcapping`)")
+    if config.flag("use_bidirectional_attention", False):
+        raise config.unsupported("attention to later tokens (`use_bidirectional_attention`)")
     num_layers = config.size("num_layers", "num_hidden_layers")
     period = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=DEFAULT_PATTERN)
     kinds = config.layer_types(num_layers) or [

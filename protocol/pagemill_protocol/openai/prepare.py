@@ -69,6 +69,16 @@ def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> Samplin
     return with_bad_words(sampling, tokenizer)
 
 
+def check_form(fields: SamplingFields) -> None:
+    """Refuse a form of answers that cannot be compiled; takes the compiler's time. Raises `PagemillError` 400."""
+    if fields.form is None:
+        return
+    from pagemill_protocol.grammars.check import CHECKS  # few requests need what it imports
+
+    param, outputs = fields.form
+    CHECKS.check(outputs, param)
+
+
 def prepare_chat(
     req: ChatCompletionRequest,
     tokenizer: Tokenizer,
@@ -290,6 +300,7 @@ def _sampling(
             "logprob_token_ids": req.logprob_token_ids or None,
             "allowed_token_ids": req.allowed_token_ids or None,
             "max_tokens": max_tokens,
+            "structured_outputs": req.form[1] if req.form is not None else None,
         }
     ).validate()
 

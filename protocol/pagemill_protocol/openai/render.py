@@ -138,9 +138,7 @@ def usage_chunk(head: Head, chunk_object: str, usage: Usage) -> bytes:
     return orjson.dumps({**_envelope(head, chunk_object), "choices": [], "usage": usage_object(usage)})
 
 
-def chat_body(
-    head: Head, choices: Iterable[Choice], usage: Usage, prompt: Mapping[str, Any] | None = None
-) -> bytes:
+def chat_body(head: Head, choices: Iterable[Choice], usage: Usage, prompt: Mapping[str, Any] | None = None) -> bytes:
     rendered = [
         {
             "index": choice.index,

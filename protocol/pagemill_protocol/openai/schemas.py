@@ -27,6 +27,7 @@ from pagemill_protocol.openai.fields import (
     refusal,
     shorten,
 )
+from pagemill_protocol.openai.form_fields import FormFields
 from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_protocol.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -101,7 +102,7 @@ class ChatMessage(RequestModel):
         return message | {key: value for key, value in given.items() if value is not None}
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(RequestModel, FormFields):
     """What both dialects say about sampling and streaming."""
 
     model: Name

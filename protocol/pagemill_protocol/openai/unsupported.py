@@ -22,18 +22,10 @@ class Unsupported(NamedTuple):
 
 
 _NO_FUNCTIONS = "It is OpenAI's older form; send `tools` and `tool_choice`."
-_NO_GRAMMAR = "Structured output is not available; ask for the format in the prompt and remove it."
 _TEXT_ONLY = "This server reads and writes text only; remove it."
 _REMOVE = "Remove it."
 
 COMMON: Mapping[str, Unsupported] = {
-    "response_format": Unsupported(_NO_GRAMMAR, ({"type": "text"},)),
-    "structured_outputs": Unsupported(_NO_GRAMMAR, ({},)),
-    "guided_json": Unsupported(_NO_GRAMMAR),
-    "guided_regex": Unsupported(_NO_GRAMMAR),
-    "guided_choice": Unsupported(_NO_GRAMMAR),
-    "guided_grammar": Unsupported(_NO_GRAMMAR),
-    "structural_tag": Unsupported(_NO_GRAMMAR),
     "prompt_embeds": Unsupported("Send the prompt as text or token ids."),
     "truncate_prompt_tokens": Unsupported("Shorten the prompt before sending it."),
     "logits_processors": Unsupported("Use `logit_bias`.", ([],)),

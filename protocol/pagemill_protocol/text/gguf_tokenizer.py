@@ -106,7 +106,7 @@ class _Builder:
 
     def _pre_tokenizer(self) -> PreTokenizer:
         architecture = self._file.get("general.architecture", str, "")
-        fallback = "qwen2" if architecture.startswith("qwen") else "default"
+        fallback = "qwen2" if architecture.startswith("qwen") else "gpt-2"
         name = self._file.get(f"{_PREFIX}pre", str, fallback)
         if name in PRE_TOKENIZERS:
             return PRE_TOKENIZERS[name]

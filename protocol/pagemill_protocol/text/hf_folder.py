@@ -1,7 +1,8 @@
 """From a Hugging Face model folder to a TokenizerBundle.
 
 Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and the chat
-template files. Runs no code of the folder.
+template files. Runs no code of the folder. The post-processor of tokenizer.json alone says which tokens encoding adds,
+as in transformers 5; `add_bos_token` and `add_eos_token` are not read.
 """
 
 from __future__ import annotations
@@ -9,12 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pagemill_protocol.json_file import parse_object, read_optional, read_text
 from pagemill_protocol.sources import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle, eos_ids
-from pagemill_protocol.text.gguf_tokenizer import bos_post_processor
 
 _NAMED_TOKENS = ("pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -43,7 +41,6 @@ class _Folder:
     def bundle(self) -> TokenizerBundle:
         bos_token, eos_token = self._named("bos_token"), self._named("eos_token")
         bos_id = self._ids.get(bos_token) if bos_token is not None else None
-        self._set_bos_rule(bos_token, bos_id)
         chat, tools = self._chat_templates()
         return TokenizerBundle(
             tokenizer_json=self._text,
@@ -57,16 +54,6 @@ class _Folder:
             special_tokens={name: token for name in _NAMED_TOKENS if (token := self._named(name)) is not None},
             vocab_size=self._logit_rows(),
         )
-
-    def _set_bos_rule(self, bos_token: str | None, bos_id: int | None) -> None:
-        """An explicit `add_bos_token` wins over tokenizer.json, as in transformers."""
-        wanted = self._settings.get("add_bos_token")
-        if not isinstance(wanted, bool) or bos_token is None or bos_id is None:
-            return
-        if wanted == _adds(self._tokenizer.get("post_processor"), bos_id):
-            return
-        self._tokenizer["post_processor"] = bos_post_processor(bos_token, bos_id) if wanted else None
-        self._text = orjson.dumps(self._tokenizer).decode()
 
     def _chat_templates(self) -> tuple[str | None, str | None]:
         """(chat, chat with tools): template files win over tokenizer_config.json, as in transformers."""

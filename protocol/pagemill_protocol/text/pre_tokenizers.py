@@ -45,6 +45,8 @@ class PreTokenizer(NamedTuple):
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 _GPT2_LIKE = PreTokenizer((_GPT2,))
+_DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9]{3}"))
+"""What llama.cpp does for `default`, which converters write where they do not know the vocabulary."""
 _SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA3_LIKE = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
 _QWEN2_LIKE = PreTokenizer((_QWEN2,), nfc=True)
@@ -52,7 +54,7 @@ _QWEN2_LIKE = PreTokenizer((_QWEN2,), nfc=True)
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _GPT2_LIKE,
     "gpt2": _GPT2_LIKE,
-    "default": _GPT2_LIKE,
+    "default": _DEFAULT,
     "phi-2": _GPT2_LIKE,
     "mpt": _GPT2_LIKE,
     "olmo": _GPT2_LIKE,

@@ -1,4 +1,4 @@
-"""The server's side of `template_worker`: starts it, talks to it, replaces it when it dies.
+"""The server's side of `template_worker`, and of other workers of its kind: starts it, talks to it, ends it.
 
 Why a process: a template can spend unbounded time or memory inside one C call (`10 ** (10 ** 8)`, the text of a list
 of twice a list of twice a list, forty deep). Loop counters and `sys.settrace` cannot interrupt that, and signal
@@ -59,10 +59,11 @@ class Broke(Exception):
 class TemplateProcess:
     """One running worker. Not thread safe: its owner lends it to one thread at a time, or to an event loop."""
 
-    def __init__(self, templates: dict[str, str], limits: TemplateLimits) -> None:
+    def __init__(self, templates: dict[str, str], limits: TemplateLimits, worker: Path = _WORKER_FILE) -> None:
+        """`worker`: a script that speaks as `template_worker` does."""
         self._limits = limits
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-S", str(_WORKER_FILE)],
+            [sys.executable, "-P", "-S", str(worker)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a traceback could hold text of a prompt

@@ -1,10 +1,9 @@
 """The process that runs chat templates, apart from the server because a template is a program from the model's author.
 
-Started by `template_process` as a plain script: imports the standard library and jinja2 only. Reads a setup frame, then
-answers one frame with one frame until its input ends. A frame is four bytes of length (big-endian) and JSON.
+Started by `template_process` as a plain script: imports the standard library, jinja2 and `confinement` only. Reads a
+setup frame, then answers one frame with one frame until its input ends.
 
-Before it runs anything it gives up opening files and starting processes and caps its memory; before each render it arms
-kernel timers with their default action, so that even a single C call that never returns ends the process.
+It is confined before it runs anything, and each render is timed (`confinement`).
 Templates see what Hugging Face templates expect: an immutable sandbox, trimmed blocks, `raise_exception`,
 `strftime_now`, `tojson` without HTML escaping, loop controls, and `generation` blocks that print their body.
 """
@@ -15,10 +14,8 @@ import contextlib
 import datetime
 import json
 import re
-import resource
-import signal
 import sys
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 import jinja2.debug  # loaded lazily by jinja2, which could not open it later
@@ -26,6 +23,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
 
 MAX_MESSAGE_CHARS = 500
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -147,13 +146,8 @@ class Worker:
             pieces.append(piece)
         return "".join(pieces)
 
-    def arm(self) -> None:
-        signal.setitimer(signal.ITIMER_PROF, self._cpu_limit_s)
-        signal.setitimer(signal.ITIMER_REAL, self._wall_limit_s)
-
-    def disarm(self) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    def timed(self) -> contextlib.AbstractContextManager[None]:
+        return timed(self._cpu_limit_s, self._wall_limit_s)
 
 
 def _describe(error: BaseException) -> str:
@@ -162,35 +156,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _confine(memory_bytes: int) -> None:
-    """Timers end the process; signals meant for the terminal's group do not; no files, no processes, capped memory."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     make_environment().from_string("{{ strftime_now('%d %b %Y') }}{{ x | tojson }}").render(x={"warm": 1})
-    for limit, value in (
-        (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_NOFILE, 0),
-        (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        with contextlib.suppress(ValueError, OSError):  # not every system has every limit
-            resource.setrlimit(limit, (value, value))
-
-
-def read_frame(stream: BinaryIO) -> Any:
-    """The next message, `None` at the end of the input."""
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    return json.loads(stream.read(int.from_bytes(head, "big")))
-
-
-def write_frame(stream: BinaryIO, message: dict[str, Any]) -> None:
-    raw = json.dumps(message).encode()
-    stream.write(len(raw).to_bytes(4, "big") + raw)
-    stream.flush()
+    confine(memory_bytes)
 
 
 def main() -> None:
@@ -200,14 +167,12 @@ def main() -> None:
         return
     _confine(setup["memory_bytes"])
     worker = Worker(setup)
-    worker.arm()
-    errors = worker.compile(setup["templates"])
-    worker.disarm()
+    with worker.timed():
+        errors = worker.compile(setup["templates"])
     write_frame(replies, {"errors": errors})
     while (request := read_frame(requests)) is not None:
-        worker.arm()
-        reply = worker.render(request)
-        worker.disarm()
+        with worker.timed():
+            reply = worker.render(request)
         write_frame(replies, reply)
 
 

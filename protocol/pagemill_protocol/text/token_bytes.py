@@ -46,7 +46,7 @@ class TokenBytes:
         return found
 
     def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._literal:
+        if self._byte_level and token_id in self._literal:
             return str(self._literal[token_id]).encode()
         token: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:

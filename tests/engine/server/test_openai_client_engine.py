@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import jsonschema
 import openai
+import pydantic
 import pytest
 
 pytestmark = pytest.mark.model
@@ -230,3 +234,59 @@ async def test_many_clients_at_once_get_the_answers_they_would_get_alone(model_s
         together = await asyncio.gather(*(complete(prompt) for prompt in prompts))
         alone = [await complete(prompt) for prompt in prompts[:3]]
     assert list(together[:3]) == alone
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI, stream: bool) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "people": {"type": "integer", "maximum": 9_999_999},
+        },
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    arguments: dict[str, Any] = {
+        "model": MODEL,
+        "messages": FRANCE,
+        "max_tokens": 80,
+        "seed": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
+    }
+    if stream:
+        chunks = list(client.chat.completions.create(**arguments, stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        (choice,) = client.chat.completions.create(**arguments).choices
+        text, reason = choice.message.content or "", choice.finish_reason
+    jsonschema.validate(json.loads(text), schema)
+    assert reason == "stop"
+
+
+class City(pydantic.BaseModel):
+    name: Literal["Paris", "Rome"]
+    is_capital: bool
+
+
+def test_a_pydantic_model_is_parsed_from_the_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=MODEL, messages=FRANCE, response_format=City, max_tokens=80, seed=1)
+    assert isinstance(answer.choices[0].message.parsed, City)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"structured_outputs": {"choice": ["red", "green"]}}, "red|green"),
+        ({"guided_regex": "[a-c]{3}"}, "[a-c]{3}"),
+        ({"guided_choice": ["one", "two"]}, "one|two"),
+        ({"guided_grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"guided_json": {"const": 5}}, "5"),
+    ],
+)
+def test_the_forms_of_vllm_are_held_in_both_dialects(client: openai.OpenAI, form: Any, expected: str) -> None:
+    completion = client.completions.create(model=MODEL, prompt="Say", max_tokens=20, extra_body=form)
+    assert re.fullmatch(expected, completion.choices[0].text)
+    chat = client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=20, extra_body=form)
+    assert re.fullmatch(expected, chat.choices[0].message.content or "")

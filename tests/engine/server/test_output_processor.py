@@ -287,9 +287,7 @@ def test_an_echo_with_logprobs_begins_with_the_prompts_tokens(byte_tokenizer: To
     processor = OutputProcessor(request, byte_tokenizer)
     d, e = ([LogprobsOut([token_id, token_id], [-0.25, -0.25], 1)] for token_id in byte_tokenizer.encode("de"))
     frames = [
-        *processor.push(
-            out(byte_tokenizer, "d", logprobs=d, prompt_logprobs=of_prompt(byte_tokenizer, "abc"))
-        ).frames,
+        *processor.push(out(byte_tokenizer, "d", logprobs=d, prompt_logprobs=of_prompt(byte_tokenizer, "abc"))).frames,
         *processor.push(out(byte_tokenizer, "e", logprobs=e, finish="length")).frames,
     ]
     bodies = [each for each in events(frames)[:-1] if each["choices"]] if stream else [json.loads(frames[-1].payload)]
@@ -309,9 +307,7 @@ def test_offsets_point_into_the_text_where_the_prompt_begins_with_a_token_that_i
 ) -> None:
     sampling = SamplingParams(max_tokens=None, logprobs=0)
     prompt = byte_tokenizer.encode("#ab")
-    request = make_request(
-        sampling, dialect="completions", stream=False, prompt_text="ab", prompt_token_ids=prompt
-    )
+    request = make_request(sampling, dialect="completions", stream=False, prompt_text="ab", prompt_token_ids=prompt)
     processor = OutputProcessor(request, byte_tokenizer)
     (c,) = byte_tokenizer.encode("c")
     pushed = out(

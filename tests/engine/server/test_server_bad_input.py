@@ -22,6 +22,13 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi"},
 }
 BEAMS = {"use_beam_search": True, "n": 2}
+DOUBLING = {
+    "$defs": {
+        "d0": {"type": "object", "properties": {"a": {"anyOf": [{"const": each} for each in range(40)]}}},
+        **{f"d{n}": {"allOf": [{"anyOf": [{"$ref": f"#/$defs/d{n - 1}"}] * 9}] * 9} for n in range(1, 9)},
+    },
+    "$ref": "#/$defs/d8",
+}
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a billion choices": ({"n": 10**9}, "n"),
     "a billion choices as a float": ({"n": 1e9}, "n"),
@@ -53,6 +60,41 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a bias for a negative token": ({"logit_bias": {"-1": 1}}, "logit_bias"),
     "a bias for each token": ({"logit_bias": dict.fromkeys(map(str, range(VOCAB_SIZE)), 1)}, "logit_bias"),
     "a bias out of range": ({"logit_bias": {"5": 101}}, "logit_bias"),
+    "a schema of megabytes": ({"guided_json": "x" * 2_000_000}, "guided_json"),
+    "a schema that no value fits": ({"guided_json": {"type": "integer", "minimum": 5, "maximum": 4}}, "guided_json"),
+    "a schema without end": (
+        {"structured_outputs": {"json": {"type": "array", "minItems": 1, "items": {"$ref": "#"}}}},
+        "structured_outputs",
+    ),
+    "a schema of five hundred levels": ({"guided_json": '{"items":' * 500 + "{}" + "}" * 500}, "guided_json"),
+    "a schema that doubles at each level": ({"guided_json": DOUBLING}, "guided_json"),
+    "a schema with what is not supported": ({"guided_json": {"uniqueItems": True}}, "guided_json"),
+    "options that overlap": (
+        {"guided_json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}},
+        "guided_json",
+    ),
+    "a response format without a schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema",
+    ),
+    "an unknown response format": ({"response_format": {"type": "xml"}}, "response_format.type"),
+    "an expression that explodes": ({"guided_regex": "(((x{100}){100}){100}){100}"}, "guided_regex"),
+    "an expression that looks around": ({"guided_regex": "(?=a)b"}, "guided_regex"),
+    "a grammar that is none": ({"structured_outputs": {"grammar": "blah"}}, "structured_outputs"),
+    "a grammar that explodes": (
+        {"guided_grammar": "start: A{9999}\nA: B{9999}\nB: /x{9999}/"},
+        "guided_grammar",
+    ),
+    "ten thousand choices": ({"guided_choice": [f"choice {index}" for index in range(10_000)]}, "guided_choice"),
+    "choices that are no strings": ({"guided_choice": [1, 2]}, "guided_choice"),
+    "two forms": ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    "two forms in one": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    "an unknown form": ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    "a tag without a trigger": (
+        {"structural_tag": {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}},
+        "structural_tag",
+    ),
+    "a search with a form": ({**BEAMS, "guided_regex": "a"}, "structured_outputs"),
 }
 TOP_LOGPROBS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),

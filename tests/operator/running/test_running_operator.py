@@ -270,6 +270,7 @@ async def test_the_metrics_have_the_names_that_dashboards_know(ready: Any, run_o
         'rest_client_requests_total{code="200",method="GET"}',
         'leader_election_master_status{name="llmdeployment"} 1.0',
         'pagemill_operator_watch_age_seconds{resource="Pod"}',
+        'pagemill_deployment_desired_replicas{deployment="chat",model="chat",namespace="default"} ',
     ):
         assert series in text
 

@@ -1,0 +1,324 @@
+"""The five dashboards: Fleet capacity, Model, Autoscaling, Gateway and Operator. A list of panels each.
+
+`panels` makes Grafana's JSON of them; recorded series come from `rules`.
+"""
+
+from __future__ import annotations
+
+from observability import rules
+from observability.panels import Page, Panel, engine, of_model, per_second, process, quantiles, recorded, total
+
+MODEL = "{{model}}"
+CURRENCY = "none"
+"""Prices have the currency that `spec.cost.gpuHour` is written in."""
+ENGINES = "label_values(pagemill_engine_ready, model_name)"
+GATEWAYS = "label_values(pagemill_gateway_endpoints, model)"
+
+
+def fleet() -> Page:
+    about = "How much of the fleet is free, for how long it suffices, and what it costs."
+    rows = {"Now": _now(), "Capacity": _capacity(), "Work and cost": _work()}
+    return Page("pagemill-fleet", "Pagemill / Fleet capacity", about, "pagemill_engine_ready", ENGINES, rows)
+
+
+def _now() -> list[Panel]:
+    return [
+        Panel(
+            "Headroom",
+            "What is free of the scarcer of KV cache and sequences that may run, over the ready engines.",
+            "percentunit",
+            [(recorded(rules.HEADROOM), MODEL)],
+            is_stat=True,
+        ),
+        Panel(
+            "Minutes until saturation",
+            "Until 90 % of the KV cache of all replicas that there may be is used, at the trend of 30 minutes. Empty: "
+            "the use does not grow.",
+            "m",
+            [(recorded(rules.SATURATION), MODEL)],
+            is_stat=True,
+        ),
+        Panel(
+            "Cost per hour",
+            "Price of the GPUs that are held, of deployments with spec.cost.gpuHour.",
+            CURRENCY,
+            [(recorded(rules.COST), MODEL)],
+            is_stat=True,
+        ),
+    ]
+
+
+def _capacity() -> list[Panel]:
+    return [
+        Panel("Headroom over time", "As above.", "percentunit", [(recorded(rules.HEADROOM), MODEL)], max=1),
+        Panel(
+            "Use by resource",
+            "KV cache that running requests hold, and sequences that run, over those there are.",
+            "percentunit",
+            [(recorded(rules.USAGE), "{{model}} {{resource}}")],
+            max=1,
+        ),
+        Panel(
+            "Minutes until saturation over time",
+            "As above, at most a day.",
+            "m",
+            [(recorded(rules.SATURATION), MODEL)],
+        ),
+        Panel(
+            "Replicas needed",
+            "Replicas that hold the KV cache at 80 %, now and in 5 and 30 minutes, beside those there may be.",
+            "none",
+            [(recorded(rules.NEEDED), "{{model}} in {{horizon}}"), (recorded(rules.CEILING), "{{model}} most")],
+        ),
+        Panel(
+            "KV cache in use",
+            "In caches of whole replicas, beside the engines that are ready.",
+            "none",
+            [(recorded(rules.KV_USED), "{{model}} used"), (recorded(rules.READY), "{{model}} ready")],
+        ),
+        Panel("GPUs held", "Of all pods that exist, ready or not.", "none", [
+            (total(of_model("pagemill_deployment_gpus"), "model"), MODEL)
+        ]),
+    ]  # fmt: skip
+
+
+def _work() -> list[Panel]:
+    return [
+        Panel("Tokens served", "Prompt and generated tokens.", "ops", [(recorded(rules.SERVED), MODEL)]),
+        Panel(
+            "Goodput",
+            f"Requests whose first token came within {rules.FIRST_TOKEN_WITHIN_S} s.",
+            "reqps",
+            [(recorded(rules.GOODPUT), MODEL)],
+        ),
+        Panel(
+            "Waste",
+            "Share of the generated tokens that no client of a gateway got: lost with engines, aborted, or of clients "
+            "that ask engines directly.",
+            "percentunit",
+            [(recorded(rules.WASTE), MODEL)],
+            max=1,
+        ),
+        Panel(
+            "Cost of a million tokens",
+            "Price of the GPUs over the prompt and generated tokens of the last hour.",
+            CURRENCY,
+            [(recorded(rules.TOKEN_COST), MODEL)],
+        ),
+        Panel("Cost of headroom", "Price of what is free, by the hour.", CURRENCY, [
+            (recorded(rules.IDLE_COST), MODEL)
+        ]),
+        Panel(
+            "Error budget burn",
+            "How many times faster than allowed the budget of 30 days is used up, over the last hour.",
+            "none",
+            [(recorded(rules.burn("1h")), "{{model}} {{slo}}")],
+        ),
+    ]  # fmt: skip
+
+
+def model() -> Page:
+    name = "{{model_name}}"
+    latency = [
+        Panel(
+            "Time to first token",
+            "At engines: from arrival to the first token.",
+            "s",
+            quantiles(engine("vllm:time_to_first_token_seconds_bucket"), "model_name"),
+        ),
+        Panel(
+            "Time per output token",
+            "Mean time per token after the first, by request.",
+            "s",
+            quantiles(engine("vllm:request_time_per_output_token_seconds_bucket"), "model_name"),
+        ),
+        Panel(
+            "Time in the engine's queue",
+            "From arrival at the engine to first scheduling.",
+            "s",
+            quantiles(engine("vllm:request_queue_time_seconds_bucket"), "model_name"),
+        ),
+    ]
+    work = [
+        Panel("Requests", "That run and that wait, at engines.", "none", [
+            (total(engine("vllm:num_requests_running"), "model_name"), f"{name} running"),
+            (total(engine("vllm:num_requests_waiting"), "model_name"), f"{name} waiting"),
+        ]),
+        Panel("Tokens per second", "Prompt tokens admitted and tokens generated.", "ops", [
+            (per_second(engine("vllm:prompt_tokens_total"), "model_name"), f"{name} prompt"),
+            (per_second(engine("vllm:generation_tokens_total"), "model_name"), f"{name} generated"),
+        ]),
+        Panel("Tokens in a step", "Prompt and decode tokens that one step computes.", "none",
+              quantiles(engine("vllm:iteration_tokens_total_bucket"), "model_name")),
+        Panel("Step time", "Duration of one engine step.", "s",
+              quantiles(engine("pagemill_engine_step_seconds_bucket"), "model_name")),
+        Panel("Ended requests", "By what ended them.", "reqps", [
+            (per_second(engine("vllm:request_success_total"), "model_name", "finished_reason"),
+             f"{name} {{{{finished_reason}}}}"),
+        ]),
+        Panel("Preemptions", "Requests that lost their KV blocks and are computed again.", "ops", [
+            (per_second(engine("vllm:num_preemptions_total"), "model_name"), name)
+        ]),
+    ]  # fmt: skip
+    found = per_second(engine("vllm:prefix_cache_hits_total"), "model_name")
+    looked_up = per_second(engine("vllm:prefix_cache_queries_total"), "model_name")
+    cache = [
+        Panel("KV blocks", "Held by requests (active), cached and evictable, and free.", "none", [
+            (total(engine("pagemill_engine_kv_blocks"), "model_name", "state"), f"{name} {{{{state}}}}")
+        ]),
+        Panel("Prefix cache hits", "Share of the prompt tokens that were found in the prefix cache.", "percentunit", [
+            (f"{found} / ({looked_up} > 0)", name)
+        ], max=1),
+        Panel("Predicted prefix hits", "Answers by whether the gateway's prediction was exact, over or under.", "ops", [
+            (per_second(of_model("pagemill_gateway_cached_token_predictions_total"), "model", "outcome"),
+             "{{model}} {{outcome}}"),
+        ]),
+    ]  # fmt: skip
+    about = "Latency, batch and KV cache of each model's engines."
+    rows = {"Latency": latency, "Work": work, "KV cache": cache}
+    return Page("pagemill-model", "Pagemill / Model", about, "pagemill_engine_ready", ENGINES, rows)
+
+
+def autoscaling() -> Page:
+    forecast, needed = (recorded(rules.NEEDED, f'horizon="{minutes}m"') for minutes in (30, 0))
+    replicas = [
+        Panel("Replicas", "Wanted, ready, and the most there may be.", "none", [
+            (total(of_model("pagemill_deployment_desired_replicas"), "model"), "{{model}} wanted"),
+            (total(of_model("pagemill_deployment_ready_replicas"), "model"), "{{model}} ready"),
+            (total(of_model("pagemill_deployment_max_replicas"), "model"), "{{model}} most"),
+        ]),
+        Panel("Present spec", "Ready replicas that run the present spec, beside those wanted.", "none", [
+            (total(of_model("pagemill_deployment_updated_replicas"), "model"), "{{model}} updated"),
+            (total(of_model("pagemill_deployment_desired_replicas"), "model"), "{{model}} wanted"),
+        ]),
+        Panel("Decided or advised", "Replicas that the autoscaler has decided for, or advises.", "none", [
+            (total(process("pagemill_autoscaler_replicas"), "namespace", "deployment"), "{{namespace}}/{{deployment}}")
+        ]),
+        Panel("Forecast", "Replicas needed by the trend of 30 minutes.", "none", [
+            (recorded(rules.NEEDED), "{{model}} in {{horizon}}")
+        ]),
+        Panel("Forecast error", "Replicas forecast 30 minutes ago for now, less those needed now.", "none", [
+            (f"{forecast} offset 30m - ignoring (horizon) {needed}", MODEL),
+        ]),
+        Panel("Waiting requests", "In gateways, until an engine has capacity.", "none", [
+            (total(of_model("pagemill_gateway_queue_requests"), "model"), MODEL)
+        ]),
+    ]  # fmt: skip
+    starts = [
+        Panel("Cold starts by phase, median", "Of engine pods: from creation to ready.", "s", [
+            (f"histogram_quantile(0.5, {_phase_rates()})", "{{phase}}")
+        ]),
+        Panel("Cold starts by phase, 95th percentile", "Of engine pods: from creation to ready.", "s", [
+            (f"histogram_quantile(0.95, {_phase_rates()})", "{{phase}}")
+        ]),
+        Panel("Engines by phase", "As gateways know them.", "none", [
+            (f'max by (model, phase) ({of_model("pagemill_gateway_endpoints")})', "{{model}} {{phase}}")
+        ]),
+    ]  # fmt: skip
+    about = "Replicas wanted, ready and needed, and how long starts take."
+    rows = {"Replicas": replicas, "Starts": starts}
+    return Page("pagemill-autoscaling", "Pagemill / Autoscaling", about, "pagemill_gateway_endpoints", GATEWAYS, rows)
+
+
+def _phase_rates() -> str:
+    return per_second(process("pagemill_cold_start_phase_seconds_bucket"), "le", "phase")
+
+
+def gateway() -> Page:
+    requests = [
+        Panel("Requests", "Answered, by status; 499: the client left.", "reqps", [
+            (per_second(of_model("pagemill_gateway_requests_total"), "model", "status"), "{{model}} {{status}}")
+        ]),
+        Panel("Time to first token", "From the request's headers to its first content.", "s",
+              quantiles(of_model("pagemill_gateway_time_to_first_token_seconds_bucket"), "model")),
+        Panel("Request time", "From the request's headers to its last byte.", "s",
+              quantiles(of_model("pagemill_gateway_request_seconds_bucket"), "model")),
+        Panel("In flight", "Requests being served, those that wait too.", "none", [
+            (total(of_model("pagemill_gateway_in_flight_requests"), "model"), MODEL)
+        ]),
+        Panel("Refused", "At the door by error code, and by limits of keys.", "reqps", [
+            (per_second(process("pagemill_gateway_requests_rejected_total"), "code"), "{{code}}"),
+            (per_second(process("pagemill_gateway_limited_total"), "reason"), "limit: {{reason}}"),
+        ]),
+        Panel("Tokens by tenant", "Charged, prompt and completion.", "ops", [
+            (per_second(process("pagemill_gateway_tenant_tokens_total"), "tenant", "kind"), "{{tenant}} {{kind}}")
+        ]),
+    ]  # fmt: skip
+    queue = [
+        Panel("Waiting", "Requests that wait for capacity.", "none", [
+            (total(of_model("pagemill_gateway_queue_requests"), "model"), MODEL)
+        ]),
+        Panel("Time in the queue", "Of requests that waited and were served.", "s",
+              quantiles(of_model("pagemill_gateway_queue_seconds_bucket"), "model")),
+        Panel("End of waiting", "By outcome: served, shed, full, timeout, deadline, failed or left.", "reqps", [
+            (per_second(of_model("pagemill_gateway_queue_ended_total"), "model", "outcome"), "{{model}} {{outcome}}")
+        ]),
+    ]  # fmt: skip
+    routing = [
+        Panel("Error of predicted first tokens", "As share of the measured time. Streams only.", "percentunit",
+              quantiles(of_model("pagemill_gateway_ttft_prediction_error_ratio_bucket"), "model")),
+        Panel("Routing", "Time to choose an endpoint.", "s",
+              quantiles(of_model("pagemill_gateway_routing_seconds_bucket"), "model")),
+        Panel("Decisions", "By policy and by what was known of the chosen endpoint.", "ops", [
+            (per_second(of_model("pagemill_gateway_routing_decisions_total"), "policy", "basis"),
+             "{{policy}} {{basis}}"),
+        ]),
+    ]  # fmt: skip
+    failures = [
+        Panel("Attempts at engines", "By outcome.", "reqps", [
+            (per_second(of_model("pagemill_gateway_upstream_attempts_total"), "model", "outcome"),
+             "{{model}} {{outcome}}"),
+        ]),
+        Panel("Retries, migrations and broken streams", "Requests begun anew, answers that another engine continued, "
+              "and streams that ended with an error.", "ops", [
+            (per_second(of_model("pagemill_gateway_upstream_retries_total"), "model"), "{{model}} retries"),
+            (per_second(of_model("pagemill_gateway_migrations_total"), "model"), "{{model}} migrations"),
+            (per_second(of_model("pagemill_gateway_broken_streams_total"), "model"), "{{model}} broken"),
+        ]),
+        Panel("Probes for poison requests", "Of requests with which engines ended, by outcome.", "ops", [
+            (per_second(of_model("pagemill_gateway_poison_probes_total"), "model", "outcome"), "{{model}} {{outcome}}")
+        ]),
+    ]  # fmt: skip
+    about = "Requests as clients see them: rates, errors, waiting, routing and what was repaired."
+    rows = {"Requests": requests, "Queue": queue, "Routing": routing, "Failures": failures}
+    return Page("pagemill-gateway", "Pagemill / Gateway", about, "pagemill_gateway_ready", GATEWAYS, rows)
+
+
+def operator() -> Page:
+    reconciles = [
+        Panel("Reconciles", "By result: success, requeue or error.", "ops", [
+            (per_second(process("controller_runtime_reconcile_total"), "result"), "{{result}}")
+        ]),
+        Panel("Reconcile time", "Duration of one reconcile.", "s",
+              quantiles(process("controller_runtime_reconcile_time_seconds_bucket"))),
+        Panel("Queue", "Deployments whose turn is due.", "none", [
+            (total(process("workqueue_depth"), "name"), "{{name}}")
+        ]),
+        Panel("Time in the queue", "How long a due deployment waited for a worker.", "s",
+              quantiles(process("workqueue_queue_duration_seconds_bucket"))),
+        Panel("Writes", "Objects written, by kind and verb.", "ops", [
+            (per_second(process("pagemill_operator_writes_total"), "kind", "verb"), "{{kind}} {{verb}}")
+        ]),
+        Panel("API server", "Requests by answer.", "reqps", [
+            (per_second(process("rest_client_requests_total"), "code"), "{{code}}")
+        ]),
+    ]  # fmt: skip
+    health = [
+        Panel("Leader", "1 for the operator that leads.", "none", [
+            (total(process("leader_election_master_status"), "instance"), "{{instance}}")
+        ]),
+        Panel("Quietest watch", "Since a watch last received something, by kind.", "s", [
+            (f'max by (resource) ({process("pagemill_operator_watch_age_seconds")})', "{{resource}}")
+        ]),
+        Panel("Deployments", "LLMDeployments that are served.", "none", [
+            (f'max by (instance) ({process("pagemill_operator_deployments")})', "{{instance}}")
+        ]),
+    ]  # fmt: skip
+    about = "Whether the operator leads, keeps up, and what it writes."
+    rows = {"Reconciles": reconciles, "Health": health}
+    models = "label_values(pagemill_deployment_desired_replicas, model)"
+    return Page("pagemill-operator", "Pagemill / Operator", about, "leader_election_master_status", models, rows)
+
+
+def all_pages() -> list[Page]:
+    return [fleet(), model(), autoscaling(), gateway(), operator()]

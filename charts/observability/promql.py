@@ -1,0 +1,19 @@
+"""Parts of PromQL expressions that rules and dashboards share: which engines count, and one label for the model."""
+
+from __future__ import annotations
+
+SERVES = "(pagemill_engine_ready == 1)"
+
+
+def by_model(expression: str) -> str:
+    """The sum for each model, of engines' series. Gateways and the operator call the label `model`."""
+    return f'sum by (model) (label_replace({expression}, "model", "$1", "model_name", "(.+)"))'
+
+
+def serving(series: str) -> str:
+    """Only of engines that accept requests: one that loads or sleeps has capacity for none."""
+    return f"({series} and on (instance, model_name) {SERVES})"
+
+
+def rate(series: str, window: str) -> str:
+    return f"rate({series}[{window}])"

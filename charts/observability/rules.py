@@ -1,0 +1,142 @@
+"""The recording rules: headroom, forecast, goodput, waste, cost and burn rates, each for one model.
+
+Recorded names say what they are by: `model:pagemill_headroom:ratio`. `alerts` and `dashboards` read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import yaml
+
+from observability.promql import by_model, rate, serving
+
+SATURATED = 0.9
+"""Share of the KV cache from which requests wait or are preempted."""
+TARGET = 0.8
+"""Share of the KV cache for which `replicas_needed` counts replicas."""
+TREND = "30m"
+FIRST_TOKEN_WITHIN_S = "2.5"
+"""A bucket's bound of `pagemill_gateway_time_to_first_token_seconds`."""
+BUDGETS = {"availability": 0.005, "first_token": 0.05}
+"""Share of requests that may miss each objective."""
+WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+MAX_FORECAST_MINUTES = 1440
+
+
+class Rule(NamedTuple):
+    """One recording rule."""
+
+    record: str
+    expr: str
+    about: str
+    labels: dict[str, str] = {}  # noqa: RUF012  # nothing changes it
+
+    def document(self) -> dict[str, Any]:
+        return {"record": self.record, "expr": self.expr, **({"labels": self.labels} if self.labels else {})}
+
+
+USAGE = "model_resource:pagemill_usage:ratio"
+HEADROOM = "model:pagemill_headroom:ratio"
+READY = "model:pagemill_engines_ready:count"
+KV_USED = "model:pagemill_kv_used:replicas"
+CEILING = "model:pagemill_replicas_ceiling:count"
+SATURATION = "model:pagemill_kv_saturation:minutes"
+NEEDED = "model:pagemill_replicas_needed:count"
+SERVED = "model:pagemill_tokens_served:rate5m"
+GOODPUT = "model:pagemill_goodput_requests:rate5m"
+WASTE = "model:pagemill_waste:ratio"
+COST = "model:pagemill_cost:per_hour"
+IDLE_COST = "model:pagemill_idle_cost:per_hour"
+TOKEN_COST = "model:pagemill_cost:per_million_tokens"
+
+
+def burn(window: str) -> str:
+    return f"model_slo:pagemill_error_budget_burn:rate{window}"
+
+
+def capacity_rules() -> list[Rule]:
+    running = by_model(serving("vllm:num_requests_running"))
+    places = by_model(serving("pagemill_engine_max_num_seqs"))
+    usage = by_model(serving("vllm:kv_cache_usage_perc"))
+    room = f"({SATURATED} * {CEILING} - predict_linear({KV_USED}[{TREND}], 0))"
+    minutes = f"{room} / (deriv({KV_USED}[{TREND}]) > 0) / 60"
+    return [
+        Rule(READY, by_model("pagemill_engine_ready"), "Engines that accept requests."),
+        Rule(KV_USED, usage, "KV cache that requests hold, in caches of whole replicas."),
+        Rule(USAGE, f"{KV_USED} / ({READY} > 0)", "Share of the KV cache in use.", {"resource": "kv"}),
+        Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequences that may run.", {"resource": "sequences"}),
+        Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "What is free of the scarcer of KV cache and sequences."),
+        Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Replicas that there may be."),
+        Rule(
+            SATURATION,
+            f"clamp({minutes}, 0, {MAX_FORECAST_MINUTES})",
+            f"Until {SATURATED:.0%} of the KV cache of all replicas that there may be is used; absent while it falls.",
+        ),
+        *(
+            Rule(
+                NEEDED,
+                f"ceil(clamp_min(predict_linear({KV_USED}[{TREND}], {minutes_ahead * 60}), 0) / {TARGET})",
+                f"Replicas that hold the KV cache at {TARGET:.0%}.",
+                {"horizon": f"{minutes_ahead}m"},
+            )
+            for minutes_ahead in (0, 5, 30)
+        ),
+    ]
+
+
+def work_rules() -> list[Rule]:
+    """What users got for the work and the money."""
+    served = 'pagemill_gateway_tokens_total{kind=~"prompt|completion"}'
+    within = f'pagemill_gateway_time_to_first_token_seconds_bucket{{le="{FIRST_TOKEN_WITHIN_S}"}}'
+    got = "sum by (model) (" + rate('pagemill_gateway_tokens_total{kind="completion"}', "15m") + ")"
+    generated = by_model(rate("vllm:generation_tokens_total", "15m"))
+    hourly = f"3600 * (sum by (model) ({rate(served, '1h')}) > 0)"
+    spent = "pagemill_deployment_gpus * pagemill_deployment_gpu_hour_price"
+    return [
+        Rule(SERVED, f"sum by (model) ({rate(served, '5m')})", "Prompt and generated tokens per second."),
+        Rule(
+            GOODPUT,
+            f"sum by (model) ({rate(within, '5m')})",
+            f"Requests per second whose first token came within {FIRST_TOKEN_WITHIN_S} s.",
+        ),
+        Rule(
+            WASTE,
+            f"clamp_min(1 - {got} / ({generated} > 0), 0)",
+            "Share of the generated tokens that no client of a gateway got.",
+        ),
+        Rule(COST, f"sum by (model) ({spent})", "Price of the GPUs that are held."),
+        Rule(IDLE_COST, f"{COST} * {HEADROOM}", "Price of the headroom."),
+        Rule(TOKEN_COST, f"1e6 * {COST} / ({hourly})", "Price of a million tokens served in the last hour."),
+    ]
+
+
+def slo_rules() -> Iterator[Rule]:
+    requests = 'pagemill_gateway_requests_total{model!=""}'
+    failed = 'pagemill_gateway_requests_total{model!="",status=~"5.."}'
+    first = "pagemill_gateway_time_to_first_token_seconds"
+    within = f'{first}_bucket{{le="{FIRST_TOKEN_WITHIN_S}"}}'
+    about = "How many times faster than allowed the error budget is used up."
+    for window in WINDOWS:
+        total = f"sum by (model) ({rate(requests, window)})"
+        errors = f"(sum by (model) ({rate(failed, window)}) or 0 * {total}) / ({total} > 0)"
+        first_tokens = f"sum by (model) ({rate(f'{first}_count', window)})"
+        late = f"1 - sum by (model) ({rate(within, window)}) / ({first_tokens} > 0)"
+        yield Rule(burn(window), f"{errors} / {BUDGETS['availability']}", about, {"slo": "availability"})
+        yield Rule(burn(window), f"({late}) / {BUDGETS['first_token']}", about, {"slo": "first_token"})
+
+
+def recording_groups() -> dict[str, list[Rule]]:
+    return {"pagemill.capacity": capacity_rules(), "pagemill.work": work_rules(), "pagemill.slo": list(slo_rules())}
+
+
+def rules_file(alerts: list[dict[str, Any]]) -> str:
+    """A file of Prometheus; `alerts` form its last group."""
+    groups = [
+        {"name": name, "interval": "30s", "rules": [each.document() for each in rules]}
+        for name, rules in recording_groups().items()
+    ]
+    groups.append({"name": "pagemill.alerts", "interval": "30s", "rules": alerts})
+    note = "# Generated from charts/observability by `python charts/generate.py`; do not edit.\n"
+    return note + yaml.safe_dump({"groups": groups}, sort_keys=False, width=10_000)

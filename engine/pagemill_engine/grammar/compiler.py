@@ -1,0 +1,111 @@
+"""Compiles forms into grammars, on threads beside the engine's loop, and keeps those that were used last.
+
+Front doors have checked a form before (`pagemill_protocol.grammars.check`): that its compiler ends in time. What it may
+spend here is limited again; a form that cannot be compiled gets a 400.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from pagemill_engine.grammar.state import GrammarState
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+MAX_GRAMMARS = 64
+
+
+class Grammar:
+    """A compiled form; every sequence has a state of its own."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+
+    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> GrammarState:
+        """After these tokens of an answer. Raises `PagemillError` if they do not fit."""
+        from pagemill_engine.grammar.state import GrammarState  # llguidance: only requests that have a form need it
+
+        state = GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, keeps_on)
+        for token_id in token_ids:
+            if fault := state.advance(token_id):
+                raise invalid_field("resume", f"The answer cannot be continued: {fault}. Send the request anew.")
+        return state
+
+
+class GrammarCompiler:
+    """Thread safe. The tokenizer is loaded, and its vocabulary prepared, with the first form."""
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._load_tokenizer = load_tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._compile: Callable[[StructuredOutputs], LLMatcher] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def submit(self, outputs: StructuredOutputs) -> Future[Grammar]:
+        """The grammar, or `PagemillError` (400) with the reason."""
+        with self._lock:
+            known = self._grammars.get(outputs)
+            if known is not None:
+                self._grammars.move_to_end(outputs)
+                done: Future[Grammar] = Future()
+                done.set_result(known)
+                return done
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+            return self._thread.submit(self._make, outputs)
+
+    def _make(self, outputs: StructuredOutputs) -> Grammar:
+        with self._lock:
+            if outputs in self._grammars:  # compiled for a request just before this one
+                return self._grammars[outputs]
+        if self._compile is None:
+            self._compile = self._prepare()
+        try:
+            grammar = Grammar(self._compile(outputs), self._eos_token_ids, self._vocab_size)
+            if grammar.state((), keeps_on=False).ended:
+                raise ValueError("nothing but an empty answer fits it")
+        except ValueError as error:
+            raise invalid_field(
+                "structured_outputs", f"The {outputs.kind} cannot be used: {str(error).rstrip('.')}."
+            ) from None
+        with self._lock:
+            self._grammars[outputs] = grammar
+            while len(self._grammars) > MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _prepare(self) -> Callable[[StructuredOutputs], LLMatcher]:
+        from llguidance import LLMatcher
+
+        from pagemill_engine.grammar.vocabulary import llguidance_tokenizer
+        from pagemill_protocol.grammars.parser import fault_of, parser_limits
+        from pagemill_protocol.grammars.source import grammar_text
+
+        tokenizer = self._load_tokenizer()
+        try:
+            vocabulary = llguidance_tokenizer(tokenizer, self._eos_token_ids, self._vocab_size)
+        except ValueError as error:
+            raise invalid_field("structured_outputs", f"This model cannot hold answers to a form: {error}.") from None
+        special = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids}
+
+        def compile(outputs: StructuredOutputs) -> LLMatcher:
+            matcher = LLMatcher(vocabulary, grammar_text(outputs, special), log_level=0, limits=parser_limits())
+            if fault := fault_of(matcher):
+                raise ValueError(fault)
+            return matcher
+
+        return compile

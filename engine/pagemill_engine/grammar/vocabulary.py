@@ -1,0 +1,52 @@
+"""A model's tokens as llguidance takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+MAX_SPELLINGS = 1024
+
+
+class _Tokens:
+    """What llguidance reads of a tokenizer: the bytes of all tokens, and how text that can only be one is spelled."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._spell = lru_cache(MAX_SPELLINGS)(self._spelling)
+        self.spell_greedily: Callable[[str], list[int]] = lambda text: []
+        self.eos_token_id = eos_token_id
+        # Rows of the logits beyond the tokenizer's vocabulary have no bytes, and are never allowed.
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(
+            token_id for token_id in {*tokenizer.special_ids, eos_token_id} if token_id < vocab_size
+        )
+
+    def __call__(self, text: str) -> list[int]:
+        """What a grammar prescribes letter by letter is asked for by every answer that comes to it."""
+        return list(self._spell(text))
+
+    def _spelling(self, text: str) -> list[int]:
+        """As the model saw it in training, unless the tokenizer adds or changes something: then by longest tokens."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if all(token_id < len(self.tokens) for token_id in token_ids):
+            spelled = b"".join(self.tokens[token_id] for token_id in token_ids)
+            if spelled == text.encode() and self._tokenizer.special_ids.isdisjoint(token_ids):
+                return token_ids
+        return self.spell_greedily(text)
+
+
+def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> LLTokenizer:
+    """Raises `ValueError` for a vocabulary that llguidance cannot use."""
+    if not eos_token_ids:
+        raise ValueError("the model has no end-of-sequence token")
+    tokens = _Tokens(tokenizer, eos_token_ids[0], vocab_size)
+    found = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(eos_token_ids))
+    tokens.spell_greedily = found.greedy_tokenize
+    return found

@@ -1,0 +1,121 @@
+"""The door of the scheduler: requests enter it at once, those that prescribe a form when that is compiled.
+
+Until then they have been checked and are in no queue, and the loop goes on. The compiler is `pagemill_engine.grammar`'s
+and works on a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pagemill_engine.grammar.compiler import Grammar, GrammarCompiler
+from pagemill_engine.ipc.messages import TokensOut
+from pagemill_engine.loop.refusals import aborts, refusals
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.scheduler.admission import already_served
+from pagemill_engine.scheduler.scheduler import Scheduler
+from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.005
+"""How long an engine with nothing else to do waits for a grammar before it looks for messages."""
+
+
+class FormingRequests:
+    def __init__(self, model: str, scheduler: Scheduler, info: RunnerInfo) -> None:
+        limits = scheduler.limits
+        self.load_tokenizer: Callable[[], Tokenizer] = partial(_tokenizer_of, model)
+        """Called with the first request that prescribes a form, on the compiler's thread; an owner that has the model's
+        tokenizer already sets another one."""
+        self._scheduler = scheduler
+        self._masks_tokens = info.masks_tokens
+        self._compiler = GrammarCompiler(lambda: self.load_tokenizer(), limits.eos_token_ids, limits.vocab_size)
+        self._forming: dict[str, tuple[GenerateRequest, Future[Grammar]]] = {}
+        self._ends: list[TokensOut] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._forming or self._ends)
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request, now or when its form is compiled. Raises `PagemillError` if it cannot be served here."""
+        outputs = request.sampling.structured_outputs
+        if not self._masks_tokens:
+            _check_restricts_nothing(request.sampling)
+        if outputs is None:
+            self._scheduler.add(request)
+            return
+        num_forming = sum(each.sampling.num_sequences for each, _ in self._forming.values())
+        self._scheduler.check(request, num_forming)
+        if request.request_id in self._forming:
+            raise already_served(request.request_id)
+        self._forming[request.request_id] = (request, self._compiler.submit(outputs))
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request whose form is not compiled yet; ids of others are ignored."""
+        if request_id in self._forming:
+            request, _ = self._forming.pop(request_id)
+            self._ends += aborts(request)
+
+    def raise_allowance(self, request_id: str, allowance: int) -> None:
+        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids have ended."""
+        self._scheduler.raise_allowance(request_id, allowance)
+        if request_id in self._forming:
+            request, future = self._forming[request_id]
+            if request.token_allowance is not None and request.token_allowance < allowance:
+                self._forming[request_id] = (msgspec.structs.replace(request, token_allowance=allowance), future)
+
+    def queue_compiled(self, *, may_wait: bool) -> None:
+        """Queue those whose form is compiled, in order of arrival. `may_wait`: a moment for one, if there is none."""
+        if not self._forming:
+            return
+        if may_wait:
+            wait([future for _, future in self._forming.values()], POLL_S, FIRST_COMPLETED)
+        for request_id, (request, future) in list(self._forming.items()):
+            if future.done():
+                del self._forming[request_id]
+                try:
+                    self._scheduler.add(request, _grammar_of(future))
+                except PagemillError as error:
+                    self._ends += refusals(request, error)
+
+    def take_ends(self) -> list[TokensOut]:
+        """Outputs of requests that ended before they were queued, since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
+
+
+def _check_restricts_nothing(sampling: SamplingParams) -> None:
+    for field in ("structured_outputs", "allowed_token_ids", "bad_words"):
+        if getattr(sampling, field):
+            raise invalid_field(field, f"A simulated device cannot hold answers to {field}. Remove it.")
+
+
+def _tokenizer_of(model: str) -> Tokenizer:
+    from pagemill_protocol.sources import resolve_source  # few engines need what these import
+    from pagemill_protocol.text.load_bundle import load_bundle
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+    return Tokenizer(load_bundle(resolve_source(model, field="model")))
+
+
+def _grammar_of(future: Future[Grammar]) -> Grammar:
+    try:
+        return future.result()
+    except PagemillError:
+        raise
+    except Exception as error:
+        logger.error("a form could not be compiled", exc_info=error)
+        raise internal_error() from error

@@ -1,0 +1,77 @@
+"""Whether every value that a JSON schema allows would contain another value of the schema, and so never end.
+
+A schema ends if what it requires ends: the least fixed point over its references. Looks at the keywords that require
+something; a schema that uses others to the same effect is not found, and its answers end at their length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MAX_STEPS = 100_000
+
+
+def is_endless(schema: Any) -> bool:
+    return not _Search(schema).ends(schema, frozenset())
+
+
+class _Search:
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._steps = 0
+        self._known: set[str] = set()
+        """References that end."""
+
+    def ends(self, schema: Any, within: frozenset[str]) -> bool:
+        """`within`: references that are being followed."""
+        self._steps += 1
+        if not isinstance(schema, dict) or self._steps > _MAX_STEPS or "enum" in schema or "const" in schema:
+            return True
+        parts = schema.get("allOf")
+        needed = [*(parts if isinstance(parts, list) else []), *self._required(schema)]
+        if not all(self.ends(each, within) for each in needed):
+            return False
+        for key in ("anyOf", "oneOf"):
+            options = schema.get(key)
+            if isinstance(options, list) and options and not any(self.ends(each, within) for each in options):
+                return False
+        reference = schema.get("$ref")
+        return not isinstance(reference, str) or self._reference_ends(reference, within)
+
+    def _reference_ends(self, reference: str, within: frozenset[str]) -> bool:
+        if reference in self._known:
+            return True
+        if reference in within:
+            return False
+        target = self._resolve(reference)
+        if not self.ends(target, within | {reference}):
+            return False
+        self._known.add(reference)
+        return True
+
+    def _required(self, schema: dict[str, Any]) -> list[Any]:
+        """Schemas of values that a value of this schema must contain, if it is of the only type that it may have."""
+        kind, properties = schema.get("type"), schema.get("properties")
+        if kind == "object" and isinstance(properties, dict):
+            required = schema.get("required")
+            names = required if isinstance(required, list) else []
+            return [properties.get(name) for name in names if isinstance(name, str)]
+        least = schema.get("minItems")
+        if kind == "array" and isinstance(least, int) and least > 0:
+            prefix = schema.get("prefixItems")
+            prefix = prefix[:least] if isinstance(prefix, list) else []
+            return [*prefix, schema.get("items")] if least > len(prefix) else prefix
+        return []
+
+    def _resolve(self, reference: str) -> Any:
+        """The schema that a reference within the document names; `True` for all others, which are refused elsewhere."""
+        found = self._root
+        if not reference.startswith("#"):
+            return True
+        for step in filter(None, reference[1:].split("/")):
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list):
+                found = found[int(name)] if name.isdecimal() and int(name) < len(found) else True
+            else:
+                found = found.get(name, True) if isinstance(found, dict) else True
+        return found

@@ -1,0 +1,149 @@
+"""Bounds on a form that are known without compiling it: nesting, sizes, regular expressions, and schemas without end.
+
+What only the compiler can know is bounded in the process of `check`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pagemill_protocol.grammars.endless import is_endless
+from pagemill_protocol.structured_outputs import StructuredOutputs
+
+MAX_DEPTH = 64
+MAX_VALUES = 20_000
+"""Values in a schema, its keys not counted."""
+MAX_LITERAL_CHARS = 8192
+"""Of one text in a schema: what a grammar prescribes letter by letter is tokenized in one step."""
+MAX_EXPANDED = 10_000
+"""Characters of a regular expression with its repetitions written out."""
+MAX_STRUCTURES = 128
+_COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}|~ ?(\d+)(?:\.\.(\d+))?")
+
+
+def check_limits(outputs: StructuredOutputs) -> None:
+    """Raise `ValueError` with what is too large or wrong, and the remedy."""
+    if outputs.json_schema:
+        _check_schema(_parsed(outputs.json_schema))
+    if outputs.regex:
+        _check_regex(outputs.regex)
+    if outputs.grammar:
+        _check_grammar(outputs.grammar)
+    if outputs.structural_tag:
+        _check_tag(_parsed(outputs.structural_tag))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; use fewer levels, or $ref") from None
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, dict | bool):
+        raise ValueError("a schema must be an object or a boolean")
+    for num_values, (key, value, depth) in enumerate(_values("", schema, 0), start=1):
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; use fewer levels, or $ref")
+        if num_values > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES} values; send a smaller one")
+        if isinstance(value, str) and len(value) > MAX_LITERAL_CHARS and key not in ("description", "title"):
+            raise ValueError(
+                f"a text below `{key[:80]}` has {len(value)} characters; at most {MAX_LITERAL_CHARS} are allowed"
+            )
+        if key == "pattern" and isinstance(value, str):
+            _check_regex(value)
+    if is_endless(schema):
+        raise ValueError("no value is valid for it: every one would contain another without end; allow a value to end")
+
+
+def _values(key: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
+    """Every value below this one, with the key it is nearest to. Depth first, no deeper than just beyond the limit."""
+    yield key, value, depth
+    if depth > MAX_DEPTH:
+        return
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from _values(name, each, depth + 1)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _values(key, each, depth + 1)
+
+
+def _check_regex(pattern: str) -> None:
+    size = expanded_size(pattern)
+    if size > MAX_EXPANDED:
+        raise ValueError(
+            f"the regular expression {pattern[:80]!r} has {size} characters when its repetitions are written out; at "
+            f"most {MAX_EXPANDED} are allowed: lower the counts in braces"
+        )
+
+
+def _check_grammar(grammar: str) -> None:
+    """Rules may repeat each other, so their counts multiply."""
+    product = 1
+    for line in grammar.splitlines():
+        product *= max([1, *(_most(match) for match in _COUNT.finditer(line))])
+    if product > MAX_EXPANDED * 10:
+        raise ValueError(
+            f"its repetitions multiply to {product}; at most {MAX_EXPANDED * 10} are allowed: lower the counts"
+        )
+
+
+def _check_tag(tag: Any) -> None:
+    if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
+        raise ValueError('it must be an object such as {"structures": [{"begin", "schema", "end"}], "triggers": [...]}')
+    if len(tag["structures"]) > MAX_STRUCTURES:
+        raise ValueError(f"it has {len(tag['structures'])} structures; at most {MAX_STRUCTURES} are allowed")
+    triggers = tag.get("triggers")
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(each, str) and each for each in triggers):
+        raise ValueError("`triggers` must be a list of strings that are not empty")
+    for structure in tag["structures"]:
+        if not isinstance(structure, dict) or not all(isinstance(structure.get(key), str) for key in ("begin", "end")):
+            raise ValueError("each structure must have `begin` and `end`, both strings, and `schema`")
+        _check_schema(structure.get("schema"))
+
+
+def expanded_size(pattern: str) -> int:
+    """Characters of a regular expression if every counted repetition were written out."""
+    sizes, last = [0], 0
+    at = 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at, last = at + 2, 1
+        elif char == "[":
+            at, last = _after_class(pattern, at), 1
+        elif char == "(":
+            sizes.append(0)
+            at, last = at + 1, 0
+            continue
+        elif char == ")" and len(sizes) > 1:
+            at, last = at + 1, sizes.pop()
+        elif char == "{" and (match := _COUNT.match(pattern, at)):
+            at, last = match.end(), last * max(0, _most(match) - 1)
+        else:
+            at, last = at + 1, 1
+        sizes[-1] += last
+        # A count right behind repeats what was just added.
+        if at < len(pattern) and pattern[at] == "{" and (match := _COUNT.match(pattern, at)):
+            sizes[-1] += last * max(0, _most(match) - 1)
+            last *= _most(match)
+            at = match.end()
+    return sum(sizes)
+
+
+def _after_class(pattern: str, at: int) -> int:
+    at += 2 if pattern[at + 1 : at + 2] in ("]", "^") else 1
+    while at < len(pattern) and pattern[at] != "]":
+        at += 2 if pattern[at] == "\\" else 1
+    return at + 1
+
+
+def _most(match: re.Match[str]) -> int:
+    """The larger number of a counted repetition."""
+    return max([int(number[:12]) for number in match.groups() if number] or [1])

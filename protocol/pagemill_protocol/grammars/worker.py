@@ -1,0 +1,69 @@
+"""The process in which forms are compiled for the first time, apart from the server: what its author wrote may take
+unbounded time or memory, or bring the compiler down.
+
+Started by `check` as a plain script; confined and timed as `text.confinement` says. It compiles for a vocabulary of the
+256 bytes, which costs about what a real one does and finds what has no beginning.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from pagemill_protocol.grammars.limits import check_limits
+from pagemill_protocol.grammars.parser import MAX_MESSAGE_CHARS, fault_of, parser_limits
+from pagemill_protocol.grammars.source import grammar_text
+from pagemill_protocol.structured_outputs import StructuredOutputs
+from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
+
+_EOS = 256
+
+
+class ByteTokenizer:
+    """A token for each byte, and an end."""
+
+    eos_token_id = _EOS
+    bos_token_id = None
+    tokens = [bytes([value]) for value in range(256)] + [b"<eos>"]
+    special_token_ids = [_EOS]  # noqa: RUF012 read by llguidance
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def check(form: dict[str, Any], tokenizer: LLTokenizer) -> str:
+    """What is wrong with a form; empty if nothing is."""
+    outputs = msgspec.convert(form, StructuredOutputs)
+    try:
+        check_limits(outputs)
+        # A special token of a trigger is compiled as text here: only engines know which tokens are special.
+        matcher = LLMatcher(tokenizer, grammar_text(outputs), log_level=0, limits=parser_limits())
+    except ValueError as error:
+        return str(error)[:MAX_MESSAGE_CHARS]
+    fault = fault_of(matcher)
+    if fault:
+        return fault
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    return fault_of(matcher) or ("the only answer that fits it is empty" if mask == 1 << _EOS else "")
+
+
+def main() -> None:
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    setup = read_frame(requests)
+    if setup is None:
+        return
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteTokenizer()))
+    check({"json_schema": '{"$ref": "#/$defs/a", "$defs": {"a": {"type": "string", "pattern": "^a+$"}}}'}, tokenizer)
+    confine(setup["memory_bytes"])
+    write_frame(replies, {"errors": {}})
+    while (request := read_frame(requests)) is not None:
+        with timed(setup["cpu_limit_s"], setup["wall_limit_s"]):
+            fault = check(request["variables"], tokenizer)
+        write_frame(replies, {"text": fault})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What an answer must look like: the form that a request prescribes, as one immutable value.
+
+Clients' dialects and the offline API build it, `SamplingParams` carries it to the engine. `pagemill_protocol.grammars`
+checks it and writes it as a grammar, `pagemill_engine.grammar` holds answers to it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.keywords import CheckedKeywords
+
+MAX_SOURCE_CHARS = 128 * 1024
+"""Of a schema, a grammar or a structural tag."""
+MAX_REGEX_CHARS = 8 * 1024
+MAX_OPTIONS = 2048
+MAX_OPTION_CHARS = 4096
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, metaclass=CheckedKeywords):
+    """Exactly one of the fields is set."""
+
+    json_schema: str = ""
+    """JSON text of a JSON schema that the answer is valid for."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str = ""
+    """A regular expression that matches the whole answer."""
+    choice: tuple[str, ...] = ()
+    """The answer is one of these texts."""
+    grammar: str = ""
+    """A context-free grammar in Lark's syntax or in GBNF."""
+    structural_tag: str = ""
+    """JSON text: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`. Free text, in which each tag that
+    a trigger begins holds JSON that is valid for the schema of its structure."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return next(name for name in self.__struct_fields__ if getattr(self, name))
+
+    def validate(self, param: str = "structured_outputs") -> None:
+        """Raise `PagemillError` (400) unless exactly one form is given, of a size that may be compiled."""
+        given = [name for name in self.__struct_fields__ if getattr(self, name)]
+        if len(given) != 1:
+            names = ", ".join(self.__struct_fields__)
+            found = " and ".join(given) or "none"
+            raise invalid_field(param, f"{param} must have exactly one of {names}, but it has {found}.")
+        for name in ("json_schema", "grammar", "structural_tag"):
+            _check_size(param, name, getattr(self, name), MAX_SOURCE_CHARS)
+        _check_size(param, "regex", self.regex, MAX_REGEX_CHARS)
+        self._check_choice(param)
+
+    def _check_choice(self, param: str) -> None:
+        if len(self.choice) > MAX_OPTIONS:
+            raise invalid_field(
+                param, f"{param} offers {len(self.choice)} choices; at most {MAX_OPTIONS} are allowed. Offer fewer."
+            )
+        for text in self.choice:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_OPTION_CHARS:
+                raise invalid_field(
+                    param, f"Each choice of {param} must be a string of 1 to {MAX_OPTION_CHARS} characters."
+                )
+
+
+def _check_size(param: str, name: str, text: str, most: int) -> None:
+    if not isinstance(text, str):
+        raise invalid_field(param, f"{name} of {param} must be a string, got {type(text).__name__}.")
+    if len(text) > most:
+        raise invalid_field(
+            param, f"The {name} of {param} has {len(text)} characters; at most {most} are allowed. Send a smaller one."
+        )

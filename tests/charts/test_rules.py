@@ -1,0 +1,99 @@
+"""Every recording rule and alert, evaluated by the real `promtool`: when it speaks and when it does not."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus import promtool
+from rule_cases import ALERT_CASES, RULE_CASES, AlertCase, RuleCase, Series
+
+from observability.alerts import ALERTS
+from observability.rules import recording_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "charts" / "pagemill" / "files" / "rules.yaml"
+RUNBOOK_SECTIONS = ["## Meaning", "## Impact", "## What to look at", "## What to do"]
+
+
+Check = dict[str, Any]
+
+
+def rule_check(case: RuleCase) -> Check:
+    matchers = f"{{{case.labels}}}" if case.labels else ""
+    labels = ",".join(part for part in ('model="tiny"', case.labels) if part)
+    samples = [] if case.value is None else [{"labels": f"{{{labels}}}", "value": case.value}]
+    expression = f"round({case.record}{matchers}, 0.001)"
+    return {"expr": expression, "eval_time": f"{case.minutes}m", "exp_samples": samples}
+
+
+def alert_check(case: AlertCase) -> Check:
+    return {
+        "expr": f'count(ALERTS{{alertname="{case.alert}",alertstate="firing"}}) > bool 0',
+        "eval_time": f"{case.minutes}m",
+        "exp_samples": [{"labels": "{}", "value": 1}] if case.fires else [],
+    }
+
+
+def promtool_tests(checks: Iterable[tuple[Series, Check]]) -> list[Check]:
+    """One test of promtool for all checks of the same series: each test has a database of its own."""
+    tests: dict[tuple[tuple[str, str], ...], Check] = {}
+    for series, check in checks:
+        inputs = [{"series": each, "values": values} for each, values in series.items()]
+        test = {"name": check["expr"], "interval": "1m", "input_series": inputs, "promql_expr_test": []}
+        tests.setdefault(tuple(series.items()), test)["promql_expr_test"].append(check)
+    return list(tests.values())
+
+
+def run_promtool(folder: Path, checks: Iterable[tuple[Series, Check]]) -> subprocess.CompletedProcess[str]:
+    file = folder / "tests.yaml"
+    document = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": promtool_tests(checks)}
+    file.write_text(yaml.safe_dump(document))
+    return promtool("test", "rules", file)
+
+
+def test_the_rules_are_valid() -> None:
+    done = promtool("check", "rules", RULES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_recording_rule_has_the_value_of_its_case(tmp_path: Path) -> None:
+    done = run_promtool(tmp_path, ((case.series, rule_check(case)) for case in RULE_CASES))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_fires_in_its_case_and_not_in_the_others(tmp_path: Path) -> None:
+    done = run_promtool(tmp_path, ((case.series, alert_check(case)) for case in ALERT_CASES))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("case", [ALERT_CASES[0], next(case for case in ALERT_CASES if not case.fires)], ids=str)
+def test_an_alert_that_behaves_otherwise_is_found(tmp_path: Path, case: AlertCase) -> None:
+    wrong = case._replace(fires=not case.fires)
+    assert run_promtool(tmp_path, [(case.series, alert_check(wrong))]).returncode != 0
+
+
+def test_no_rule_is_without_a_case_that_has_a_value_and_one_that_has_none_or_another() -> None:
+    records = {(each.record, tuple(each.labels.values())) for rules in recording_groups().values() for each in rules}
+    names = {record for record, _ in records}
+    with_value = {(case.record, tuple(case.labels.split('"')[1:2])) for case in RULE_CASES if case.value}
+    without = {case.record for case in RULE_CASES if case.value is None}
+    assert (records - with_value, names - without) == (set(), set())
+
+
+def test_no_alert_is_without_a_case_that_fires_and_one_that_does_not() -> None:
+    names = {each.name for each in ALERTS}
+    assert {case.alert for case in ALERT_CASES if case.fires} == names
+    assert {case.alert for case in ALERT_CASES if not case.fires} == names
+
+
+def test_each_alert_has_a_runbook_of_the_same_sections_and_no_runbook_is_without_an_alert() -> None:
+    for alert in ALERTS:
+        text = (ROOT / alert.runbook).read_text("utf-8")
+        assert [line for line in text.splitlines() if line.startswith("#")] == [f"# {alert.name}", *RUNBOOK_SECTIONS]
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "runbooks").glob("*.md")}
+    assert pages == {alert.runbook for alert in ALERTS}

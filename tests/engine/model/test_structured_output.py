@@ -1,0 +1,346 @@
+"""Answers have the form that their requests prescribe, whatever a model of random weights would rather say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from json_schemas import schemas
+from tiny_llama import write_tiny_llama
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.sampling import sampler
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.grammars.check import FormChecks
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.structured_outputs import StructuredOutputs
+from pagemill_protocol.structured_params import StructuredOutputsParams
+from pagemill_protocol.text.load_bundle import load_bundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+ENDS = ['"', "}", "]", '",', '"}', "},", "],", ","]
+FORMATS = jsonschema.FormatChecker(["date", "email", "ipv4", "uuid"])
+"""Those that the library checks as their standards say."""
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class Engine:
+    """A model of random weights with the vocabulary of the embedded one."""
+
+    def __init__(self, runner: Any, tokenizer: Tokenizer) -> None:
+        self.runner, self.tokenizer = runner, tokenizer
+        self.ends = [tokenizer.encode(text)[0] for text in ENDS]
+        self.bias = {**dict.fromkeys(self.ends, 6.0), self.ends[0]: 9.0}
+        self.core = self.make_core()
+        self.outputs: dict[tuple[str, int], Answer] = {}
+
+    def make_core(self, **settings: Any) -> EngineCore:
+        config = EngineConfig(
+            model="test", block_size=self.runner.info.block_size, eos_token_ids=self.tokenizer.eos_token_ids, **settings
+        )
+        core = EngineCore(config, self.runner)
+        core.forming.load_tokenizer = lambda: self.tokenizer
+        return core
+
+    def add(
+        self, name: str, form: StructuredOutputs | None, *, resume: Any = (), prompt: Any = (1,), **sampling: Any
+    ) -> None:
+        params = {"max_tokens": 400, "seed": 7, "temperature": 1.0, "logit_bias": self.bias, **sampling}
+        self.core.add(
+            GenerateRequest(
+                request_id=name,
+                model="test",
+                prompt_token_ids=list(prompt),
+                sampling=SamplingParams(structured_outputs=form, **params),
+                resume=list(resume),
+            )
+        )
+
+    def steps(self) -> Iterator[None]:
+        """After each step."""
+        while self.core.has_work:
+            for out in self.core.step().outputs:
+                answer = self.outputs.setdefault((out.request_id, out.choice), Answer())
+                answer.token_ids += out.token_ids
+                answer.num_logprobs += len(out.logprobs or ())
+                answer.finish_reason = out.finish_reason or answer.finish_reason
+                answer.error = out.error or answer.error
+                answer.num_preemptions = max(answer.num_preemptions, out.num_preemptions)
+            yield
+        self.core.check_integrity()
+
+    def run(self) -> dict[tuple[str, int], Answer]:
+        for _ in self.steps():
+            pass
+        return self.outputs
+
+    def text(self, name: str, choice: int = 0) -> str:
+        token_ids = self.outputs[name, choice].token_ids
+        return self.tokenizer.decode(token_ids)
+
+    def use(self, **settings: Any) -> None:
+        """Start with an empty scheduler."""
+        self.runner._rows.release(list(self.runner._rows._row_of))
+        self.core = self.make_core(**settings)
+        self.outputs = {}
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.num_logprobs = 0
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.num_preemptions = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Iterator[Tokenizer]:
+    found = Tokenizer(load_bundle(smollm2_path))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(tokenizer: Tokenizer, tmp_path_factory: Any, runner_loader: Callable[..., Any]) -> Engine:
+    folder = write_tiny_llama(
+        tmp_path_factory.mktemp("tiny"), vocab_size=tokenizer.vocab_size, max_position_embeddings=2048
+    )
+    return Engine(runner_loader(folder, max_model_len=2048, num_kv_blocks=2048, max_num_seqs=64), tokenizer)
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Engine:
+    loaded.use()
+    return loaded
+
+
+def json_form(schema: Any) -> StructuredOutputs:
+    return StructuredOutputsParams(json=schema)
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full, id="300"), pytest.param(8, id="38")])
+def test_answers_are_valid_for_their_schemas_at_temperature_1(engine: Engine, every: int) -> None:
+    chosen = dict(list(enumerate(schemas(300)))[::every])
+    checks = FormChecks()
+    for index, schema in chosen.items():
+        checks.check(json_form(schema))
+        engine.add(str(index), json_form(schema), max_tokens=1000, seed=index)
+    answers = engine.run()
+    for index, schema in chosen.items():
+        assert answers[str(index), 0].finish_reason == "stop", (schema, engine.text(str(index)))
+        value = json.loads(engine.text(str(index)))
+        jsonschema.validate(value, schema, jsonschema.Draft202012Validator, format_checker=FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"regex": r"\d{3}-[a-f]{2}"}, r"[0-9]{3}-[a-f]{2}"),
+        ({"regex": "a/b[x/]{2}"}, "a/b[x/]{2}"),
+        ({"choice": ["yes", "no", 'may"be', "été"]}, 'yes|no|may"be|été'),
+        ({"grammar": 'start: "SELECT " COLUMN\nCOLUMN: /[a-z]{1,3}/'}, "SELECT [a-z]{1,3}"),
+        ({"grammar": 'root ::= "yes" | "no" [0-9]'}, "yes|no[0-9]"),
+    ],
+)
+def test_an_answer_has_the_form_of_its_regex_choice_or_grammar(engine: Engine, form: Any, expected: str) -> None:
+    engine.add("r", StructuredOutputsParams(**form), n=4)
+    engine.run()
+    for choice in range(4):
+        assert re.fullmatch(expected, engine.text("r", choice))
+
+
+def test_any_json_object_is_an_object(engine: Engine) -> None:
+    engine.add("r", StructuredOutputs(json_object=True), logit_bias={**engine.bias, **dict.fromkeys(engine.ends, 15.0)})
+    engine.run()
+    assert isinstance(json.loads(engine.text("r")), dict)
+
+
+def test_a_tag_holds_its_schema_and_text_around_it_is_free(engine: Engine) -> None:
+    tag = {
+        "structures": [{"begin": "<call=get>", "schema": PERSON, "end": "</call>"}],
+        "triggers": ["<call="],
+    }
+    started = engine.tokenizer.encode("Some text. <call=", add_special_tokens=False)
+    engine.add("r", StructuredOutputsParams(structural_tag=tag), resume=[ChoiceResume(0, started, 0)], max_tokens=120)
+    engine.run()
+    text = engine.text("r")
+    assert text.startswith("get>{")
+    arguments, _ = text.removeprefix("get>").split("</call>", 1)
+    jsonschema.validate(json.loads(arguments), PERSON)
+
+
+def test_every_choice_has_the_form_and_may_differ(engine: Engine) -> None:
+    engine.add("r", json_form(PERSON), n=5)
+    engine.run()
+    texts = {engine.text("r", choice) for choice in range(5)}
+    assert len(texts) == 5
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_a_form_goes_with_penalties_minimum_and_logprobs(engine: Engine) -> None:
+    engine.add(
+        "r", json_form(PERSON), presence_penalty=2.0, repetition_penalty=1.5, min_tokens=8, logprobs=3, top_p=0.9
+    )
+    answer = engine.run()["r", 0]
+    jsonschema.validate(json.loads(engine.text("r")), PERSON)
+    assert answer.num_logprobs == len(answer.token_ids)
+
+
+def test_min_tokens_ask_for_no_more_than_the_form_allows(engine: Engine) -> None:
+    engine.add("r", StructuredOutputs(choice=("yes", "no")), min_tokens=50)
+    answer = engine.run()["r", 0]
+    assert answer.finish_reason == "stop"
+    assert engine.text("r") in ("yes", "no")
+
+
+def test_an_ignored_end_of_sequence_is_taken_only_where_nothing_else_fits(engine: Engine) -> None:
+    engine.add("r", StructuredOutputs(regex="(ab){1,9}"), ignore_eos=True)
+    answer = engine.run()["r", 0]
+    assert (engine.text("r"), answer.finish_reason) == ("ab" * 9, "stop")
+
+
+def test_rows_without_a_form_are_as_they_would_be_alone(engine: Engine) -> None:
+    engine.add("free", None, max_tokens=20, ignore_eos=True)
+    alone = list(engine.run()["free", 0].token_ids)
+    engine.use()
+    engine.add("formed", json_form(PERSON))
+    engine.add("free", None, max_tokens=20, ignore_eos=True)
+    assert engine.run()["free", 0].token_ids == alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"max_num_batched_tokens": 7, "max_num_seqs": 4}, id="chunked prefill"),
+        pytest.param({"overlap": True}, id="overlap"),
+        pytest.param({"enable_prefix_caching": False}, id="no prefix cache"),
+    ],
+)
+def test_the_answer_is_the_same_however_the_engine_steps(engine: Engine, settings: Any) -> None:
+    def answers() -> dict[tuple[str, int], list[int]]:
+        for name in "abc":
+            engine.add(name, json_form(PERSON), n=2, prompt=range(1, 30), seed=ord(name))
+        return {key: answer.token_ids for key, answer in engine.run().items()}
+
+    expected = answers()
+    engine.use(**settings)
+    assert answers() == expected
+
+
+def test_a_preempted_answer_goes_on_in_its_form(engine: Engine) -> None:
+    crowd = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
+    info = engine.runner.info
+    engine.runner.info = info._replace(num_blocks=6, step=None)
+    try:
+        engine.use(enable_prefix_caching=False)
+        for name in "abcd":
+            engine.add(name, json_form(crowd), seed=ord(name), prompt=range(1, 12))
+        answers = engine.run()
+    finally:
+        engine.runner.info = info
+    assert max(answer.num_preemptions for answer in answers.values()) > 0
+    for name in "abcd":
+        jsonschema.validate(json.loads(engine.text(name)), crowd)
+
+
+def test_another_engine_continues_an_answer_at_any_token(engine: Engine) -> None:
+    engine.add("r", json_form(PERSON))
+    whole = list(engine.run()["r", 0].token_ids)
+    for cut in range(1, len(whole) + 1):
+        engine.use()
+        engine.add("r", json_form(PERSON), resume=[ChoiceResume(0, whole[:cut], 0)])
+        answer = engine.run()["r", 0]
+        assert (whole[:cut] + answer.token_ids, answer.finish_reason) == (whole, "stop")
+
+
+def test_tokens_that_do_not_fit_the_form_are_not_continued(engine: Engine) -> None:
+    engine.add("r", json_form(PERSON), resume=[ChoiceResume(0, engine.tokenizer.encode("Hello"), 0)])
+    answer = engine.run()["r", 0]
+    assert answer.finish_reason == "error"
+    assert "cannot be continued" in str(answer.error)
+
+
+def test_a_token_that_slips_through_the_mask_breaks_the_answer_off(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def everything(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr(sampler.reference, "apply_masks", everything)
+    engine.add("r", json_form(PERSON))
+    engine.add("free", None, max_tokens=5, ignore_eos=True)
+    answers = engine.run()
+    assert answers["r", 0].finish_reason == "error"
+    assert "does not fit its form" in str(answers["r", 0].error)
+    assert answers["free", 0].finish_reason == "length"
+
+
+def test_others_go_on_while_a_form_is_compiled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.add("free", None, max_tokens=30, ignore_eos=True)
+    engine.add("r", json_form(PERSON))
+    steps = engine.steps()
+    next(steps)
+    assert ("free", 0) in engine.outputs
+    for _ in steps:
+        pass
+    assert engine.outputs["r", 0].finish_reason == "stop"
+
+
+def test_an_abort_while_the_form_is_compiled_ends_every_choice(engine: Engine) -> None:
+    engine.add("r", json_form(PERSON), n=3)
+    engine.core.abort("r")
+    answers = engine.run()
+    assert [answers["r", choice].finish_reason for choice in range(3)] == ["abort"] * 3
+
+
+def test_an_allowance_that_is_raised_while_the_form_is_compiled_counts(engine: Engine) -> None:
+    sampling = SamplingParams(max_tokens=50, structured_outputs=StructuredOutputs(regex="a{40}"))
+    engine.core.add(
+        GenerateRequest(request_id="r", model="test", prompt_token_ids=[1], sampling=sampling, token_allowance=1)
+    )
+    engine.core.forming.raise_allowance("r", 50)
+    engine.run()
+    assert engine.text("r") == "a" * 40
+
+
+def test_a_form_that_cannot_be_compiled_refuses_its_request_alone(engine: Engine) -> None:
+    engine.add("bad", StructuredOutputs(json_schema='{"type": "nonsense"}'))
+    engine.add("good", json_form(PERSON))
+    answers = engine.run()
+    assert answers["bad", 0].finish_reason == "error"
+    assert "nonsense" in str(answers["bad", 0].error)
+    assert answers["good", 0].finish_reason == "stop"
+
+
+def test_beams_are_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(PagemillError, match="structured_outputs does not go with use_beam_search"):
+        engine.add("r", json_form(PERSON), use_beam_search=True, n=2, temperature=0, logit_bias=None)
+
+
+def test_masks_forbid_what_has_no_bit() -> None:
+    import torch
+
+    from pagemill_kernels.sampling import reference
+    from pagemill_kernels.sampling.batch import SamplingBatch, TokenMasks
+
+    bits = np.zeros((1, 3), dtype=np.int32)
+    bits[0, 1] = 1 << 5
+    bits[0, 2] = -(2**31)
+    logits = torch.arange(90.0).repeat(2, 1)
+    drawn = reference.sample_tokens(logits, SamplingBatch(masks=TokenMasks(np.array([1]), bits)))
+    assert drawn.token_ids.tolist() == [89, 37]

@@ -1,0 +1,72 @@
+"""The operator's series of each deployment: replicas, GPUs and the price, for as long as the deployment exists."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagemill_operator.controller.metrics import OperatorMetrics
+from pagemill_operator.plan.types import Group, Plan, Process
+from pagemill_operator.status.observation import Observation, ReplicaObservation
+
+ENGINE = Process("pagemill_engine.server", {}, gpus=2)
+PLAN = Plan("default", "chat", 1, ("tiny",), "hf://x", (Group("chat", 3, ENGINE, digest="new"),), gpu_hour_price=2.5)
+REPLICAS = (
+    ReplicaObservation("chat-0", "ready", "new"),
+    ReplicaObservation("chat-1", "ready", "old"),
+    ReplicaObservation("chat-2", "asleep", "new"),
+    ReplicaObservation("chat-3", "gone", "old"),
+)
+
+
+def series(metrics: OperatorMetrics) -> dict[tuple[str, str], float]:
+    """(name without the prefix, model) -> value."""
+    families = text_string_to_metric_families(metrics.text().decode())
+    samples = [sample for family in families for sample in family.samples]
+    prefix = "pagemill_deployment_"
+    return {(s.name[len(prefix) :], s.labels["model"]): s.value for s in samples if s.name.startswith(prefix)}
+
+
+def test_replicas_gpus_and_price_are_those_of_the_observation() -> None:
+    metrics = OperatorMetrics()
+    metrics.observed(Observation(PLAN, REPLICAS))
+    assert series(metrics) == {
+        ("desired_replicas", "tiny"): 3,
+        ("ready_replicas", "tiny"): 2,
+        ("updated_replicas", "tiny"): 1,
+        ("max_replicas", "tiny"): 3,
+        ("gpus", "tiny"): 6,
+        ("gpu_hour_price", "tiny"): 2.5,
+    }
+
+
+def test_a_price_that_is_removed_is_not_exported_any_more() -> None:
+    metrics = OperatorMetrics()
+    metrics.observed(Observation(PLAN, REPLICAS))
+    metrics.observed(Observation(replace(PLAN, gpu_hour_price=None), REPLICAS))
+    assert ("gpu_hour_price", "tiny") not in series(metrics)
+    assert series(metrics)["gpus", "tiny"] == 6
+
+
+def test_another_model_name_replaces_the_series() -> None:
+    metrics = OperatorMetrics()
+    metrics.observed(Observation(PLAN, REPLICAS))
+    metrics.observed(Observation(replace(PLAN, names=("large",)), REPLICAS))
+    assert {model for _, model in series(metrics)} == {"large"}
+
+
+def test_a_spec_that_cannot_be_read_leaves_the_series() -> None:
+    metrics = OperatorMetrics()
+    metrics.observed(Observation(PLAN, REPLICAS))
+    before = series(metrics)
+    metrics.observed(Observation(None))
+    assert series(metrics) == before
+
+
+def test_a_deployment_that_is_gone_has_no_series() -> None:
+    metrics = OperatorMetrics()
+    metrics.observed(Observation(PLAN, REPLICAS))
+    metrics.forget_deployment(PLAN.key)
+    metrics.forget_deployment(PLAN.key)
+    assert series(metrics) == {}

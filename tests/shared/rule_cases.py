@@ -1,0 +1,144 @@
+"""For each recording rule and alert: series that make it speak, and series that leave it silent.
+
+Series are in the notation of `promtool test rules`: `0+2x60` is 0, 2, 4, ... once a minute.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MODEL = 'model="tiny"'
+OF = '{instance="a",model_name="tiny"}'
+READY = {f"pagemill_engine_ready{OF}": "1x90"}
+ASLEEP = {f"pagemill_engine_ready{OF}": "0x60"}
+KV = f"vllm:kv_cache_usage_perc{OF}"
+TOKENS = f'pagemill_gateway_tokens_total{{kind="completion",{MODEL}}}'
+FIRST = "pagemill_gateway_time_to_first_token_seconds"
+WITHIN, FIRST_COUNT = f'{FIRST}_bucket{{le="2.5",{MODEL}}}', f"{FIRST}_count{{{MODEL}}}"
+FAILED = f'pagemill_gateway_requests_total{{status="500",{MODEL}}}'
+ANSWERED = f'pagemill_gateway_requests_total{{status="200",{MODEL}}}'
+DEPLOYMENT = f'{{deployment="chat",{MODEL},namespace="default"}}'
+PRICE = f"pagemill_deployment_gpu_hour_price{DEPLOYMENT}"
+GPUS = f"pagemill_deployment_gpus{DEPLOYMENT}"
+MAX = f"pagemill_deployment_max_replicas{DEPLOYMENT}"
+DESIRED, UPDATED = (
+    f"pagemill_deployment_desired_replicas{DEPLOYMENT}",
+    f"pagemill_deployment_updated_replicas{DEPLOYMENT}",
+)
+BLAMED = f'pagemill_gateway_poison_probes_total{{{MODEL},outcome="blamed"}}'
+CLEARED = f'pagemill_gateway_poison_probes_total{{{MODEL},outcome="cleared"}}'
+
+Series = dict[str, str]
+
+
+class RuleCase(NamedTuple):
+    """`value`: what `expr` is after `minutes` with these series; None: nothing."""
+
+    record: str
+    series: Series
+    value: float | None
+    labels: str = ""
+    """Of the recorded series, besides the model."""
+    minutes: int = 60
+
+
+class AlertCase(NamedTuple):
+    alert: str
+    series: Series
+    fires: bool
+    minutes: int = 60
+
+
+RISING = READY | {KV: "0+0.01x60"}
+FALLING = READY | {KV: "0.9-0.01x60"}
+SLOW_FIRST_TOKENS = {WITHIN: "0+50x60", FIRST_COUNT: "0+100x60"}
+BATCH = READY | {
+    f"vllm:num_requests_running{OF}": "8x60",
+    f"pagemill_engine_max_num_seqs{OF}": "32x60",
+    KV: "0.5x60",
+}
+PAID = {PRICE: "2x60", GPUS: "4x60"}
+BURN_WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
+
+RULE_CASES = [
+    RuleCase("model:pagemill_engines_ready:count", READY, 1),
+    RuleCase("model:pagemill_engines_ready:count", {}, None),
+    RuleCase("model:pagemill_kv_used:replicas", READY | {KV: "0.5x60"}, 0.5),
+    RuleCase("model:pagemill_kv_used:replicas", ASLEEP | {KV: "0.5x60"}, None),
+    RuleCase("model_resource:pagemill_usage:ratio", BATCH, 0.5, 'resource="kv"'),
+    RuleCase("model_resource:pagemill_usage:ratio", BATCH, 0.25, 'resource="sequences"'),
+    RuleCase("model_resource:pagemill_usage:ratio", ASLEEP | {KV: "0.5x60"}, None),
+    RuleCase("model:pagemill_headroom:ratio", BATCH, 0.5),
+    RuleCase("model:pagemill_headroom:ratio", ASLEEP, None),
+    RuleCase("model:pagemill_replicas_ceiling:count", READY | {MAX: "8x60"}, 8),
+    RuleCase("model:pagemill_replicas_ceiling:count", READY, 1),
+    RuleCase("model:pagemill_replicas_ceiling:count", {}, None),
+    # 0.01 a minute: at 0.5 after 50 minutes, so 0.9 of one replica is reached 40 minutes later.
+    RuleCase("model:pagemill_kv_saturation:minutes", RISING, 40, minutes=50),
+    # With one replica more there are 100 minutes more until 0.9 of both.
+    RuleCase("model:pagemill_kv_saturation:minutes", RISING | {MAX: "2x60"}, 130, minutes=50),
+    RuleCase("model:pagemill_kv_saturation:minutes", FALLING, None, minutes=50),
+    RuleCase("model:pagemill_replicas_needed:count", RISING, 1, 'horizon="0m"', minutes=50),
+    RuleCase("model:pagemill_replicas_needed:count", RISING, 1, 'horizon="30m"', minutes=45),
+    RuleCase("model:pagemill_replicas_needed:count", RISING, 2, 'horizon="30m"', minutes=55),
+    RuleCase("model:pagemill_replicas_needed:count", RISING, 1, 'horizon="5m"', minutes=50),
+    RuleCase("model:pagemill_replicas_needed:count", ASLEEP | {KV: "0x60"}, None),
+    RuleCase("model:pagemill_tokens_served:rate5m", {TOKENS: "0+600x60"}, 10),
+    RuleCase(
+        "model:pagemill_tokens_served:rate5m",
+        {f'pagemill_gateway_tokens_total{{kind="cached",{MODEL}}}': "0+6x60"},
+        None,
+    ),
+    RuleCase("model:pagemill_goodput_requests:rate5m", {WITHIN: "0+60x60"}, 1),
+    RuleCase("model:pagemill_goodput_requests:rate5m", {WITHIN.replace("2.5", "0.1"): "0+60x60"}, None),
+    RuleCase("model:pagemill_waste:ratio", {TOKENS: "0+75x60", f"vllm:generation_tokens_total{OF}": "0+100x60"}, 0.25),
+    RuleCase("model:pagemill_waste:ratio", {TOKENS: "5x60", f"vllm:generation_tokens_total{OF}": "5x60"}, None),
+    RuleCase("model:pagemill_cost:per_hour", PAID, 8),
+    RuleCase("model:pagemill_cost:per_hour", {GPUS: "4x60"}, None),
+    RuleCase("model:pagemill_idle_cost:per_hour", PAID | BATCH, 4),
+    RuleCase("model:pagemill_idle_cost:per_hour", BATCH, None),
+    # 8 an hour and 3,600 tokens a minute: 216,000 tokens an hour.
+    RuleCase("model:pagemill_cost:per_million_tokens", PAID | {TOKENS: "0+3600x60"}, 37.037),
+    RuleCase("model:pagemill_cost:per_million_tokens", PAID | {TOKENS: "7x60"}, None),
+    *(
+        RuleCase(f"model_slo:pagemill_error_budget_burn:rate{window}", series, value, labels, minutes=40)
+        for window in BURN_WINDOWS
+        for series, value, labels in (
+            ({FAILED: "0+1x40", ANSWERED: "0+99x40"}, 2, 'slo="availability"'),
+            ({ANSWERED: "0+99x40"}, 0, 'slo="availability"'),
+            (SLOW_FIRST_TOKENS, 10, 'slo="first_token"'),
+            ({ANSWERED: "9x40", WITHIN: "9x40", FIRST_COUNT: "9x40"}, None, ""),
+        )
+    ),
+]
+
+ALERT_CASES = [
+    AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+10x60", ANSWERED: "0+90x60"}, True),
+    AlertCase("PagemillErrorBudgetBurnsFast", SLOW_FIRST_TOKENS, True),
+    # Over, for the short window: a page would come too late to help.
+    AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+10x40 400x60", ANSWERED: "0+90x100"}, False, 90),
+    AlertCase("PagemillErrorBudgetBurnsFast", {FAILED: "0+1x60", ANSWERED: "0+99x60"}, False),
+    AlertCase("PagemillErrorBudgetBurnsSlowly", {FAILED: "0+1x60", ANSWERED: "0+99x60"}, True),
+    AlertCase("PagemillErrorBudgetBurnsSlowly", {FAILED: "0+1x60", ANSWERED: "0+999x60"}, False),
+    AlertCase("PagemillSaturationSoon", READY | {KV: "0+0.01x90"}, True, 75),
+    AlertCase("PagemillSaturationSoon", READY | {KV: "0+0.01x90", MAX: "8x90"}, False, 75),
+    AlertCase("PagemillSaturationSoon", FALLING, False),
+    AlertCase("PagemillNoHeadroom", READY | {KV: "0.95x60"}, True),
+    AlertCase("PagemillNoHeadroom", READY | {KV: "0.85x60"}, False),
+    AlertCase("PagemillNoHeadroom", ASLEEP | {KV: "0.95x60"}, False),
+    AlertCase("PagemillRolloutStuck", {DESIRED: "3x60", UPDATED: "2x60"}, True),
+    AlertCase("PagemillRolloutStuck", {DESIRED: "3x60", UPDATED: "2x10 3x50"}, False),
+    AlertCase("PagemillEngineStateStale", {f'pagemill_gateway_endpoints{{{MODEL},phase="stale"}}': "1x60"}, True),
+    AlertCase("PagemillEngineStateStale", {f'pagemill_gateway_endpoints{{{MODEL},phase="ready"}}': "1x60"}, False),
+    AlertCase("PagemillPoisonRequests", {BLAMED: "0x50 1x10"}, True),
+    AlertCase("PagemillPoisonRequests", {BLAMED: "1x60", CLEARED: "0x50 1x10"}, False),
+    AlertCase("PagemillGatewayDown", {"pagemill_gateway_ready": "0x60"}, True),
+    AlertCase("PagemillGatewayDown", {}, True),
+    AlertCase(
+        "PagemillGatewayDown",
+        {'pagemill_gateway_ready{instance="a"}': "0x60", 'pagemill_gateway_ready{instance="b"}': "1x60"},
+        False,
+    ),
+    AlertCase("PagemillOperatorDown", {'leader_election_master_status{name="llmdeployment"}': "0x60"}, True),
+    AlertCase("PagemillOperatorDown", {'leader_election_master_status{name="llmdeployment"}': "1x60"}, False),
+]
