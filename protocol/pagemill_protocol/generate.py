@@ -77,23 +77,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Most likely tokens that the answer reports beside each prompt token, asked for by name or by `echo` with
-        `logprobs`; `None`: nothing about the prompt."""
-        asked = (self.sampling.prompt_logprobs, None if self.prompt_text is None else self.sampling.logprobs)
-        return max((each for each in asked if each is not None), default=None)
+        """Most likely tokens whose log probabilities the engine reports beside each prompt token's; `None`: nothing
+        about the prompt."""
+        return max(self.prompt_lists, default=None)
 
     @property
-    def first_choice(self) -> int:
-        """The engine's index of its first choice."""
-        return self.prompt_index * self.sampling.num_reported
+    def prompt_lists(self) -> list[int]:
+        """As `num_prompt_logprobs`, for each list about the prompt in the answer: one if it was asked for by name, one
+        for `echo` with `logprobs`."""
+        asked = (self.sampling.prompt_logprobs, None if self.prompt_text is None else self.sampling.logprobs)
+        return [each for each in asked if each is not None]
 
 
 def check_prompt_logprobs(requests: Sequence[GenerateRequest]) -> None:
     """Raise `PagemillError` (400) where the prompts of one body have more log probabilities than an answer may hold."""
     num_all = sum(
-        len(request.prompt_token_ids) * (request.num_prompt_logprobs + 1) * request.sampling.n
+        len(request.prompt_token_ids) * (num_top + 1) * request.sampling.n
         for request in requests
-        if request.num_prompt_logprobs is not None
+        for num_top in request.prompt_lists
     )
     if num_all > MAX_PROMPT_LOGPROBS:
         field = "logprobs" if requests[0].sampling.prompt_logprobs is None else "prompt_logprobs"

@@ -25,8 +25,8 @@ MAX_ALLOWED_TOKEN_IDS = 64 * 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1024
-MAX_PROMPT_LOGPROBS = 256 * 1024
-"""Of all choices of one request together: about 20 MiB of JSON."""
+MAX_PROMPT_LOGPROBS = 128 * 1024
+"""Of all choices of one request together: about 10 MiB of JSON, and a quarter of a second of its server's time."""
 MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it, and have to stay finite in float32."""

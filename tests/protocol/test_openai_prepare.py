@@ -185,12 +185,13 @@ def test_prompt_logprobs_are_asked_for_by_name_or_by_an_echo(byte_tokenizer: Tok
         ({"prompt_logprobs": 20, "n": 128}, "prompt_logprobs"),
         ({"echo": True, "logprobs": 20, "n": 128}, "logprobs"),
         ({"prompt": ["a" * 90] * 150, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt": ["a" * 99] * 60, "prompt_logprobs": 12, "echo": True, "logprobs": 12}, "prompt_logprobs"),
     ],
 )
 def test_an_answer_holds_a_bounded_number_of_prompt_logprobs(
     byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(PagemillError, match="at most 262144 are reported") as caught:
+    with pytest.raises(PagemillError, match="at most 131072 are reported") as caught:
         completions(byte_tokenizer, **{"prompt": "a" * 99, **fields, "max_tokens": 1})
     assert caught.value.param == param
 

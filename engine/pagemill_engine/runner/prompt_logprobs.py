@@ -16,7 +16,7 @@ from pagemill_engine.sampling.sampler import token_logprobs
 from pagemill_engine.scheduler.step import PromptTargets, TokenLogprobs
 from pagemill_kernels.sampling.batch import Logprobs, Reports
 
-MIN_PIECE, MAX_PIECE = 16, 256
+MIN_PIECE, MAX_PIECE = 16, 128
 
 
 def piece_rows(max_num_seqs: int) -> int:

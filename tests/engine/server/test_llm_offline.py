@@ -238,9 +238,11 @@ def test_bad_words_hold_within_a_form(llm: LLM) -> None:
 
     first = answer()
     other = "green" if first == "red" else "red"
-    assert answer(bad_words=[first]) == other
-    with pytest.raises(PagemillError, match="leave no token that may follow"):
-        answer(allowed_token_ids=[28])
+    assert answer(bad_words=[first[: end + 1] for end in range(len(first))]) == other, "however it is spelled"
+    form = StructuredOutputsParams(choice=["red", "green"])
+    (refused,) = llm.generate("Say", SamplingParams(structured_outputs=form, allowed_token_ids=[28]), use_tqdm=False)
+    assert refused.outputs[0].finish_reason == "error"
+    assert "leave no token that may follow" in str(refused.outputs[0].stop_reason)
 
 
 def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:

@@ -148,6 +148,41 @@ def test_an_echo_with_logprobs_scores_the_prompt_as_prompt_logprobs_do(client: o
     assert entries[-1][str(ids[-1])]["decoded_token"] == " Paris"
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_evaluation_reads_the_likelihood_of_a_continuation_from_an_echo(
+    client: openai.OpenAI, max_tokens: int
+) -> None:
+    """As lm-eval does: token ids of context and continuation, and what stands behind the context."""
+    capital = client.completions.create(
+        model=MODEL,
+        prompt="The capital of France is",
+        max_tokens=1,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    )
+    extra = capital.choices[0].model_extra
+    assert extra is not None
+    context = extra["prompt_token_ids"]
+    likely, unlikely = (
+        client.completions.create(
+            model=MODEL, prompt=context_and_more, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
+        ).choices
+        for context_and_more in ([[*context, *extra["token_ids"]], context], [[*context, context[0]]])
+    )
+    (answer, short), (other,) = likely, unlikely
+    behind = slice(len(context), len(context) + 1)
+    for choice, is_greedy in ((answer, True), (other, False)):
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.top_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == len(context) + 1 + max_tokens
+        (value,), (top,) = choice.logprobs.token_logprobs[behind], choice.logprobs.top_logprobs[behind]
+        assert (value == max(top.values())) == is_greedy
+    assert short.logprobs is not None
+    assert short.logprobs.token_logprobs is not None
+    assert len(short.logprobs.token_logprobs) == len(context) + max_tokens
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_words_and_allowed_tokens_restrict_a_chat(client: openai.OpenAI, stream: bool) -> None:
     def answer(**extra: Any) -> str:
