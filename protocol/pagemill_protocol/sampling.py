@@ -294,7 +294,7 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(sampling, name)
         if value not in neutral:
-            allowed = " or ".join(f"{each:g}" for each in neutral if isinstance(each, float))
+            allowed = " or ".join(f"{each:g}" for each in neutral if isinstance(each, int | float))
             raise invalid_field(
                 name,
                 f"{name} ({show(value)}) does not go with use_beam_search, which ranks by the model's own "

@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_protocol.dialects.chat import ChatDialect
@@ -286,11 +287,14 @@ def test_the_clients_seed_wins_over_the_assigned_one(byte_tokenizer: Tokenizer) 
 
 
 def test_the_models_defaults_count_where_the_client_is_silent(byte_tokenizer: Tokenizer) -> None:
-    options = {"defaults": {"temperature": 0.2, "top_p": 0.9}}
-    sampling = chat(byte_tokenizer, temperature=1.0, options=options).sampling
-    assert (sampling.temperature, sampling.top_p) == (1.0, 0.9)
-    sampling = chat(byte_tokenizer, temperature=None, options=options).sampling
-    assert sampling.temperature == 0.2
+    values = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7}
+    tokenizer = Tokenizer(msgspec.structs.replace(byte_tokenizer.bundle, sampling_defaults=values))
+    for prepared in (chat, completions):
+        found = prepared(tokenizer, temperature=1.0)
+        sampling = (found if prepared is chat else found[0]).sampling
+        assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (1.0, 0.9, 7)
+    sampling = chat(tokenizer, temperature=None, max_tokens=30).sampling
+    assert (sampling.temperature, sampling.max_tokens) == (0.2, 30)
 
 
 def test_the_salt_comes_from_the_door_never_from_the_client(byte_tokenizer: Tokenizer) -> None:

@@ -112,8 +112,9 @@ class ParsedBody(Protocol):
         """The beginning of each prompt, for routing by prompt."""
         ...
 
-    def sampling(self) -> SamplingParams:
-        """Checked as far as no model is needed. Raises `PagemillError` 400."""
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        """Checked as far as no model is needed. `defaults`: the model's (`TokenizerBundle.sampling_defaults`), once it
+        is known. Raises `PagemillError` 400."""
         ...
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:

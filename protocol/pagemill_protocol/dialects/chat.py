@@ -43,8 +43,8 @@ class ChatBody:
         """The first user message: system prompts are often the same for all users."""
         return [next((each.content for each in self.fields.messages if each.role == "user"), "")[:max_chars]]
 
-    def sampling(self) -> SamplingParams:
-        return prepare.sampling_of(self.fields)
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        return prepare.sampling_of(self.fields, defaults=defaults)
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return await prepare.render_soon(self.fields, tokenizer, parsers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.answers.registry import ParserSettings
@@ -43,8 +43,8 @@ class CompletionsBody:
         prompts = (prompt[:max_chars] for prompt in self.fields.prompt)
         return [prompt if isinstance(prompt, str) else repr(prompt) for prompt in prompts]
 
-    def sampling(self) -> SamplingParams:
-        return prepare.sampling_of(self.fields)
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        return prepare.sampling_of(self.fields, defaults=defaults)
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return None

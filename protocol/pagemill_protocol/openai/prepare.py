@@ -49,16 +49,16 @@ def sampling_of(
     req: ChatCompletionRequest | CompletionRequest,
     *,
     seed: int | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] = {},
 ) -> SamplingParams:
     """What is asked of the sampler, checked as far as no model is needed for it: before anything that costs.
 
-    Arguments as in `prepare_chat`. Raises `PagemillError` 400.
+    `defaults`: the model's. Arguments as in `prepare_chat`. Raises `PagemillError` 400.
     """
     if isinstance(req, CompletionRequest):
-        return _sampling(req, req.requested_tokens, "max_tokens", req.logprobs, seed, defaults or {})
+        return _sampling(req, req.requested_tokens, "max_tokens", req.logprobs, seed, defaults)
     logprobs = req.top_logprobs if req.logprobs else None
-    return _sampling(req, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults or {})
+    return _sampling(req, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults)
 
 
 def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
@@ -88,7 +88,6 @@ def prepare_chat(
     created_unix_s: int,
     cache_salt: str = "",
     seed: int | None = None,
-    defaults: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
     text: str | None = None,
     parsers: ParserSettings = _AUTO,
@@ -97,9 +96,10 @@ def prepare_chat(
 
     `sampling` and `text`: what `within_vocabulary` and `render_soon` made of it, if they were asked.
 
-    `seed` and `defaults` (sampling values of the model, such as `temperature`) count where the client sent none.
+    `seed` and the model's own sampling values count where the client sent none.
     `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
     """
+    defaults = tokenizer.bundle.sampling_defaults
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
     form = chat_format(req, tokenizer, parsers)
     if form.hides_markers:
@@ -108,7 +108,12 @@ def prepare_chat(
         text = _render(form, req, tokenizer)
     token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
     max_tokens = _answer_budget(
-        len(token_ids), req.requested_tokens, None, max_model_len, "messages", req.max_tokens_field
+        len(token_ids),
+        req.requested_tokens,
+        defaults.get("max_tokens"),
+        max_model_len,
+        "messages",
+        req.max_tokens_field,
     )
     request = GenerateRequest(
         request_id=request_id,
@@ -138,7 +143,6 @@ def prepare_completions(
     created_unix_s: int,
     cache_salt: str = "",
     seed: int | None = None,
-    defaults: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
 ) -> list[GenerateRequest]:
     """One request per prompt, in order; several get ids `REQUEST_ID-INDEX` and share `response_id`.
@@ -146,7 +150,9 @@ def prepare_completions(
     Arguments as in `prepare_chat`. Raises `PagemillError` 400 before any of them is sent.
     """
     several = len(req.prompt) > 1
+    defaults = tokenizer.bundle.sampling_defaults
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
+    usual_tokens = defaults.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
     requests: list[GenerateRequest] = []
     num_tokens = 0
     for index, prompt in enumerate(req.prompt):
@@ -156,7 +162,7 @@ def prepare_completions(
         if several and num_tokens > MAX_TOKENS_OF_SEVERAL:
             raise _too_many_together(index + 1, len(req.prompt), num_tokens)
         max_tokens = _answer_budget(
-            len(token_ids), req.requested_tokens, DEFAULT_COMPLETION_TOKENS, max_model_len, param, "max_tokens"
+            len(token_ids), req.requested_tokens, usual_tokens, max_model_len, param, "max_tokens"
         )
         requests.append(
             GenerateRequest(
@@ -289,7 +295,8 @@ def _sampling(
         raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
     values = {name: getattr(req, name) for name in _SHARED_FIELDS}
     if not req.use_beam_search:  # a model's defaults say how to draw tokens; beam search draws none
-        values |= {name: value for name, value in defaults.items() if name not in req.model_fields_set}
+        missing = defaults.keys() - req.model_fields_set
+        values |= {name: defaults[name] for name in missing if name in values}
     return SamplingParams(
         **{
             **values,

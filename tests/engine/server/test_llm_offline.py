@@ -7,9 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_bundle import byte_bundle
+from tiny_llama import write_tiny_llama
 
 from pagemill import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagemill_protocol.errors import PagemillError
@@ -251,3 +254,26 @@ def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM
             llm.generate("Say", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
     with pytest.raises(PagemillError, match="Send one of them"):
         StructuredOutputsParams(regex="a", choice=["b"])
+
+
+def test_without_parameters_the_models_own_values_are_used(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path, vocab_size=256)
+    (tmp_path / "tokenizer.json").write_text(byte_bundle().tokenizer_json)
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.0, "max_new_tokens": 3, "eos_token_id": [7, 9]}'
+    )
+    with LLM(tmp_path, num_kv_blocks=16) as own:
+        assert own.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+        first, second = (own.generate("ab", use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
+        assert first == second
+        assert len(first) == 3 or first[-1] in (7, 9)
+        given = SamplingParams(max_tokens=5, ignore_eos=True)
+        assert len(own.generate("ab", given, use_tqdm=False)[0].outputs[0].token_ids) == 5, "exactly as given"
+    with LLM(tmp_path, num_kv_blocks=16, generation_config="vllm", generation_defaults={"top_k": 2}) as plain:
+        assert plain.get_default_sampling_params() == SamplingParams(top_k=2)
+    with pytest.raises(TypeError, match="generation_config"):
+        LLM(tmp_path, generation_config="no")
+    with pytest.raises(TypeError, match="topK"):
+        LLM(tmp_path, generation_defaults={"topK": 2})
+    with pytest.raises(PagemillError, match="generation_defaults: top_p must"):
+        LLM(tmp_path, generation_defaults={"top_p": 2.0})
