@@ -361,20 +361,25 @@ def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simula
 
     def ask_whole(client: openai.OpenAI) -> None:
         while not stop.is_set():
-            reply = client.chat.completions.create(
-                model="smol", messages=QUESTION, max_tokens=60, extra_body={"ignore_eos": True}
-            )
+            scored = bool(len(wholes) % 2)
+            extra = {"ignore_eos": True, "prompt_logprobs": 0 if scored else None}
+            reply = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=60, extra_body=extra)
             assert reply.usage is not None
             assert reply.usage.completion_tokens == 60
+            assert reply.model_extra is not None
+            assert len(reply.model_extra.get("prompt_logprobs", [])) == (reply.usage.prompt_tokens if scored else 0)
             wholes.append(reply.choices[0].finish_reason)
 
     def ask_stream(client: openai.OpenAI) -> None:
         while not stop.is_set():
-            finished = False
+            finished, num_scored, scored = False, 0, bool(len(streams) % 2)
+            extra = {"ignore_eos": True, "prompt_logprobs": 0 if scored else None}
             for chunk in client.chat.completions.create(
-                model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+                model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body=extra
             ):
                 finished = finished or chunk.choices[0].finish_reason == "length"
+                num_scored += "prompt_logprobs" in (chunk.model_extra or {})
+            assert num_scored == scored, "the prompt's come once, whichever engines answer"
             streams.append("complete" if finished else "truncated")
 
     with simulated.client() as client, ThreadPoolExecutor(12) as pool:
