@@ -228,6 +228,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                     f"white space, but it holds {show(word)}.",
                 )
 
+        _check_list("bad_word_token_ids", self.bad_word_token_ids, "lists of token ids")
+        for token_ids in self.bad_word_token_ids:
+            _check_list("bad_word_token_ids", token_ids or None, "lists of token ids that are not empty")
+            for token_id in token_ids:
+                _check_token_id("bad_word_token_ids", token_id, vocab_size)
+
     def _validate_logit_bias(self, vocab_size: int | None) -> None:
         if self.logit_bias is None:
             return

@@ -145,8 +145,6 @@ class Admission:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
         check_prompt_logprobs([request])
-        for word in request.sampling.bad_word_token_ids:
-            _check_vocabulary(word, "bad_words", limits.vocab_size)
 
     def _check_choosing(self, request: GenerateRequest) -> None:
         """Refuse what does not go with answers that are chosen at the end: nothing can be streamed or continued
