@@ -45,6 +45,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams
     dialect: str = "chat"
     """Name of the client's dialect (`pagemill_protocol.dialects`): the engine renders the client's bytes in it."""
+    client_fields: str = ""
+    """What the dialect repeats of the client's body in its answer, as JSON; most repeat nothing."""
     answer_format: AnswerFormat | None = None
     """How reasoning and tool calls are read from the text; `None`: the answer is text."""
     created_unix_s: int = 0

@@ -330,7 +330,8 @@ class OutputProcessor:
             return choice
         if request.stream:
             choice.started = has_begun(resume, request)
-            self._renderer.resume(index, output.delivered, output.finish_reason)
+            if choice.started:
+                self._renderer.resume(index, output.delivered, output.finish_reason)
         elif resume.finished:
             choice.add(output.take_backlog(), output.take_events())
         if request.return_token_ids and not request.stream:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import openai
@@ -325,3 +325,35 @@ def test_the_forms_of_vllm_are_held_in_both_dialects(client: openai.OpenAI, form
     assert re.fullmatch(expected, completion.choices[0].text)
     chat = client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=20, extra_body=form)
     assert re.fullmatch(expected, chat.choices[0].message.content or "")
+
+
+def test_a_response_answers_the_question_whole_and_streamed(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "input": FRANCE, "temperature": 0, "max_output_tokens": 24}
+    whole = client.responses.create(**arguments)
+    assert "Paris" in whole.output_text
+    assert (whole.status, whole.object) == ("completed", "response")
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with client.responses.stream(**arguments) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == whole.output_text
+    assert final.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_a_response_is_parsed_into_the_clients_own_class(client: openai.OpenAI) -> None:
+    class City(pydantic.BaseModel):
+        name: Annotated[str, pydantic.Field(max_length=12)]
+
+    parsed = client.responses.parse(model=MODEL, input=FRANCE, text_format=City, max_output_tokens=60)
+    assert isinstance(parsed.output_parsed, City)
+
+
+def test_a_response_that_the_limit_ends_is_incomplete(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model=MODEL, input="Count from one to ninety.", max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError, match="not stored"):
+        client.responses.create(model=MODEL, input="And on?", previous_response_id=answer.id)

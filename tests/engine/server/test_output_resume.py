@@ -25,7 +25,7 @@ TEXTS = st.lists(st.text(alphabet="abé€😀 \n", max_size=30) | MARKUP, min_s
 FORMATS = st.sampled_from(
     [None, AnswerFormat(tools="hermes"), AnswerFormat(tools="hermes", reasoning="think", starts_in_reasoning=True)]
 )
-DIALECTS = st.sampled_from(["chat", "completions", "messages"])
+DIALECTS = st.sampled_from(["chat", "completions", "messages", "responses"])
 STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=2)
 SIZES = st.lists(st.integers(1, 4), max_size=40)
 
@@ -152,7 +152,7 @@ def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
         echo = {"prompt_text": "abc", "prompt_index": data.draw(st.integers(0, 2))}
     else:
         echo["answer_format"] = data.draw(FORMATS)
-    if dialect == "messages":
+    if dialect in ("messages", "responses"):
         texts = texts[:1]
     echo["continuous_usage"] = data.draw(st.booleans(), "usage in every chunk")
     echo["return_token_ids"] = data.draw(st.booleans(), "token ids")
