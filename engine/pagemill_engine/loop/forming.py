@@ -22,6 +22,7 @@ from pagemill_engine.scheduler.admission import already_served
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
@@ -51,11 +52,11 @@ class FormingRequests:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request, now or when its form is compiled. Raises `PagemillError` if it cannot be served here."""
         outputs = request.sampling.structured_outputs
+        if not self._masks_tokens:
+            _check_restricts_nothing(request.sampling)
         if outputs is None:
             self._scheduler.add(request)
             return
-        if not self._masks_tokens:
-            raise invalid_field("structured_outputs", "A simulated device cannot hold answers to a form. Remove it.")
         num_forming = sum(each.sampling.num_sequences for each, _ in self._forming.values())
         self._scheduler.check(request, num_forming)
         if request.request_id in self._forming:
@@ -94,6 +95,12 @@ class FormingRequests:
         """Outputs of requests that ended before they were queued, since the last call."""
         ends, self._ends = self._ends, []
         return ends
+
+
+def _check_restricts_nothing(sampling: SamplingParams) -> None:
+    for field in ("structured_outputs", "allowed_token_ids", "bad_words"):
+        if getattr(sampling, field):
+            raise invalid_field(field, f"A simulated device cannot hold answers to {field}. Remove it.")
 
 
 def _tokenizer_of(model: str) -> Tokenizer:

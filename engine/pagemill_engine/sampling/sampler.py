@@ -57,19 +57,20 @@ def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
     """`reports`: of the batch that was sampled."""
     logprobs: dict[int, TokenLogprobs] = {}
     if reports is not None and found.logprobs is not None:
-        reported = zip(reports.rows.tolist(), _reported(found, reports, found.logprobs), strict=True)
+        entries = token_logprobs(found.token_ids[reports.rows], reports.widths, found.logprobs)
+        reported = zip(reports.rows.tolist(), entries, strict=True)
         logprobs = {row: report for row, report in reported if found.finite[row]}
     return Sampled(found.token_ids, found.finite, logprobs)
 
 
-def _reported(found: SampledTokens, reports: Reports, logprobs: Logprobs) -> list[TokenLogprobs]:
-    """The chosen token first, then the row's `num_top` most likely ones."""
+def token_logprobs(token_ids: NDArray[np.int64], widths: NDArray[np.int64], logprobs: Logprobs) -> list[TokenLogprobs]:
+    """For each row of `logprobs` its token first, then its own number of alternatives."""
     columns = zip(
-        found.token_ids[reports.rows].tolist(),
+        token_ids.tolist(),
         logprobs.chosen.tolist(),
         logprobs.top_ids.tolist(),
         logprobs.top.tolist(),
-        reports.num_top.tolist(),
+        widths.tolist(),
         logprobs.ranks.tolist(),
         strict=True,
     )

@@ -107,7 +107,7 @@ def _prepare(context: ServerContext, dialect: Dialect, raw: bytes) -> list[Gener
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
-    sampling = prepare.within_vocabulary(body.sampling(), tokenizer)
+    sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
     prepare.check_form(body.fields)
     preparation = Preparation(ready.max_model_len, dialect.new_request_id(), int(time.time()), parsers=context.parsers)
     requests = body.prepare(tokenizer, preparation, sampling, None)

@@ -86,6 +86,8 @@ class Preparation:
             await self.in_thread(partial(check_form, body.fields), len(raw))
         target = await self._find(body.fields, caller, ticket, write)
         tokenizer = await self.tokenizer(target)
+        if defaults := tokenizer.bundle.sampling_defaults:
+            sampling = body.sampling(defaults)
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         preparation = base.Preparation(

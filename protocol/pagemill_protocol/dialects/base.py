@@ -6,8 +6,8 @@ nor sample tokens; the order of events (which chunk when) is `pagemill_engine.ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+
+class PromptReport(NamedTuple):
+    """What the client wants to know of its prompt; once for each choice, in a stream with its first piece."""
+
+    token_ids: Sequence[int] | None = None
+    """`None`: not asked for."""
+    logprobs: Sequence[Mapping[str, Any] | None] | None = None
+    """`prompt_logprobs`: by token id for each token, `None` for the first; `None`: not asked for."""
 
 
 class Piece(NamedTuple):
@@ -42,6 +51,9 @@ class Piece(NamedTuple):
     """What `text` adds to reasoning, content and calls; `None`: the request has no answer format."""
     num_calls: int = 0
     """Tool calls that the choice has begun so far."""
+    token_ids: Sequence[int] | None = None
+    """Tokens that no piece before it had; `None` if the client did not ask for them."""
+    prompt: PromptReport = PromptReport()
 
 
 class FinishedChoice(NamedTuple):
@@ -53,6 +65,8 @@ class FinishedChoice(NamedTuple):
     positions: Sequence[PositionLogprobs] | None
     num_chars_before: int
     events: Sequence[Event] | None = None
+    token_ids: Sequence[int] | None = None
+    prompt: PromptReport = PromptReport()
 
 
 class AnswerRenderer(Protocol):
@@ -102,8 +116,9 @@ class ParsedBody(Protocol):
         """The beginning of each prompt, for routing by prompt."""
         ...
 
-    def sampling(self) -> SamplingParams:
-        """Checked as far as no model is needed. Raises `PagemillError` 400."""
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        """Checked as far as no model is needed. `defaults`: the model's (`TokenizerBundle.sampling_defaults`), once it
+        is known. Raises `PagemillError` 400."""
         ...
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
