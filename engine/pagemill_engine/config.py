@@ -81,7 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The same bits for a request whatever else runs, however its prompt is cut and whatever the prefix cache holds.
     Needs the CPU's native kernels, float32 or bfloat16, and keeps to our own products; costs attention some speed."""
     enable_prefix_caching: bool = True
-    prefix_scope: PrefixScope = "deployment"
+    prefix_scope: PrefixScope = "tenant"
+    """Which callers share cached prompts, where `api_keys_file` or a gateway says who calls."""
     policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"
     """Order of prefills: as they came; a level of `priority` as 30 s; a token of the prompt as 2 ms of later arrival.
     Whatever it is, the newest request of the lowest priority is preempted first."""

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from pagemill_engine.config import ServerConfig
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.limits.scope import cache_salt
+from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.hashes import block_hashes, root_hash
 from pagemill_protocol.http.auth import hash_key

@@ -35,7 +35,7 @@ def test_the_default_plan_in_full(deployment: Make) -> None:
             "dtype": "auto",
             "block_size": 16,
             "enable_prefix_caching": True,
-            "prefix_scope": "deployment",
+            "prefix_scope": "tenant",
             "max_model_len": 2048,
         },
         "server": {"port": 8000, "control_port": 8001, "drain_timeout_s": 60.0},

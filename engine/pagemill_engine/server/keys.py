@@ -1,4 +1,4 @@
-"""The API keys that the OpenAI routes ask for, where a server has a file of them; else they ask for none.
+"""The API keys that the OpenAI routes ask for, where a server has a file of them; else they ask for none. Routes find the caller in `request.state`.
 
 Format and look-up are `pagemill_protocol.keys`'s, as at gateways. Limits are a gateway's: an entry that names one is
 refused here, since it would not be kept. Who may call `/internal/*` is `tokens`'s.
@@ -44,7 +44,7 @@ def keyed(route: Callable[[Request], Awaitable[Result]]) -> Callable[[Request], 
     """The route for those who have a key; others get 401 before their body is read."""
 
     async def guarded(request: Request) -> Result:
-        request.app.state.context.keys.authenticate(request.scope)
+        request.state.caller = request.app.state.context.keys.authenticate(request.scope)
         return await route(request)
 
     return guarded

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
-from pagemill_gateway.limits.scope import cache_salt
+from pagemill_protocol.keys.scope import cache_salt
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
