@@ -1,7 +1,8 @@
-"""The API keys that the OpenAI routes ask for, where a server has a file of them; else they ask for none. Routes find the caller in `request.state`.
+"""The API keys that the OpenAI routes ask for, where a server has a file of them; else they ask for none.
 
 Format and look-up are `pagemill_protocol.keys`'s, as at gateways. Limits are a gateway's: an entry that names one is
-refused here, since it would not be kept. Who may call `/internal/*` is `tokens`'s.
+refused here, since it would not be kept. Who may call `/internal/*` is `tokens`'s. Routes find
+the caller in `request.state`.
 """
 
 from __future__ import annotations

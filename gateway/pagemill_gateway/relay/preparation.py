@@ -19,7 +19,6 @@ from pydantic import BaseModel
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
-from pagemill_protocol.keys.scope import cache_salt
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
@@ -28,6 +27,7 @@ from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.prepare import check_form, with_seed, within_vocabulary
 from pagemill_protocol.openai.schemas import SamplingFields

@@ -23,7 +23,8 @@ logger = logging.getLogger("pagemill.gateway.access")
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version"})
 ROUTE_HEADER = b"x-pagemill-route"
 """On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; and for clients
-without a key, the number of the decision. Not on a stream that had to begin with a comment, before the engine was known.
+without a key, the number of the decision. Not on a stream that had to begin with a comment, before the engine was
+known.
 """
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """On an answer that another engine continued before its headers were sent."""
