@@ -22,9 +22,9 @@ class PrefixCaching(Section):
     enabled: bool = True
     """Keep and reuse blocks of finished requests."""
     scope: Literal["deployment", "tenant", "key"] = "tenant"
-    """Which requests share blocks: those of one tenant (all API keys with its name; a key without one is by itself), those of
-    one API key, or all of the deployment. Who shares can see from times and `cached_tokens` what others asked. Without
-    API keys all share."""
+    """Which requests share blocks: those of one tenant (all API keys with its name; a key without one is by
+    itself), those of one API key, or all of the deployment. Who shares can see from times and `cached_tokens` what
+    others asked. Without API keys all share."""
 
 
 class Speculative(Section):

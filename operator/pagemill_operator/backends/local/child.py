@@ -22,6 +22,9 @@ MAX_TAIL_BYTES = 16 * 1024
 MAX_LOG_BYTES = 16 * 1024 * 1024
 """The private folder may lie in memory, and a gateway writes a line per request."""
 
+NUM_LINES_QUOTED, MAX_LINE_CHARS = 3, 300
+"""Of the log of a process that ended without saying why."""
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -100,7 +103,7 @@ def explain_exit(returncode: int, log_path: Path) -> Exit:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
             return Exit(str(message["reason"]), str(message["message"]))
-    last = f": {lines[-1][:500]}" if lines else ""
+    last = f": {' | '.join(line[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " (the machine may be out of memory)" if name == "SIGKILL" else ""
