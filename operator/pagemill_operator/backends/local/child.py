@@ -80,6 +80,10 @@ class Child:
         self._kill_session()
         await self._process.wait()
 
+    def kill(self) -> None:
+        """SIGKILL now, for it and whatever it started."""
+        self._kill_session()
+
     def bound_log(self, max_bytes: int = MAX_LOG_BYTES) -> None:
         """Start the log afresh once it is longer than `max_bytes`; call it now and then."""
         with contextlib.suppress(OSError):
