@@ -16,7 +16,7 @@ from rich.table import Table
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
-from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.failure import StartupError, disk_full
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.http.auth import is_loopback_address
@@ -146,6 +146,12 @@ def serve(
         _run(Settings(engine=engine, server=server), console)
     except StartupError as error:
         console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        failure = disk_full(error)
+        if failure is None:
+            raise
+        console.print(f"pagemill serve: {failure}", style="red", markup=False)
         raise typer.Exit(1) from None
 
 
