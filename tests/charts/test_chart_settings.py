@@ -103,7 +103,11 @@ def test_the_password_of_the_charts_redis_is_read_from_a_file(variant: Variant, 
     script = script.replace("/etc/pagemill-redis", str(tmp_path)).replace("/run/redis", str(tmp_path))
     path = f"{tmp_path}:{os.environ['PATH']}"
     ran = subprocess.run(
-        [shell, option, script, name, *container["args"]], env={"PATH": path}, capture_output=True, text=True, check=True
+        [shell, option, script, name, *container["args"]],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ran.stdout.startswith('requirepass "s3 cr$et"\n--appendonly yes --save  --dir /data')
 

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.secret_options import refuse_argument
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
@@ -98,9 +99,14 @@ def serve(
         str,
         typer.Option(
             envvar="PAGEMILL_INTERNAL_TOKEN",
-            help="Token of /internal/* and the control port (default: one is made, in a file).",
+            callback=refuse_argument,
+            help="Token of /internal/* and the control port, from the environment only (default: one is made, in a "
+            "file).",
         ),
     ] = "",
+    internal_token_file: Annotated[
+        Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
+    ] = None,
     control_allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which others address the control port, as gpu1.example.com; may be repeated."),
@@ -139,6 +145,7 @@ def serve(
             control_host=control_host,
             control_port=_control_port(port, control_port),
             internal_token=internal_token,
+            internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
             control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
