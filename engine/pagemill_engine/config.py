@@ -148,6 +148,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     (`HASH tenant=NAME`). The format is that of a gateway's `api_keys_file`, but limits, models and priorities are
     refused: only a gateway keeps them. A change takes effect within two seconds. `None`: no key is asked.
     """
+    only_gateways: bool = False
+    """The OpenAI routes ask for the internal token, and for nothing else: clients come through a gateway, which keeps
+    keys and limits."""
+    allowed_hosts: list[str] = []
+    """Names by which clients may address this server on loopback without API keys, in the header Host, beside those
+    that `control_allowed_hosts` describes: a web page could bind any other name to this machine."""
     control_allowed_hosts: list[str] = []
     """Names by which callers of those routes may address this server, in the header Host. IP addresses, the machine's
     own name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may."""

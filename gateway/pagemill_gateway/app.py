@@ -17,8 +17,9 @@ from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.door import Door, install_error_handlers
-from pagemill_protocol.http.guard import ControlGuard
+from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openai.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 16 * 1024 * 1024
@@ -53,8 +54,11 @@ def data_app(worker: Worker) -> ASGIApp:
     app = Starlette(routes=data_routes(worker, hot))
     install_error_handlers(app)
     config = worker.config
+    routed: ASGIApp = _HotPaths(hot, app)
+    if worker.keys.open and is_loopback_address(config.host):
+        routed = HostGuard(routed, config.allowed_hosts)
     door = Door(
-        _HotPaths(hot, app),
+        routed,
         max_body_bytes=config.max_body_bytes,
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,

@@ -107,6 +107,10 @@ def serve(
     internal_token_file: Annotated[
         Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
+    ] = None,
     control_allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which others address the control port, as gpu1.example.com; may be repeated."),
@@ -147,6 +151,7 @@ def serve(
             internal_token=internal_token,
             internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
+            allowed_hosts=allowed_host or [],
             control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
         )

@@ -112,6 +112,7 @@ class Gateway:
         content: dict[str, object] = {
             "host": self._settings.host,
             "port": self._port,
+            "allowed_hosts": list(self._settings.allowed_hosts),
             "workers": self._settings.gateway_workers,
             "control_host": LOOPBACK,
             "control_port": control_port,
