@@ -112,6 +112,25 @@ def test_the_password_of_the_charts_redis_is_read_from_a_file(variant: Variant, 
     assert ran.stdout.startswith('requirepass "s3 cr$et"\n--appendonly yes --save  --dir /data')
 
 
+def test_the_secret_of_a_certificate_makes_https_of_the_data_port(variant: Variant) -> None:
+    secured, plain = variant("redis"), variant("anonymous")
+    assert gateway_of(plain).tls is None
+    tls = gateway_of(secured).tls
+    assert tls is not None
+    pod = secured.component("Deployment", "gateway")["spec"]["template"]["spec"]
+    (volume,) = [each["secret"]["secretName"] for each in pod["volumes"] if each["name"] == "tls"]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "tls"]
+    assert (volume, f"{mount['mountPath']}/tls.crt") == ("gateway-tls", tls.cert_file)
+    assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    (port,) = secured.component("Service", "gateway")["spec"]["ports"]
+    assert port["appProtocol"] == "https"
+    assert operator_of(secured).gateway_url.startswith("https://")
+    assert operator_of(plain).gateway_url.startswith("http://")
+    arguments = secured.one("Pod")["spec"]["containers"][0]["args"]
+    assert arguments[arguments.index("--certificate") + 1] == "/etc/pagemill-tls/tls.crt"
+    assert arguments[arguments.index("--url") + 1].startswith("https://")
+
+
 def test_the_gateway_finds_the_redis_that_the_values_name(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).redis is None
     bundled, external = variant("redis"), variant("everything")

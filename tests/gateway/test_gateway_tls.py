@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from certificates import write_certificate as write_files
 from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway import tls as tls_module
@@ -22,14 +22,9 @@ from pagemill_gateway.config import SettingsError, TLSConfig
 from pagemill_gateway.tls import ServerTLS
 
 
-def write_certificate(folder: Path, name: str = "gateway.test") -> TLSConfig:
-    """A new key and a certificate that it signed itself."""
-    config = TLSConfig(cert_file=str(folder / "tls.crt"), key_file=str(folder / "tls.key"))
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    command += ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1", "-days", "1"]
-    command += ["-keyout", config.key_file, "-out", config.cert_file]
-    subprocess.run(command, check=True, capture_output=True)
-    return config
+def write_certificate(folder: Path) -> TLSConfig:
+    cert_file, key_file = write_files(folder)
+    return TLSConfig(cert_file=cert_file, key_file=key_file)
 
 
 @asynccontextmanager
