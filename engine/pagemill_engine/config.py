@@ -146,7 +146,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     File of the API keys that the OpenAI routes ask for, one entry a line: the SHA-256 of a key in hex, and its tenant
     (`HASH tenant=NAME`). The format is that of a gateway's `api_keys_file`, but limits, models and priorities are
-    refused: only a gateway keeps them. A change takes effect within two seconds. `None`: no key is asked.
+    refused: only a gateway keeps them. A change takes effect within a second. `None`: no key is asked.
     """
     only_gateways: bool = False
     """The OpenAI routes ask for the internal token, and for nothing else: clients come through a gateway, which keeps

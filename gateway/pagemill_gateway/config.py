@@ -162,8 +162,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     api_keys_file: str | None = None
     """
-    File of further such entries, one a line, with comments (`#`) and empty lines. A change takes effect within two
-    seconds. A file with a wrong line is not used: the entries known before stay in use, and
+    File of further such entries, one a line, with comments (`#`) and empty lines. A change takes effect within a
+    second. A file with a wrong line is not used: the entries known before stay in use, and
     `pagemill_gateway_api_keys_file_valid` is 0. At the start wrong lines are left out with a warning; a file that has
     lines and no entry is refused. With an empty file every request is refused.
     """
