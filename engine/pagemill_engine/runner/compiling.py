@@ -35,7 +35,7 @@ def record_decodes(runner: DeviceRunner, config: EngineConfig) -> None:
         runner.record_decodes(graph_sizes(largest), CudaRecorder)
     except RuntimeError as error:
         # torch has an error of its own for its allocator; while a graph is instantiated the driver runs out.
-        if "out of memory" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
         raise LoadError(
             "GraphsTooLarge",
