@@ -40,6 +40,10 @@ def chat(text: str, **fields: Any) -> Body:
     return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1, **fields}).encode()
 
 
+def messages(text: str) -> Body:
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}]}).encode()
+
+
 def prompt(value: Any, **fields: Any) -> Body:
     return json.dumps({"model": MODEL, "prompt": value, "max_tokens": 1, **fields}).encode()
 
@@ -85,6 +89,8 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
         "1,024 texts": lambda: prompt(["word " * 1000] * 1024),
         "2,048 choices": lambda: prompt(["x"] * 16, logprobs=20, **{**WIDE, "max_tokens": 16}),
     },
+    "POST /v1/messages": {"a prompt as long as the context": lambda: chat(LONG)},
+    "POST /v1/messages/count_tokens": {"a text as long as the context": lambda: messages(LONG)},
     "POST /tokenize": {
         "a text as long as the context": lambda: prompt(LONG, return_token_strs=True),
         "2,048 messages": lambda: json.dumps(

@@ -174,7 +174,7 @@ def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
     ]
     assert [port["port"] for port in gateways["ports"]] == [8000, 8001]
     assert [port["port"] for port in prometheus["ports"]] == [8001]
-    assert spec["policyTypes"] == ["Ingress"]
+    assert spec["policyTypes"] == ["Ingress", "Egress"]
 
 
 def test_without_a_known_prometheus_only_gateways_get_in(deployment: Make) -> None:
