@@ -10,7 +10,7 @@ from pagemill_protocol.catalog import Catalog, CatalogModel
 from pagemill_protocol.errors import PagemillError, invalid_field
 
 MAX_MODELS = 10_000
-MAX_ENDPOINTS = 4096
+MAX_ENDPOINTS = 1024
 """Of all models together: each has a state stream of its own."""
 
 
