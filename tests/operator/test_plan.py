@@ -37,10 +37,10 @@ def test_the_default_plan_in_full(deployment: Make) -> None:
             "dtype": "auto",
             "block_size": 16,
             "enable_prefix_caching": True,
-            "prefix_scope": "deployment",
+            "prefix_scope": "tenant",
             "max_model_len": 2048,
         },
-        "server": {"port": 8000, "control_port": 8001, "drain_timeout_s": 60.0},
+        "server": {"port": 8000, "control_port": 8001, "only_gateways": True, "drain_timeout_s": 60.0},
     }
     probes = (group.process.startup, group.process.readiness, group.process.liveness)
     assert [probe.path for probe in probes if probe] == ["/livez", "/readyz", "/livez"]

@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.secret_options import refuse_argument
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
-from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.failure import StartupError, disk_full
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.http.auth import is_loopback_address
@@ -103,9 +104,18 @@ def serve(
         str,
         typer.Option(
             envvar="PAGEMILL_INTERNAL_TOKEN",
-            help="Token of /internal/* and the control port (default: one is made, in a file).",
+            callback=refuse_argument,
+            help="Token of /internal/* and the control port, from the environment only (default: one is made, in a "
+            "file).",
         ),
     ] = "",
+    internal_token_file: Annotated[
+        Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
+    ] = None,
     control_allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which others address the control port, as gpu1.example.com; may be repeated."),
@@ -145,13 +155,21 @@ def serve(
             control_host=control_host,
             control_port=_control_port(port, control_port),
             internal_token=internal_token,
+            internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
+            allowed_hosts=allowed_host or [],
             control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
         )
         _run(Settings(engine=engine, server=server), console)
     except StartupError as error:
         console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        failure = disk_full(error)
+        if failure is None:
+            raise
+        console.print(f"pagemill serve: {failure}", style="red", markup=False)
         raise typer.Exit(1) from None
 
 

@@ -56,6 +56,7 @@ def server_settings(deployment: LLMDeployment) -> dict[str, Any]:
     return {
         "port": DATA_PORT,
         "control_port": CONTROL_PORT,
+        "only_gateways": True,
         "drain_timeout_s": duration_seconds(deployment.spec.rollout.drain_timeout),
     }
 
