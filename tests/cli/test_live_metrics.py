@@ -66,7 +66,7 @@ def operator_metrics() -> Iterator[int]:
             metrics.started({"load": 1.0})
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(metrics.text())
+            self.wfile.write(metrics.scrape().body)
 
         def log_message(self, *_: object) -> None:
             """Quiet."""

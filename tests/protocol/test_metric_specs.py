@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagemill_operator.backends import deployment_metrics
+from pagemill_operator.controller import metric_specs
 from pagemill_protocol import metrics
 
+ROOT = Path(__file__).resolve().parents[2]
 ALL = [*metrics.ENGINE_METRICS, *metrics.GATEWAY_METRICS]
 
 
@@ -96,12 +101,32 @@ def test_numbers_of_several_processes_are_added_up_series_by_series() -> None:
     one, two = metrics.Metrics(metrics.GATEWAY_METRICS), metrics.Metrics(metrics.GATEWAY_METRICS)
     for each, count in ((one, 3), (two, 4)):
         each.counter(metrics.GATEWAY_LIMITED, reason="tokens").inc(count)
-        each.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m").observe(count)
+        each.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m", variant="n/d").observe(count)
     two.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)
     both = metrics.Metrics(metrics.GATEWAY_METRICS)
     both.counter(metrics.GATEWAY_LIMITED, reason="tokens").inc(7)
     for count in (3, 4):
-        both.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m").observe(count)
+        both.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m", variant="n/d").observe(count)
     both.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)
     together = metrics.add_up([one.samples(), two.samples()])
-    assert metrics.render_samples(metrics.GATEWAY_METRICS, together) == both.render()
+    assert metrics.scrape_samples(metrics.GATEWAY_METRICS, together).body == both.render()
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "folders"),
+    [(metrics, ("engine", "gateway")), (metric_specs, ("operator",)), (deployment_metrics, ("operator",))],
+    ids=["engine and gateway", "operator", "deployments"],
+)
+def test_no_metric_is_without_code_that_sets_it(catalogue: ModuleType, folders: tuple[str, ...]) -> None:
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lines = [line for path in sources for line in path.read_text("utf-8").splitlines()]
+    code = "\n".join(line for line in lines if not re.match(r"[A-Z_]+ = |    [A-Z_]+,$|_?[A-Z_]+ = \[", line))
+    names = [name for name, value in vars(catalogue).items() if isinstance(value, metrics.MetricSpec)]
+    assert len(names) > 5
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+@pytest.mark.parametrize("spec", [metrics.GATEWAY_TTFT_SECONDS, metrics.GATEWAY_REQUEST_SECONDS], ids=str)
+def test_gateways_measure_finely_around_50_milliseconds(spec: metrics.MetricSpec) -> None:
+    assert {0.05, 0.1, 0.2} <= set(spec.buckets)
+    assert any(0.02 <= bound < 0.05 for bound in spec.buckets)
