@@ -24,6 +24,10 @@ def up(
         int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
     ] = 1,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving where no terminal is attached.")] = False,
+    dashboards: Annotated[
+        bool,
+        typer.Option("--dashboards", help="Run Prometheus, and Grafana where it is installed, with all dashboards."),
+    ] = False,
 ) -> None:
     """Serve LLMDeployment files on this machine."""
     import asyncio
@@ -45,7 +49,7 @@ def up(
         report_errors([str(error)])
         raise typer.Exit(2) from None
     settings = LocalSettings(host=host, port=port, api_keys_file=api_keys_file, gateway_workers=gateway_workers)
-    request = UpRequest(files, keep, psutil.Process().create_time(), settings)
+    request = UpRequest(files, keep, psutil.Process().create_time(), settings, dashboards)
     raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 
 
