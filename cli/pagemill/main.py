@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "Compute what a deployment needs and costs under a load.",
     "simulate": "Play a deployment's scaling through under traffic.",
     "why": "Show the last scaling decisions of a deployment.",
+    "top": "Show the load of every engine, live.",
     "explain": "Describe the fields of LLMDeployment.",
     "bench": "Measure a running server.",
     "version": "Print the version.",
