@@ -13,7 +13,7 @@ from pagemill_protocol.models.parts import alibi_slopes, linear
 CONTEXT_OF_ROTATED = "max_position_embeddings"
 """The key is in 7B's config.json and not in 13B's; nothing else there says which of the two is rotated."""
 NORMALIZED_VOCABULARY = 125_696
-"""Of Baichuan 2, whose head's rows are divided by their lengths; nothing else in config.json tells the two apart."""
+"""Of Baichuan 2, which divides the rows of its head by their lengths; nothing else in config.json is different."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
