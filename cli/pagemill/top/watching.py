@@ -1,4 +1,4 @@
-"""Reads all engines again and again, and shows what came in between: once, or for as long as somebody watches."""
+"""Reads all engines again and again, and shows what came in between: once, or until it is interrupted."""
 
 from __future__ import annotations
 

@@ -312,9 +312,13 @@ class LocalBackend(Cluster):
             replicas = (replica.supervisor for replica in deployment.replicas)
             targets += [_target(each, "pagemill-engine", pod=each.name, variant=key) for each in replicas]
         found = [target for target in targets if target["targets"]]
-        if found != self._targets:
+        if found == self._targets:
+            return
+        try:
             self._state_dir.write_targets(found)
             self._targets = found
+        except OSError as error:
+            logger.warning("Prometheus and `pagemill top` do not see what has changed: %s", error)
 
     def _catalog(self) -> Catalog:
         served = (each for each in self._deployments.values() if each.replicas or each.carried_out)
