@@ -178,6 +178,12 @@ async def test_a_scraper_that_asks_for_openmetrics_gets_it(engines, gateways) ->
     assert {spec.name for spec in GATEWAY_METRICS} <= families
 
 
+async def test_without_redis_no_series_says_that_it_is_away(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert [line for line in text.splitlines() if line.startswith("pagemill_gateway_redis_up")] == []
+
+
 async def test_status_shows_each_endpoint(engines, gateways) -> None:
     gateway = await gateways(*engines)
     status = (await gateway.get("/status", control=True)).json

@@ -27,12 +27,14 @@ class ControlProcessMetrics:
         self._counted: dict[tuple[str, str, str], int] = {}
         """By metric, deployment and outcome: the brain's value at the latest scrape."""
         self._departed: specs.Samples = {}
+        self._has_redis = False
 
     def decided_alone(self) -> None:
         """Redis could not be asked."""
         self._metrics.counter(specs.GATEWAY_LIMITS_ALONE).inc()
 
     def redis_up(self, up: bool) -> None:
+        self._has_redis = True
         self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
 
     def keys_file_valid(self, valid: bool) -> None:
@@ -58,6 +60,9 @@ class ControlProcessMetrics:
         self._set_deployments(brain)
         departed = _of_endpoints(self._departed, brain.registry.endpoints)
         together = specs.add_up([self._metrics.samples(), departed, *workers])
+        if not self._has_redis:
+            # A gauge without labels has a value from the start, and 0 would say that Redis is away.
+            del together[specs.GATEWAY_REDIS_UP.name]
         return specs.scrape_samples(specs.GATEWAY_METRICS, together, accept)
 
     def _set_deployments(self, brain: LocalBrain) -> None:
