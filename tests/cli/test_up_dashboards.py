@@ -159,6 +159,7 @@ def assert_everything_is_recorded(server: Prometheus) -> None:
     wanted = {
         "up": 3,
         'pagemill_engine_ready{job="pagemill-engine",variant="default/sim"} == 1': 1,
+        'vllm:kv_cache_usage_perc{pod="sim-0"}': 1,
         'pagemill_gateway_endpoints{job="pagemill-gateway",variant="default/sim",phase="ready"} == 1': 1,
         'pagemill_deployment_ready_replicas{job="pagemill-operator",variant="default/sim"} == 1': 1,
     }

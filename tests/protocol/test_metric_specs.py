@@ -113,6 +113,25 @@ def test_numbers_of_several_processes_are_added_up_series_by_series() -> None:
 
 
 @pytest.mark.parametrize(
+    "accept",
+    [
+        "",
+        "text/plain;version=1.0.0;escaping=allow-utf-8",
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.6,text/plain;version=0.0.4;q=0.3",
+    ],
+)
+def test_names_are_the_same_in_every_format(accept: str) -> None:
+    made = metrics.Metrics(metrics.ENGINE_METRICS, model_name="m", engine="0")
+    made.counter(metrics.GENERATION_TOKENS).inc()
+    scrape = made.scrape(accept)
+    assert b'vllm:generation_tokens_total{engine="0",model_name="m"} 1.0' in scrape.body
+    assert b"vllm_" not in scrape.body
+    assert scrape.content_type.startswith("application/openmetrics-text" if "openmetrics" in accept else "text/plain")
+    assert scrape.body.endswith(b"# EOF\n") == ("openmetrics" in accept)
+
+
+@pytest.mark.parametrize(
     ("catalogue", "folders"),
     [(metrics, ("engine", "gateway")), (metric_specs, ("operator",)), (deployment_metrics, ("operator",))],
     ids=["engine and gateway", "operator", "deployments"],
