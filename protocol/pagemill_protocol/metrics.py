@@ -444,7 +444,7 @@ def _encode(registry: CollectorRegistry, accept: str) -> Scrape:
     """Not by the library's own choice: its escaping turns the colon of vLLM's names into an underscore."""
     if "application/openmetrics-text" not in accept:
         return Scrape(generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8")
-    body = openmetrics_text(registry, escaping=ALLOWUTF8)
+    body: bytes = openmetrics_text(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
     return Scrape(body, "application/openmetrics-text; version=1.0.0; charset=utf-8")
 
 
