@@ -77,7 +77,7 @@ ALERTS = [
         "pagemill_deployment_updated_replicas < pagemill_deployment_desired_replicas",
         "20m",
         "warning",
-        "{{ $labels.deployment }} has {{ $value }} ready replicas of its present spec, fewer than it wants",
+        "{{ $labels.variant }} has {{ $value }} ready replicas of its present spec, fewer than it wants",
         "A rollout or a scale-up has not become ready for 20 minutes. Conditions of the LLMDeployment name the cause.",
     ),
     Alert(

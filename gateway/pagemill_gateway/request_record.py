@@ -26,6 +26,10 @@ class AttemptRecord:
     first_token_at: float | None = None
     ended_at: float | None = None
     engine_queue_s: float = 0.0
+    continued: AttemptRecord | None = None
+    """The one whose answer it goes on with."""
+    num_continued_tokens: int = 0
+    """Generated before it, by all that it goes on with."""
     outcome: FailureKind | Literal["served", "abandoned"] = "abandoned"
     """What failed; abandoned: the client left, or the deadline passed."""
 

@@ -137,7 +137,10 @@ def test_mirrors_and_proxies_are_reached_at_their_ports(deployment: Make) -> Non
 
 def test_a_pod_monitor_only_where_that_kind_exists(deployment: Make) -> None:
     monitored = render(deployment(), replace(CONTEXT, has_pod_monitors=True))
-    assert one(monitored, "PodMonitor")["spec"]["podMetricsEndpoints"] == [{"port": "control", "path": "/metrics"}]
+    (endpoint,) = one(monitored, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("control", "/metrics")
+    (relabeling,) = endpoint["relabelings"]
+    assert (relabeling["targetLabel"], relabeling["separator"]) == ("variant", "/"), "namespace/name, as gateways say"
 
 
 def test_every_child_belongs_to_its_owner(deployment: Make) -> None:

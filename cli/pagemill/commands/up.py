@@ -28,6 +28,10 @@ def up(
         int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
     ] = 1,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving where no terminal is attached.")] = False,
+    dashboards: Annotated[
+        bool,
+        typer.Option("--dashboards", help="Run Prometheus, and Grafana where it is installed, with all dashboards."),
+    ] = False,
 ) -> None:
     """Serve LLMDeployment files on this machine."""
     import asyncio
@@ -55,7 +59,7 @@ def up(
         allowed_hosts=tuple(allowed_host or ()),
         gateway_workers=gateway_workers,
     )
-    request = UpRequest(files, keep, psutil.Process().create_time(), settings)
+    request = UpRequest(files, keep, psutil.Process().create_time(), settings, dashboards)
     raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 
 

@@ -25,11 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     from pagemill_engine.ipc.process import EngineProcess
     from pagemill_engine.server.failure import KUBERNETES_LOG, StartupError, disk_full, write_termination
     from pagemill_engine.server.settings import load_settings
+    from pagemill_protocol import logs
 
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.server", description="Serve one model.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with `engine` and `server`.")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="server %(levelname)s %(name)s: %(message)s")
+    logs.configure(logging.WARNING, process="server")
     termination_log = str(KUBERNETES_LOG) if KUBERNETES_LOG.exists() else None
     try:
         settings = load_settings(arguments.settings)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill_engine.server import health, internal_routes, metrics, openai_routes, sleep_routes
+from pagemill_engine.server import health, internal_routes, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_protocol.dialects.registry import dialects
@@ -25,7 +25,8 @@ from pagemill_protocol.openapi import OPENAPI_PATH, document
 
 async def show_metrics(request: Request) -> Response:
     context: ServerContext = request.app.state.context
-    return Response(context.metrics.render(), media_type=metrics.CONTENT_TYPE)
+    scrape = context.metrics.scrape(request.headers.get("accept", ""))
+    return Response(scrape.body, headers={"content-type": scrape.content_type})
 
 
 async def show_version(request: Request) -> Response:

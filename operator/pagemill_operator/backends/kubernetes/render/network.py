@@ -13,6 +13,12 @@ from pagemill_operator.plan.types import Plan
 
 HUB_VARIABLES = frozenset({"HF_ENDPOINT", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+VARIANT_RELABELING = {
+    "sourceLabels": ["__meta_kubernetes_namespace", "__meta_kubernetes_pod_label_pagemill_dev_deployment"],
+    "separator": "/",
+    "targetLabel": "variant",
+}
+"""Series of engines carry the label that gateways and operator export themselves: the deployment's `namespace/name`."""
 
 
 def render_service(plan: Plan, owner: Owner) -> Manifest:
@@ -54,7 +60,7 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
 def render_pod_monitor(plan: Plan, owner: Owner) -> Manifest:
     spec = {
         "selector": {"matchLabels": selector(plan.name)},
-        "podMetricsEndpoints": [{"port": "control", "path": "/metrics"}],
+        "podMetricsEndpoints": [{"port": "control", "path": "/metrics", "relabelings": [VARIANT_RELABELING]}],
         "podTargetLabels": [OWNER_LABEL],
     }
     return child("monitoring.coreos.com/v1", "PodMonitor", engine_name(plan.name), owner, spec=spec)
