@@ -61,5 +61,7 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     shows_reasoning: bool = True
     parallel: bool = True
     """False: the client gets the first call only."""
+    named: bool = False
+    """The client named the function to call: the answer then ends with `stop`, as OpenAI's does."""
     string_parameters: dict[str, list[str]] = {}
     """By tool, the parameters whose values are text, for formats that do not quote text."""

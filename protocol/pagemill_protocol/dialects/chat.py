@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
-from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts, logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest
@@ -61,6 +61,7 @@ class ChatRenderer:
     def __init__(self, request: GenerateRequest, system_fingerprint: str | None) -> None:
         self._head = render.head(request, system_fingerprint)
         self._include_usage = request.include_usage
+        self._named = request.answer_format is not None and request.answer_format.named
 
     def chunk(self, piece: Piece) -> bytes:
         if piece.events is None:
@@ -85,13 +86,16 @@ class ChatRenderer:
                 piece.choice,
                 text,
                 role=role,
-                finish_reason=call_parts.finish_reason(piece.finish_reason, piece.num_calls) if ends else None,
+                finish_reason=self._reason(piece.finish_reason, piece.num_calls) if ends else None,
                 logprobs=logprobs.chat(piece.positions) if ends and piece.positions is not None else None,
                 include_usage=self._include_usage,
                 usage=piece.usage if ends else None,
                 added=added,
             )
         )
+
+    def _reason(self, reason: FinishReason | None, num_calls: int) -> FinishReason | render.ToolReason | None:
+        return call_parts.finish_reason(reason, num_calls, named=self._named)
 
     def end(self, usage: Usage) -> bytes:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
@@ -104,6 +108,6 @@ class ChatRenderer:
         if choice.events is None:
             return render.Choice(choice.choice, choice.text, choice.finish_reason, shown)
         message = call_parts.message(choice.events, self._head.id, choice.choice)
-        reason = call_parts.finish_reason(choice.finish_reason, len(message.get("tool_calls", ())))
+        reason = self._reason(choice.finish_reason, len(message.get("tool_calls", ())))
         assert reason is not None  # the choice is finished
         return render.Choice(choice.choice, choice.text, reason, shown, message)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.answers.registry import (
     HARMONY,
@@ -20,6 +21,7 @@ from pagemill_protocol.answers.registry import (
     MARKERS,
     NONE,
     ParserSettings,
+    call_syntax,
     detect_reasoning,
     detect_tools,
     hides_markers,
@@ -41,6 +43,10 @@ class ChatFormat(NamedTuple):
     tools: list[dict[str, Any]] | None
     """For the template."""
     answer: AnswerFormat | None
+    syntax: CallSyntax | None = None
+    """How the model writes calls; `None`: not declared."""
+    reasoning: str = ""
+    """The parser of the model's reasoning."""
 
     def answer_behind(self, prompt: str) -> AnswerFormat | None:
         """How to read an answer to the rendered `prompt`."""
@@ -82,7 +88,9 @@ def chat_format(
             messages = with_tool_prompt(messages, tools or [], template)
             tools, tool_format = None, HERMES
     used = tool_format if req.prompt_tools else ""
-    return ChatFormat(messages, tools, _answer_format(req, used, reasoning))
+    reasoning = HARMONY if used == HARMONY else reasoning
+    syntax = call_syntax(HARMONY if reasoning == HARMONY else used, template)
+    return ChatFormat(messages, tools, _answer_format(req, used, reasoning), syntax, reasoning)
 
 
 def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> AnswerFormat | None:
@@ -90,9 +98,10 @@ def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> Answe
         return None
     return AnswerFormat(
         tools=tools,
-        reasoning=reasoning if tools != HARMONY else HARMONY,
+        reasoning=reasoning,
         shows_reasoning=req.include_reasoning,
         parallel=req.parallel_tool_calls,
+        named=bool(req.names_function),
         string_parameters=_string_parameters(req.prompt_tools) if tools == "qwen3-coder" else {},
     )
 

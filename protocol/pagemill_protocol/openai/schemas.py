@@ -214,6 +214,20 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
+    def names_function(self) -> str:
+        """The only function that the model may call, and must; "" if the client named none."""
+        return "" if isinstance(self.tool_choice, str) else str(self.tool_choice["function"]["name"])
+
+    @property
+    def forces_calls(self) -> bool:
+        return self.tool_choice == "required" or bool(self.names_function)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls are held to the schema of their function."""
+        return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)
+
+    @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template; `chat_template_kwargs` wins over the fields of its own."""
         given: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
@@ -229,6 +243,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
             _continuation_error(self, self.messages),
             choice_error(self.tool_choice, self.tools),
             _history_error(self.messages),
+            _held_beams_error(self),
         )
         for error in errors:
             if error is not None:
@@ -315,6 +330,13 @@ class DetokenizeRequest(RequestModel):
 
     model: str = Field("", max_length=512)
     tokens: TokenIds
+
+
+def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
+    if not request.use_beam_search or not request.holds_calls:
+        return None
+    message = "Forced and strict tool calls do not go with `use_beam_search`. Remove one of them."
+    return refusal("use_beam_search", message)
 
 
 def _continuation_error(request: ChatTemplateFields, messages: list[ChatMessage]) -> PydanticCustomError | None:

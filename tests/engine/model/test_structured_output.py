@@ -17,10 +17,13 @@ from tiny_llama import write_tiny_llama
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sampling import sampler
+from pagemill_protocol.answers.call_syntax import Function, behind_reasoning, calls_only
+from pagemill_protocol.answers.hermes import SYNTAX as HERMES
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.grammars.check import FormChecks
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.structural_tags import JsonSchema, write_tag
 from pagemill_protocol.structured_outputs import StructuredOutputs
 from pagemill_protocol.structured_params import StructuredOutputsParams
 from pagemill_protocol.text.load_bundle import load_bundle
@@ -264,6 +267,24 @@ def test_another_engine_continues_an_answer_at_any_token(engine: Engine) -> None
     for cut in range(1, len(whole) + 1):
         engine.use()
         engine.add("r", json_form(PERSON), resume=[ChoiceResume(0, whole[:cut], 0)])
+        answer = engine.run()["r", 0]
+        assert (whole[:cut] + answer.token_ids, answer.finish_reason) == (whole, "stop")
+
+
+def test_another_engine_continues_a_forced_call_behind_reasoning_at_any_token(engine: Engine) -> None:
+    call = calls_only(HERMES, [Function("get", JsonSchema(json_schema=PERSON))], parallel=False)
+    form = behind_reasoning("<think>", "</think>", call, is_open=True)
+    outputs = StructuredOutputs(structural_tag=write_tag(form))
+    thought = engine.tokenizer.encode("I think.</think>", add_special_tokens=False)
+    engine.add("r", outputs, resume=[ChoiceResume(0, thought, 0)])
+    whole = thought + engine.run()["r", 0].token_ids
+    text = engine.tokenizer.decode(whole)
+    written = json.loads(text.split("<tool_call>")[1].removesuffix("</tool_call>"))
+    assert written["name"] == "get"
+    jsonschema.validate(written["arguments"], PERSON)
+    for cut in range(len(thought), len(whole) + 1):
+        engine.use()
+        engine.add("r", outputs, resume=[ChoiceResume(0, whole[:cut], 0)])
         answer = engine.run()["r", 0]
         assert (whole[:cut] + answer.token_ids, answer.finish_reason) == (whole, "stop")
 

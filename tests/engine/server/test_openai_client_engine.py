@@ -158,10 +158,10 @@ def test_errors_have_the_clients_exception_class(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL,
             messages=FRANCE,
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
             tool_choice="required",
         )
-    assert forced.value.param == "tool_choice"
+    assert forced.value.param == "tools[0].function.parameters"
 
 
 def test_internal_routes_raise_authentication_errors(model_server: Any) -> None:
@@ -212,6 +212,20 @@ def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI,
         text, reason = choice.message.content or "", choice.finish_reason
     jsonschema.validate(json.loads(text), schema)
     assert reason == "stop"
+
+
+def test_an_engine_alone_forces_a_call(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=FRANCE,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        max_tokens=80,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "f"
 
 
 class City(pydantic.BaseModel):
