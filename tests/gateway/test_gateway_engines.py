@@ -316,6 +316,22 @@ def test_a_form_goes_with_tools_and_begins_behind_the_reasoning(real: Cluster) -
 
 
 @pytest.mark.model
+def test_the_real_model_stops_thinking_at_its_budget(real: Cluster) -> None:
+    thinking: list[Any] = [*QUESTION, {"role": "assistant", "content": "<think>\nThe capital"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False, "thinking_token_budget": 5}
+    with real.client() as client:
+        answer = client.chat.completions.create(
+            model="smol", messages=thinking, max_tokens=40, temperature=0, extra_body=extra
+        )
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="smol", messages=QUESTION, extra_body={"thinking_token_budget": -2})
+    assert caught.value.param == "thinking_token_budget"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.choices[0].message.content
+
+
+@pytest.mark.model
 def test_a_schema_that_cannot_be_held_is_refused_with_its_place(real: Cluster) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}}
     with real.client() as client, pytest.raises(openai.BadRequestError) as caught:

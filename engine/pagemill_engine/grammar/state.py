@@ -20,6 +20,7 @@ class GrammarState:
         """A bit for each token that may follow."""
         self.ended = False
         """No text may follow."""
+        self.is_free = False
         self._matcher = matcher
         self._keeps_on = keeps_on
         self._ends = np.zeros_like(self.mask)

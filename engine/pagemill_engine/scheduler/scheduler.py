@@ -40,7 +40,7 @@ from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad
 
 if TYPE_CHECKING:
-    from pagemill_engine.grammar.compiler import Grammar
+    from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
 
@@ -76,7 +76,7 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
+    def add(self, request: GenerateRequest, grammar: TokenStates | None = None) -> None:
         """Queue a request, whose answers have the form of `grammar`. Raises `PagemillError` if it can never run or too
         many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
@@ -154,8 +154,8 @@ class Scheduler:
         for name in plan.samples:
             seq = self._sequences[name]
             seq.num_pending_tokens += 1
-            if seq.grammar is not None:
-                plan.token_masks[name] = seq.grammar.mask
+            if seq.grammar is not None and (mask := seq.grammar.mask) is not None:
+                plan.token_masks[name] = mask
         self._in_flight.launch(plan)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
@@ -433,6 +433,8 @@ class Scheduler:
         if seq.grammar is not None and token_id not in seq.stop_ids and (fault := seq.grammar.advance(token_id)):
             self._fail(seq, f"The answer was broken off: {fault}.")
             return
+        if seq.grammar is not None and seq.grammar.is_free:
+            seq.grammar = None
         reason = finish_reason(seq)
         self._outputs.token(seq, token_id, logprobs, reason)
         if reason is not None:

@@ -15,7 +15,7 @@ from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pagemill_engine.grammar.state import GrammarState
+    from pagemill_engine.grammar.token_state import TokenState
 
 
 class SequenceState(IntEnum):
@@ -69,8 +69,8 @@ class Sequence:
     first_scheduled_s: float | None = None
     search: BeamSearch[Sequence] | None = None
     """The beam search that the sequence belongs to."""
-    grammar: GrammarState | None = None
-    """Where it is in the form that its request prescribes."""
+    grammar: TokenState | None = None
+    """Where it is in what its request prescribes: a form, a budget of reasoning."""
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ from pagemill_protocol.answers.registry import (
     hides_markers,
 )
 from pagemill_protocol.answers.tool_prompt import with_tool_prompt
-from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.sources import SourceError
 
@@ -87,6 +87,12 @@ def chat_format(
             _log_default(template, reason)
             messages = with_tool_prompt(messages, tools or [], template)
             tools, tool_format = None, HERMES
+    if isinstance(req, ChatCompletionRequest) and req.reasoning_budget is not None and not reasoning:
+        raise invalid_field(
+            "thinking_token_budget",
+            "`thinking_token_budget` needs a model whose reasoning is read; `model.reasoningParser` of this one is none, "
+            "or found none in its chat template. Remove it, or have the parser set.",
+        )
     used = tool_format if req.prompt_tools else ""
     reasoning = HARMONY if used == HARMONY else reasoning
     syntax = call_syntax(HARMONY if reasoning == HARMONY else used, template)
@@ -100,6 +106,7 @@ def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> Answe
         tools=tools,
         reasoning=reasoning,
         shows_reasoning=req.include_reasoning,
+        reasoning_budget=req.reasoning_budget,
         parallel=req.parallel_tool_calls,
         named=bool(req.names_function),
         string_parameters=_string_parameters(req.prompt_tools) if tools == "qwen3-coder" else {},

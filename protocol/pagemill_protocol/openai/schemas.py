@@ -30,6 +30,7 @@ from pagemill_protocol.openai.fields import (
 from pagemill_protocol.openai.form_fields import FormFields
 from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_protocol.sampling import (
+    INT32_MAX,
     MAX_CHOICES,
     MAX_PRIORITY,
     MAX_STOP_STRINGS,
@@ -204,6 +205,8 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     """A variable of the chat template; "none" also sets `enable_thinking` and `thinking` to false."""
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
+    """Tokens of reasoning at most; -1: no limit."""
     include_reasoning: bool = True
     """False: reasoning is read and left out of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -217,6 +220,10 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     def names_function(self) -> str:
         """The only function that the model may call, and must; "" if the client named none."""
         return "" if isinstance(self.tool_choice, str) else str(self.tool_choice["function"]["name"])
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @property
     def forces_calls(self) -> bool:
@@ -333,9 +340,9 @@ class DetokenizeRequest(RequestModel):
 
 
 def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
-    if not request.use_beam_search or not request.holds_calls:
+    if not request.use_beam_search or not (request.holds_calls or request.reasoning_budget is not None):
         return None
-    message = "Forced and strict tool calls do not go with `use_beam_search`. Remove one of them."
+    message = "Forced and strict tool calls and budgets of reasoning do not go with `use_beam_search`. Remove it."
     return refusal("use_beam_search", message)
 
 
