@@ -216,6 +216,7 @@ class OutputProcessor:
                 usage,
                 delta.events,
                 choice.output.parser.num_calls if choice.output.parser is not None else 0,
+                choice.output.stop_reason,
             )
         )
 
@@ -249,6 +250,7 @@ class OutputProcessor:
                 choice.output.finish_reason or "abort",
                 *self._take_positions(choice),
                 choice.events,
+                choice.output.stop_reason,
             )
             for index, choice in enumerate(self._chosen(), choice_index(self.request, 0))
         ]

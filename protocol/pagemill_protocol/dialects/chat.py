@@ -91,6 +91,7 @@ class ChatRenderer:
                 include_usage=self._include_usage,
                 usage=piece.usage if ends else None,
                 added=added,
+                stop_reason=piece.stop_reason if ends else None,
             )
         )
 
@@ -106,8 +107,8 @@ class ChatRenderer:
     def _choice(self, choice: FinishedChoice) -> render.Choice:
         shown = None if choice.positions is None else logprobs.chat(choice.positions)
         if choice.events is None:
-            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown)
+            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown, choice.stop_reason)
         message = call_parts.message(choice.events, self._head.id, choice.choice)
         reason = self._reason(choice.finish_reason, len(message.get("tool_calls", ())))
         assert reason is not None  # the choice is finished
-        return render.Choice(choice.choice, choice.text, reason, shown, message)
+        return render.Choice(choice.choice, choice.text, reason, shown, choice.stop_reason, message)

@@ -90,8 +90,8 @@ def chat_format(
     if isinstance(req, ChatCompletionRequest) and req.reasoning_budget is not None and not reasoning:
         raise invalid_field(
             "thinking_token_budget",
-            "`thinking_token_budget` needs a model whose reasoning is read; `model.reasoningParser` of this one is none, "
-            "or found none in its chat template. Remove it, or have the parser set.",
+            "`thinking_token_budget` needs a model whose reasoning is read; `model.reasoningParser` of this one is "
+            "none, or found none in its chat template. Remove it, or have the parser set.",
         )
     used = tool_format if req.prompt_tools else ""
     reasoning = HARMONY if used == HARMONY else reasoning

@@ -21,6 +21,8 @@ SSE_KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
 
 ToolReason = Literal["tool_calls"]
+StopReason = str | int | None
+"""vLLM's field: the stop string or the stop token that ended a choice, if one did."""
 Logprobs = Mapping[str, Any]
 """Made by `openai.logprobs.chat` or `.completions`."""
 
@@ -41,6 +43,7 @@ class Choice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: FinishReason | ToolReason
     logprobs: Logprobs | None = None
+    stop_reason: StopReason = None
     message: Mapping[str, Any] | None = None
     """Of a chat, in place of `text`: content, reasoning and tool calls."""
 
@@ -95,6 +98,7 @@ def chat_chunk(
     include_usage: bool = False,
     usage: Usage | None = None,
     added: Mapping[str, Any] | None = None,
+    stop_reason: StopReason = None,
 ) -> bytes:
     """One chunk of a chat. `role`: the first of its choice. `text` None: no text, as in a chunk that only finishes.
 
@@ -106,7 +110,7 @@ def chat_chunk(
     if text is not None:
         delta["content"] = text
     delta.update(added or {})
-    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, **_end(finish_reason, stop_reason)}
     return _chunk(head, "chat.completion.chunk", choice, include_usage, usage)
 
 
@@ -119,9 +123,10 @@ def completion_chunk(
     logprobs: Logprobs | None = None,
     include_usage: bool = False,
     usage: Usage | None = None,
+    stop_reason: StopReason = None,
 ) -> bytes:
     """One chunk of a completion; `include_usage` and `usage` as in `chat_chunk`."""
-    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    choice = {"index": index, "text": text, "logprobs": logprobs, **_end(finish_reason, stop_reason)}
     return _chunk(head, "text_completion", choice, include_usage, usage)
 
 
@@ -136,7 +141,7 @@ def chat_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:
             "index": choice.index,
             "message": {"role": "assistant", "refusal": None, **(choice.message or {"content": choice.text})},
             "logprobs": choice.logprobs,
-            "finish_reason": choice.finish_reason,
+            **_end(choice.finish_reason, choice.stop_reason),
         }
         for choice in choices
     ]
@@ -149,7 +154,7 @@ def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> byte
             "index": choice.index,
             "text": choice.text,
             "logprobs": choice.logprobs,
-            "finish_reason": choice.finish_reason,
+            **_end(choice.finish_reason, choice.stop_reason),
         }
         for choice in choices
     ]
@@ -204,6 +209,12 @@ def tokenize_body(token_ids: Sequence[int], max_model_len: int, token_strs: Sequ
 def detokenize_body(text: str) -> bytes:
     """Body of `POST /detokenize`."""
     return orjson.dumps({"prompt": text})
+
+
+def _end(finish_reason: FinishReason | ToolReason | None, stop_reason: StopReason) -> dict[str, Any]:
+    if finish_reason is None:
+        return {"finish_reason": None}
+    return {"finish_reason": finish_reason, "stop_reason": stop_reason}
 
 
 def _chunk(head: Head, kind: str, choice: dict[str, Any], include_usage: bool, usage: Usage | None) -> bytes:

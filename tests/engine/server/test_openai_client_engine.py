@@ -214,6 +214,23 @@ def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI,
     assert reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({"stop": ["Paris"]}, "Paris"), ({"stop_token_ids": [7042]}, 7042), ({}, None)]
+)
+def test_the_answer_says_which_stop_ended_it(client: openai.OpenAI, stream: bool, fields: Any, expected: Any) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": fields}
+    for create, prompt in (
+        (client.chat.completions.create, {"messages": FRANCE}),
+        (client.completions.create, {"prompt": "The capital of France is"}),
+    ):
+        answer: Any = create(**prompt, **arguments, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert choices[-1].finish_reason == ("stop" if expected else choices[-1].finish_reason)
+        assert choices[-1].stop_reason == expected
+        assert not any(hasattr(choice, "stop_reason") for choice in choices[:-1])
+
+
 def test_an_engine_alone_forces_a_call(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
     answer = client.chat.completions.create(
