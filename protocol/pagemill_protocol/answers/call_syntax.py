@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pagemill_protocol.answers.json_text import json_of
 from pagemill_protocol.structural_tags import (
     AnyText,
     ConstString,
@@ -47,12 +48,19 @@ class CallSyntax(NamedTuple):
     """The start of `opening` that ends free text; empty: calls stand at the start of an answer only."""
     arguments: Callable[[Schema], Format] = as_json
     """Raises `ValueError` for a schema that cannot be written in this format."""
+    write: Callable[[Any], str] = json_of
+    """Given arguments, usually an object, in this format."""
     text: Format = AnyText()
     """An answer without calls."""
     text_opening: str = ""
     """Before an answer's text."""
     single: bool = False
     """An answer ends with its first call."""
+
+    def example(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """How these calls, names and arguments, look in an answer."""
+        written = (self.begin % name + self.write(arguments) + self.end for name, arguments in calls)
+        return self.opening + self.separator.join(written) + self.closing
 
 
 class Function(NamedTuple):

@@ -36,6 +36,12 @@ def _keywords(schema: Schema) -> Format:
     return Optional(content=Or(elements=starts)) if starts else ConstString(value="")
 
 
+def _written(arguments: Any) -> str:
+    if not isinstance(arguments, dict):
+        return json_of(arguments)
+    return ", ".join(f"{name}={json_of(value)}" for name, value in arguments.items())
+
+
 def _keyword(argument: Argument) -> Format:
     return Sequence(elements=[ConstString(value=f"{argument.name}="), JsonSchema(json_schema=argument.schema)])
 
@@ -51,6 +57,7 @@ SYNTAX = CallSyntax(
     separator=", ",
     closing="]",
     arguments=_keywords,
+    write=_written,
     text=Optional(content=Regex(pattern=r"\s*[^\s\[<](.|\n)*")),
 )
 

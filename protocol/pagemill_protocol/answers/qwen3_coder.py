@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
+from typing import Any
 
 from pagemill_protocol.answers.call_syntax import CallSyntax, Schema
 from pagemill_protocol.answers.json_text import json_of
@@ -43,6 +44,13 @@ def _parameters_of(schema: Schema) -> Format:
     )
 
 
+def _written(arguments: Any) -> str:
+    if not isinstance(arguments, dict):
+        return json_of(arguments)
+    values = {name: value if isinstance(value, str) else json_of(value) for name, value in arguments.items()}
+    return "".join(f"{_PARAMETER}{name}>\n{value}\n{_PARAMETER_END}\n" for name, value in values.items())
+
+
 def _parameter(argument: Argument) -> Format:
     value = _value(argument)
     end = "" if isinstance(value, AnyText) else "\n"  # free text ends where the parser finds its end
@@ -72,6 +80,7 @@ SYNTAX = CallSyntax(
     separator="\n" + _CALL,
     trigger=_CALL,
     arguments=_parameters_of,
+    write=_written,
 )
 
 

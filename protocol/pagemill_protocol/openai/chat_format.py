@@ -16,6 +16,7 @@ import msgspec
 from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.answers.registry import (
+    AUTO,
     HARMONY,
     HERMES,
     MARKERS,
@@ -84,9 +85,9 @@ def chat_format(
     if template and (tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)):
         reason = _lacking(template, tool_format)
         if reason is not None:
-            _log_default(template, reason)
-            messages = with_tool_prompt(messages, tools or [], template)
-            tools, tool_format = None, HERMES
+            tool_format = parsers.tools if parsers.tools not in (AUTO, NONE) else HERMES
+            messages = _with_default_tools(messages, tools or [], template, tool_format, reason)
+            tools = None
     if isinstance(req, ChatCompletionRequest) and req.reasoning_budget is not None and not reasoning:
         raise invalid_field(
             "thinking_token_budget",
@@ -120,14 +121,29 @@ def _lacking(template: str, tool_format: str) -> str | None:
     return None if tool_format else "asks for calls in a format that no parser reads"
 
 
+def _with_default_tools(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str, tool_format: str, reason: str
+) -> list[dict[str, Any]]:
+    syntax = call_syntax(tool_format, template)
+    if syntax is None:
+        raise PagemillError(
+            f"`tools` is not supported: the chat template of this model {reason}, and its parser {tool_format!r} "
+            "declares no syntax to describe calls in. Remove it, or have `model.toolCallParser` set to another one.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    _log_default(template, tool_format, reason)
+    return with_tool_prompt(messages, tools, template, syntax)
+
+
 @lru_cache(maxsize=64)
-def _log_default(template: str, reason: str) -> None:
+def _log_default(template: str, tool_format: str, reason: str) -> None:
     """Once for each template."""
     logger.warning(
-        "The chat template %s: tools are described in the system message, and calls are read in the format %r. "
+        "The chat template %s: tools are described in the system message in the format %r. "
         "Set model.chatTemplate or model.toolCallParser where the model was trained on another one. Template: %.60r",
         reason,
-        HERMES,
+        tool_format,
         template,
     )
 
