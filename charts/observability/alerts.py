@@ -16,7 +16,7 @@ class Alert(NamedTuple):
     expr: str
     wait: str
     severity: str
-    """critical: somebody is called. warning: somebody looks during the day."""
+    """critical: a person is called. warning: a person looks during the day."""
     summary: str
     description: str
 
@@ -94,7 +94,7 @@ ALERTS = [
         "0m",
         "warning",
         "Requests for {{ $labels.model }} end the engines that serve them",
-        "A request was found to end engines and is refused from now on. Somebody may send it on purpose.",
+        "A request was found to end engines and is refused from now on. It may be sent on purpose.",
     ),
     Alert(
         "PagemillGatewayDown",

@@ -17,9 +17,10 @@ from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.http.guard import ControlGuard
-from pagemill_protocol.openai.openapi import OPENAPI_PATH
+from pagemill_protocol.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 64 * 1024 * 1024
 
@@ -34,7 +35,7 @@ def data_app(worker: Worker) -> ASGIApp:
             *(Route(path, route, methods=["POST"]) for path, route in hot.items()),
             Route("/v1/models", models.list),
             Route("/v1/models/{model:path}", models.get),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
+            *(Route(each.path, tokens.count_route(each), methods=["POST"]) for each in TOKEN_COUNTS),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
             Route("/health", health.readyz),
             Route("/livez", health.livez),

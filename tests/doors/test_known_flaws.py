@@ -182,7 +182,7 @@ def test_images_and_videos_inside_a_body_are_refused_unread(door: Door, kind: st
     assert door.post(chat([{"type": kind, kind: {"url": frames * 2}}]), "/v1/chat/completions").status == 413
 
 
-def test_a_tiny_image_harms_nobody(door: Door) -> None:
+def test_a_tiny_image_harms_no_other_request(door: Door) -> None:
     url = f"data:image/png;base64,{PIXEL}"
     refused(door, chat([{"type": "image_url", "image_url": {"url": url}}]), "messages[0].content[0].type")
 

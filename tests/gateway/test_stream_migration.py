@@ -80,23 +80,32 @@ class Answer:
         if self.raw.startswith(b"{"):
             return [_comparable(json.loads(self.raw))]
         events = [_comparable(event) for event in self._events]
-        return sorted(events, key=lambda event: event["choices"][0]["index"] if event["choices"] else math.inf)
+        return sorted(events, key=_choice_index)
 
     @property
     def identities(self) -> set[tuple[str, int]]:
         """What all events of a stream share, whichever engine sent them."""
-        return {(event["id"], event["created"]) for event in self._events}
+        heads = [event.get("message", event) for event in self._events]
+        return {(head["id"], head.get("created", 0)) for head in heads if "id" in head}
 
     @property
     def _events(self) -> list[dict[str, Any]]:
-        assert self.raw.endswith(b"data: [DONE]\n\n"), self.raw[-300:]
-        return [json.loads(event.removeprefix("data: ")) for event in self.raw.decode().split("\n\n")[:-2]]
+        assert self.raw.endswith((b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n')), self.raw[-300:]
+        events = [event.partition("data: ")[2] for event in self.raw.decode().split("\n\n")]
+        return [json.loads(event) for event in events if event not in ("", "[DONE]")]
+
+
+def _choice_index(event: dict[str, Any]) -> float:
+    """Where its events are sorted to; a stable order keeps those of one choice, and events that have none, as sent."""
+    choices = event.get("choices", [{"index": 0}])
+    return choices[0]["index"] if choices else math.inf
 
 
 def _comparable(body: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in body.items() if name not in ("id", "created")}
+    kept = {name: value for name, value in body.items() if name not in ("id", "created", "message")}
     if isinstance(kept.get("usage"), dict):
-        kept["usage"].pop("prompt_tokens_details", None)
+        for name in ("prompt_tokens_details", "input_tokens", "cache_read_input_tokens"):
+            kept["usage"].pop(name, None)
     return kept
 
 
@@ -152,7 +161,7 @@ class Clients:
 
 def questions(**common: Any) -> list[tuple[str, dict[str, Any]]]:
     """Of every kind that has something to lose."""
-    chat, completions = "/v1/chat/completions", "/v1/completions"
+    chat, completions, messages = "/v1/chat/completions", "/v1/completions", "/v1/messages"
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     continuous = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     story = [{"role": "user", "content": "Tell me a story of a heron and a mill."}]
@@ -163,6 +172,7 @@ def questions(**common: Any) -> list[tuple[str, dict[str, Any]]]:
         (chat, {"messages": story, "temperature": 0, **usage, **common}),
         (chat, {"messages": story, "n": 2, **seeded, **continuous, **common}),
         (chat, {"messages": story, "n": 3, **seeded, "logprobs": True, "top_logprobs": 2, **usage, **common}),
+        (messages, {"messages": story, "temperature": 0, "stream": True, **common}),
         (completions, {"prompt": text, "echo": True, **seeded, **usage, **common}),
         (completions, {"prompt": [text, "Twice"], **seeded, **continuous, **common}),
         (completions, {"prompt": text, **seeded, "frequency_penalty": 0.7, "logprobs": 1, **usage, **common}),

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.openai.openapi import document
 from pagemill_protocol.openai.schemas import SamplingFields
+from pagemill_protocol.openapi import document
 from pagemill_protocol.sampling import BOUNDS, SamplingParams
 
 BEAM_SEARCH_ONLY = {"length_penalty", "early_stopping"}

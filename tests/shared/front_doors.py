@@ -66,7 +66,7 @@ class Answer:
 
 def error_of(body: bytes) -> dict[str, Any]:
     told = json.loads(body)
-    assert set(told) == {"error"}, told
+    assert set(told) == {"error"} or (set(told) == {"type", "error"} and told["type"] == "error"), told
     error: dict[str, Any] = told["error"]
     assert set(error) == {"message", "type", "param", "code"}, error
     assert isinstance(error["message"], str)

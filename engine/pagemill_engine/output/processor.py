@@ -288,6 +288,7 @@ class OutputProcessor:
         if request.stream:
             shows_tokens = request.sampling.logprobs is not None and bool(resume.token_ids)
             choice.started = bool(resume.num_text_chars or resume.finished) or shows_tokens
+            self._renderer.resume(index, output.delivered, output.finish_reason)
         elif resume.finished:
             choice.add(output.take_backlog(), output.take_events())
         if request.sampling.logprobs is not None:

@@ -16,9 +16,10 @@ from pagemill_engine.server import health, internal_routes, metrics, openai_rout
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.http.guard import ControlGuard
-from pagemill_protocol.openai.openapi import OPENAPI_PATH, document
+from pagemill_protocol.openapi import OPENAPI_PATH, document
 
 
 async def show_metrics(request: Request) -> Response:
@@ -48,7 +49,7 @@ DATA_ROUTES = [
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
     *(Route(each.path, keyed(openai_routes.generate_route(each)), methods=["POST"]) for each in dialects().values()),
-    Route("/tokenize", keyed(openai_routes.tokenize), methods=["POST"]),
+    *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),
     Route("/internal/allowance", internal_routes.allowance, methods=["POST"]),

@@ -18,12 +18,13 @@ from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_protocol.dialects.base import Dialect, Preparation
+from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.door import check_json_content_type, read_body
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
+from pagemill_protocol.openai.schemas import DetokenizeRequest
 
 
 def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResponse]]:
@@ -37,10 +38,15 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
     return generate
 
 
-async def tokenize(request: Request) -> Response:
-    context: ServerContext = request.app.state.context
-    raw = await _read(request)
-    return _json(await context.off_loop(lambda: _tokenize(context, raw), len(raw)))
+def count_route(count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
+    """A route that counts the tokens of a prompt."""
+
+    async def route(request: Request) -> Response:
+        context: ServerContext = request.app.state.context
+        raw = await _read(request)
+        return _json(await context.off_loop(lambda: _tokenize(context, count, raw), len(raw)))
+
+    return route
 
 
 async def detokenize(request: Request) -> Response:
@@ -108,15 +114,15 @@ def _prepare(context: ServerContext, dialect: Dialect, raw: bytes) -> list[Gener
     return [prepare.with_seed(request, lambda: _seed(context)) for request in requests]
 
 
-def _tokenize(context: ServerContext, raw: bytes) -> bytes:
-    body = parse_body(raw, TokenizeRequest)
+def _tokenize(context: ServerContext, count: TokenCount, raw: bytes) -> bytes:
+    body = count.parse(raw)
     if body.model:
         context.check_model(body.model)
     tokenizer = context.loaded_tokenizer()
     _, ready = context.ready_engine()
     token_ids = prepare.tokenize(body, tokenizer, ready.max_model_len)
     texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-    return render.tokenize_body(token_ids, ready.max_model_len, texts)
+    return count.body(token_ids, ready.max_model_len, texts)
 
 
 def _detokenize(context: ServerContext, raw: bytes) -> bytes:

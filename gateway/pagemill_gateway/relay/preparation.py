@@ -14,7 +14,6 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
-from pydantic import BaseModel
 
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
@@ -28,7 +27,6 @@ from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.prepare import check_form, needs_check, with_seed, within_vocabulary
 from pagemill_protocol.openai.schemas import SamplingFields
 from pagemill_protocol.preparation_threads import PreparationThreads
@@ -37,7 +35,6 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 INLINE_BODY_BYTES = 4096
 NUM_THREADS = 8
 
-Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 
@@ -61,9 +58,9 @@ class Preparation:
     def close(self) -> None:
         self._threads.close()
 
-    async def parse(self, raw: bytes, schema: type[Model]) -> Model:
-        """The body as `schema`. Raises `PagemillError` 400."""
-        return await self._inline_or_in_thread(lambda: parse_body(raw, schema), len(raw))
+    async def parse(self, raw: bytes, parse: Callable[[bytes], T]) -> T:
+        """The body, read by `parse`. Raises `PagemillError` 400."""
+        return await self._inline_or_in_thread(partial(parse, raw), len(raw))
 
     async def in_thread(self, work: Callable[[], T], body_bytes: int) -> T:
         """What `work` returns, which deals with a body of that size."""

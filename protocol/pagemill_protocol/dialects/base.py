@@ -1,7 +1,7 @@
 """What a dialect is: from a client's body to engine requests, and from tokens and text to the client's bytes.
 
-Implementations are `chat` and `completions`; `registry` lists them. They neither open sockets nor sample tokens; the
-order of events (which chunk when) is `pagemill_engine.output`'s, the transport is the routes'.
+Implementations are `chat`, `completions` and `messages`; `registry` lists them. They neither open sockets nor sample
+tokens; the order of events (which chunk when) is `pagemill_engine.output`'s, the transport is the routes'.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class FinishedChoice(NamedTuple):
 
 class AnswerRenderer(Protocol):
     """Renders one answer. Streams consist of complete server-sent events."""
+
+    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+        """Another engine has delivered `events` of this choice; called before anything else of a stream."""
+        ...
 
     def chunk(self, piece: Piece) -> bytes: ...
 

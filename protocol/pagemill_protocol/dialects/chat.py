@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
@@ -62,6 +63,9 @@ class ChatRenderer:
         self._head = render.head(request, system_fingerprint)
         self._include_usage = request.include_usage
         self._named = request.answer_format is not None and request.answer_format.named
+
+    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+        """Every chunk says all that its client needs."""
 
     def chunk(self, piece: Piece) -> bytes:
         if piece.events is None:

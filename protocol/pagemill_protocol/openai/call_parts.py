@@ -58,6 +58,11 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call(response_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+def call_id(response_id: str, choice: int, index: int, *, prefix: str = "call") -> str:
     digest = hashlib.blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
-    return {"id": f"call_{digest}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return f"{prefix}_{digest}"
+
+
+def _call(response_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id(response_id, choice, index), "type": "function", "function": function}

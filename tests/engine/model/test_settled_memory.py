@@ -20,7 +20,8 @@ from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measu
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_engine.runner.settling import CudaMeter, settle
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES = Sizes(weight_bytes=16 * GIB, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)
