@@ -8,12 +8,15 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.grammar.token_state import TokenState
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.state import GrammarState
 
 
 class ReasoningLimit(NamedTuple):
@@ -50,6 +53,10 @@ class LimitedReasoning:
         bits = np.zeros(-(-self._limit.vocab_size // 32), dtype=np.int32)
         bits.view(np.uint32)[self._forced[0] // 32] = np.uint32(1 << self._forced[0] % 32)
         return bits
+
+    @property
+    def due(self) -> GrammarState | None:
+        return self._form.due if self._form is not None and not self._forced else None
 
     @property
     def ended(self) -> bool:

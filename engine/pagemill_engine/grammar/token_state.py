@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.state import GrammarState
 
 
 class TokenState(Protocol):
     @property
     def mask(self) -> NDArray[np.int32] | None:
         """A bit for each token that may follow; `None`: any may."""
+        ...
+
+    @property
+    def due(self) -> GrammarState | None:
+        """Whose mask has to be computed, and may be beside the step: `masks.begin_masks`."""
         ...
 
     @property

@@ -184,7 +184,7 @@ class DeviceRunner:
         if not plan.num_scheduled_tokens:
             return InFlight([])
         logits, settings = self._logits(at, step, size)
-        masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
+        masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_states)
         return self._sample(at, step, logits, settings, masks)
 
     def _upload(self, staging: Staging, step: DeviceStep) -> StepRows:

@@ -121,7 +121,7 @@ class EagerRunner:
         rows = inputs.rows[inputs.sampling]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
         logits = self.model.compute_logits(hidden)
-        masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
+        masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_states)
         sampled = sample(logits, self._sampling, rows, num_generated, self._ops.sample_tokens, masks)
         self._rows.advance(inputs, sampled.token_ids)
         return self._result(inputs, rows, sampled)

@@ -8,11 +8,12 @@ admitted sequence and applies the differences to it. Neither side imports the ot
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.token_state import TokenState
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,9 +62,9 @@ class StepPlan:
     runner."""
     samples: set[str] = field(default_factory=set)
     """Requests that sample a token in this step. The runner appends the token to its sequence itself."""
-    token_masks: dict[str, NDArray[np.int32]] = field(default_factory=dict)
-    """For requests that sample and have a form: a bit for each token that may follow, 32 a word. Read it before `wait`
-    returns."""
+    token_states: dict[str, TokenState] = field(default_factory=dict)
+    """Of requests that sample and have a form: read their masks, a bit for each token that may follow, after the
+    forward pass is under way and before `wait` returns."""
     decode_context_tokens: int = 0
     """Context tokens that the step's decodes read, summed; for the step-time model."""
     chunk_context_products: int = 0

@@ -15,6 +15,8 @@ from json_schemas import schemas
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.grammar.compiler import GrammarCompiler
+from pagemill_engine.grammar.masks import begin_masks
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sampling import sampler
 from pagemill_protocol.answers.call_syntax import Function, behind_reasoning, calls_only
@@ -421,6 +423,22 @@ def test_a_form_that_cannot_be_compiled_refuses_its_request_alone(engine: Engine
 def test_beams_are_refused_by_name(engine: Engine) -> None:
     with pytest.raises(PagemillError, match="structured_outputs does not go with use_beam_search"):
         engine.add("r", json_form(PERSON), use_beam_search=True, n=2, temperature=0, logit_bias=None)
+
+
+def test_masks_that_are_computed_beside_the_step_are_the_same(engine: Engine) -> None:
+    compiler = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
+    forms = [json_form(PERSON), StructuredOutputs(regex="[0-9]+!"), StructuredOutputs(choice=("yes", "no"))]
+    texts = ['{"name": "Ada", "age": 36}', "12345!", "yes"]
+    beside, alone = ([compiler.submit(form).result().state((), keeps_on=False) for form in forms] for _ in range(2))
+    spelled = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    for position in range(max(map(len, spelled))):
+        running = [at for at, token_ids in enumerate(spelled) if position < len(token_ids)]
+        begin_masks([due for at in running if (due := beside[at].due) is not None])
+        for at in running:
+            assert np.array_equal(beside[at].mask, alone[at].mask)
+            for state in (beside[at], alone[at]):
+                assert state.advance(spelled[at][position]) == ""
+    assert all(state.ended for state in (*beside, *alone))
 
 
 def test_masks_forbid_what_has_no_bit() -> None:
