@@ -46,10 +46,10 @@ def rows(device: Device, num_requests: int, context_tokens: int) -> list[Case]:
 
 def _changes(device: Device, layout: RowLayout, num_requests: int) -> Case:
     """Each request gets a block, as in every sixteenth of its steps."""
-    staging, nobody = Staging(), np.zeros(0, dtype=np.int32)
+    staging, none = Staging(), np.zeros(0, dtype=np.int32)
     for row in range(num_requests):
         staging.put(layout.block(row, 0), [row + 1])
-    writes, _ = staging.upload(nobody, np.zeros(1, dtype=np.int32), nobody, device.device)
+    writes, _ = staging.upload(none, np.zeros(1, dtype=np.int32), none, device.device)
     ours, expected = (RowState(layout, 0, device.device) for _ in range(2))
 
     def written(state: RowState, write: Callable[..., None]) -> torch.Tensor:
