@@ -293,6 +293,30 @@ def test_arguments_of_a_forced_call_are_streamed_while_they_are_written(real: Cl
 
 
 @pytest.mark.model
+def test_another_engine_completes_a_forced_call_whose_engine_is_killed(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster(2)
+    note = {"type": "string", "pattern": "^[a-z ]{60,90}$"}
+    schema = {"type": "object", "properties": {"note": note}, "required": ["note"], "additionalProperties": False}
+    tool: Any = {"type": "function", "function": {"name": "plan", "parameters": schema}}
+    pieces: list[str] = []
+    killed: list[str] = []
+    with cluster.client() as client:
+        chunks = client.chat.completions.create(
+            model="smol", messages=QUESTION, tools=[tool], tool_choice=NAMED, max_tokens=200, stream=True
+        )
+        for chunk in chunks:
+            calls = chunk.choices[0].delta.tool_calls or []
+            pieces += [call.function.arguments or "" for call in calls if call.function is not None]
+            if len(pieces) == 4 and not killed:
+                killed = [each["id"] for each in cluster.endpoints() if each["in_flight"]]
+                next(engine for engine in cluster.engines if engine.name in killed).kill()
+        reason = chunk.choices[0].finish_reason
+    assert len(killed) == 1
+    jsonschema.validate(json.loads("".join(pieces)), schema)
+    assert reason == "stop"
+
+
+@pytest.mark.model
 def test_a_form_goes_with_tools_and_begins_behind_the_reasoning(real: Cluster) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "plan", "schema": PLAN}}
     thinking: list[Any] = [*QUESTION, {"role": "assistant", "content": "<think>\nIt is Paris.\n"}]
