@@ -144,7 +144,7 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
         "kvCacheDtype": "auto",
         "quantization": "none",
         "blockSize": 16,
-        "prefixCaching": {"enabled": True, "scope": "deployment"},
+        "prefixCaching": {"enabled": True, "scope": "tenant"},
         "deterministic": False,
         "tensorParallel": 1,
         "pipelineParallel": 1,

@@ -156,6 +156,7 @@ _ON_DEVICE: dict[Backend, dict[str, str]] = {
         "advance_rows": "request_rows.triton_launch:advance_rows",
         "plan_attention": "paged_attention.triton_launch:plan_on_device",
         "draw_tokens": "sampling.triton_launch:draw_tokens",
+        "report_logprobs": "sampling.triton_launch:report",
     },
 }
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
@@ -174,6 +175,7 @@ class DeviceOps(NamedTuple):
     advance_rows: Callable[..., None]
     plan_attention: Callable[..., Any]
     draw_tokens: Callable[..., Any]
+    report_logprobs: Callable[..., Any]
 
 
 class Ops(NamedTuple):

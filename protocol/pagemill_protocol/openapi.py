@@ -25,6 +25,13 @@ from pagemill_protocol.dialects.anthropic.request import (
     Tool,
 )
 from pagemill_protocol.dialects.anthropic.request import ToolChoice as AnthropicToolChoice
+from pagemill_protocol.dialects.openai_responses.request import (
+    FunctionTool,
+    Reasoning,
+    ResponsesRequest,
+    TextConfig,
+    TextFormat,
+)
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.schemas import (
     ChatCompletionRequest,
@@ -47,10 +54,12 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     DetokenizeRequest,
     MessagesRequest,
     CountRequest,
+    ResponsesRequest,
 )
 _PARTS: tuple[type[RequestModel], ...] = (
     *(ChatMessage, StreamOptions),
     *(InputMessage, Tool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, Metadata),
+    *(FunctionTool, TextFormat, TextConfig, Reasoning),
 )
 
 
@@ -62,6 +71,7 @@ def _bounds_schema(bounds: Bounds) -> Schema:
 _CHECKED_LATER: Mapping[str, Schema] = {
     **{name: _bounds_schema(bounds) for name, bounds in BOUNDS.items()},
     "max_completion_tokens": _bounds_schema(BOUNDS["max_tokens"]),
+    "max_output_tokens": _bounds_schema(BOUNDS["max_tokens"]),
     "logit_bias": {"maxProperties": MAX_LOGIT_BIAS},
     "chat_template_kwargs": {"maxProperties": MAX_TEMPLATE_KWARGS},
 }
@@ -113,6 +123,7 @@ def _paths() -> Schema:
         "/v1/completions": {"post": _generates(CompletionRequest, "text_completion")},
         "/v1/messages": {"post": _streams(MessagesRequest, _message())},
         "/v1/messages/count_tokens": {"post": _takes(CountRequest, _answers(_object("input_tokens")))},
+        "/v1/responses": {"post": _streams(ResponsesRequest, _object("id", "object", "output", "status", "usage"))},
         "/v1/models": {"get": _answers(_object("object", "data"))},
         "/v1/models/{model}": {"get": {**_answers(_object("id", "object")), "parameters": [_in_path("model")]}},
         "/tokenize": {"post": _takes(TokenizeRequest, _answers(_object("count", "max_model_len", "tokens")))},

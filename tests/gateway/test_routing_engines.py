@@ -251,6 +251,9 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
             assert num_cached == again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == foretold, kind
             most = (num_prompt_tokens - 1) // 16 * 16 if model == "caching" else 0
             assert foretold == most, kind
+    scored = await ask("caching", {"prompt": SPELLED, "prompt_logprobs": 1})
+    assert "; cached=0;" in scored.headers["x-pagemill-route"]
+    assert scored.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "they are computed anew"
     assert await usage_of("caching", {"prompt": SPELLED}) == (len(SPELLED), 80), "an engine tokenizes nothing again"
 
     # Prompts of one request, and requests of one moment: none of them has been reported when the next one is placed.
@@ -263,7 +266,7 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
     counted = re.findall(r"^pagemill_gateway_cached_token_predictions_total\{(.*)\} (\d+)", metrics, re.MULTILINE)
     num_asked = 3 * len(OF_ONE_PROMPT) + len(SEVERAL_PROMPTS["prompt"]) + 6
     assert {labels: int(number) for labels, number in counted if int(number)} == {
-        'model="caching",outcome="exact"': num_asked + 1,
+        'model="caching",outcome="exact"': num_asked + 2,
         'model="forgetful",outcome="exact"': num_asked,
     }
 

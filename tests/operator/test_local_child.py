@@ -55,6 +55,12 @@ def test_a_kill_by_the_kernel_hints_at_memory(tmp_path: Path) -> None:
     assert "SIGKILL (the machine may be out of memory)" in ended.message
 
 
+def test_the_message_of_a_kill_quotes_the_last_lines(tmp_path: Path) -> None:
+    (log := tmp_path / "log").write_text("started\nloading weights\nbudget: 3 GiB\n\nallocating the KV cache\n")
+    message = explain_exit(-signal.SIGKILL, log).message
+    assert message.endswith(": loading weights | budget: 3 GiB | allocating the KV cache")
+
+
 async def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(tmp_path: Path) -> None:
     log = tmp_path / "log"
     child = await start(

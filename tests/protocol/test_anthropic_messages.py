@@ -61,7 +61,9 @@ def streamed(events: list[Event], finish_reason: FinishReason = "stop") -> list[
     renderer = DIALECT.renderer(request(), None)
     raw = b""
     for at, event in enumerate([*events, None]):
-        piece = Piece(0, "", at == 0, None if event else finish_reason, None, 0, None, [event] if event else [])
+        ends = event is None
+        found = [] if event is None else [event]
+        piece = Piece(0, "", at == 0, finish_reason if ends else None, None, 0, None, found)
         raw += renderer.chunk(piece)
     return events_of(raw + renderer.end(Usage(3, 5, 1)))
 

@@ -20,6 +20,10 @@ def up(
             "machines can reach.",
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which clients address the gateway, as behind a proxy; needed without keys."),
+    ] = None,
     gateway_workers: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
     ] = 1,
@@ -44,7 +48,13 @@ def up(
     except ValueError as error:
         report_errors([str(error)])
         raise typer.Exit(2) from None
-    settings = LocalSettings(host=host, port=port, api_keys_file=api_keys_file, gateway_workers=gateway_workers)
+    settings = LocalSettings(
+        host=host,
+        port=port,
+        api_keys_file=api_keys_file,
+        allowed_hosts=tuple(allowed_host or ()),
+        gateway_workers=gateway_workers,
+    )
     request = UpRequest(files, keep, psutil.Process().create_time(), settings)
     raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 

@@ -73,10 +73,16 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
     session = Session(request, loaded, screen)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if stop.is_set():
+            session.kill()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # `nohup` ignores SIGHUP, and that must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, interrupt)
     work = asyncio.create_task(session.run())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -135,11 +141,15 @@ class Session:
             task.cancel()
         await asyncio.gather(work, stopping, return_exceptions=True)
         with contextlib.suppress(OSError):
-            self._screen.status("stopping the gateway, then the engines")
+            self._screen.status("stopping the gateway, then the engines; Ctrl-C again ends them at once")
         await self._backend.stop()
         with contextlib.suppress(OSError):
             self._screen.status("")
             self._screen.line("stopped")
+
+    def kill(self) -> None:
+        """A second Ctrl-C: nothing gets the time to end in order."""
+        self._backend.kill()
 
     @property
     def _plans(self) -> list[Plan]:

@@ -22,6 +22,7 @@ from pagemill_engine.scheduler.admission import already_served
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
@@ -54,12 +55,13 @@ class FormingRequests:
         """Queue a request, now or when its form is compiled. Raises `PagemillError` if it cannot be served here."""
         outputs = request.sampling.structured_outputs
         limited = _with_budget(request)
+        if not self._masks_tokens:
+            _check_restricts_nothing(request.sampling)
+            if limited is not None:
+                raise invalid_field("thinking_token_budget", "A simulated device cannot hold a budget. Remove it.")
         if outputs is None and limited is None:
             self._scheduler.add(request)
             return
-        if not self._masks_tokens:
-            param = "thinking_token_budget" if outputs is None else "structured_outputs"
-            raise invalid_field(param, "A simulated device cannot hold answers to a form or a budget. Remove it.")
         num_forming = sum(each.sampling.num_sequences for each, _ in self._forming.values())
         self._scheduler.check(request, num_forming)
         if request.request_id in self._forming:
@@ -105,6 +107,12 @@ def _with_budget(request: GenerateRequest) -> AnswerFormat | None:
     answer_format = request.answer_format
     has_budget = answer_format is not None and answer_format.reasoning_budget is not None
     return answer_format if has_budget else None
+
+
+def _check_restricts_nothing(sampling: SamplingParams) -> None:
+    for field in ("structured_outputs", "allowed_token_ids", "bad_words"):
+        if getattr(sampling, field):
+            raise invalid_field(field, f"A simulated device cannot hold answers to {field}. Remove it.")
 
 
 def _tokenizer_of(model: str) -> Tokenizer:

@@ -163,6 +163,8 @@ class ChoiceOutput:
         if resume.finished:
             text += self._replay_end(resume.finish_reason or "stop")
             self._end_events()
+            if len(text) <= resume.num_text_chars:
+                self.delivered += self.take_events() or ()
         else:
             self.finish_reason = None
         self._backlog = text[resume.num_text_chars :]

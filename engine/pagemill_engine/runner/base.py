@@ -34,7 +34,7 @@ class RunnerInfo(NamedTuple):
     step: StepLimits | None = None
     """What its steps may hold; `None`: what the settings say."""
     masks_tokens: bool = True
-    """It samples only what `StepPlan.token_states` allow."""
+    """It samples only what `StepPlan.token_masks` allow."""
     serves_adapters: bool = False
     """It takes requests for adapters; none does yet but a simulated one."""
 

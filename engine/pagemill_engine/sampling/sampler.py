@@ -48,11 +48,14 @@ def sample(
     return by_row(sample_tokens(logits, batch), batch.reports)
 
 
-def masks_of(request_ids: Iterable[str], token_states: Mapping[str, TokenState]) -> TokenMasks | None:
+def masks_of(
+    request_ids: Iterable[str], token_masks: Mapping[str, NDArray[np.int32] | TokenState]
+) -> TokenMasks | None:
     """request_ids: of the requests that sample, in the order of the batch. Waits for masks that are being computed."""
-    if not token_states:
+    if not token_masks:
         return None
-    masks = ((row, token_states[name].mask) for row, name in enumerate(request_ids) if name in token_states)
+    given = ((row, token_masks[name]) for row, name in enumerate(request_ids) if name in token_masks)
+    masks = ((row, each if isinstance(each, np.ndarray) else each.mask) for row, each in given)
     found = [(row, mask) for row, mask in masks if mask is not None]
     return TokenMasks(np.array([row for row, _ in found]), np.stack([bits for _, bits in found])) if found else None
 
@@ -61,19 +64,20 @@ def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
     """`reports`: of the batch that was sampled."""
     logprobs: dict[int, TokenLogprobs] = {}
     if reports is not None and found.logprobs is not None:
-        reported = zip(reports.rows.tolist(), _reported(found, reports, found.logprobs), strict=True)
+        entries = token_logprobs(found.token_ids[reports.rows], reports.widths, found.logprobs)
+        reported = zip(reports.rows.tolist(), entries, strict=True)
         logprobs = {row: report for row, report in reported if found.finite[row]}
     return Sampled(found.token_ids, found.finite, logprobs)
 
 
-def _reported(found: SampledTokens, reports: Reports, logprobs: Logprobs) -> list[TokenLogprobs]:
-    """The chosen token first, then the row's `num_top` most likely ones."""
+def token_logprobs(token_ids: NDArray[np.int64], widths: NDArray[np.int64], logprobs: Logprobs) -> list[TokenLogprobs]:
+    """For each row of `logprobs` its token first, then its own number of alternatives."""
     columns = zip(
-        found.token_ids[reports.rows].tolist(),
+        token_ids.tolist(),
         logprobs.chosen.tolist(),
         logprobs.top_ids.tolist(),
         logprobs.top.tolist(),
-        reports.num_top.tolist(),
+        widths.tolist(),
         logprobs.ranks.tolist(),
         strict=True,
     )

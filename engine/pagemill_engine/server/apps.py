@@ -17,8 +17,9 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
+from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.door import Door, install_error_handlers
-from pagemill_protocol.http.guard import ControlGuard
+from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 
 
@@ -68,7 +69,9 @@ CONTROL_ROUTES = [
 
 def data_app(context: ServerContext) -> ASGIApp:
     """`/internal/generate` guards itself: all other routes are for clients."""
-    return _app(context, DATA_ROUTES, lambda app: app)
+    server = context.settings.server
+    is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
+    return _app(context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app)
 
 
 def control_app(context: ServerContext) -> ASGIApp:

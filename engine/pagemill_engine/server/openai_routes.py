@@ -22,6 +22,8 @@ from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.door import check_json_content_type, read_body
+from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import DetokenizeRequest
@@ -33,7 +35,8 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
     async def generate(request: Request) -> AnswerResponse:
         context: ServerContext = request.app.state.context
         raw = await _read(request)
-        return _answer(context, await context.off_loop(lambda: _prepare(context, dialect, raw), len(raw)))
+        caller: Caller = request.state.caller
+        return _answer(context, await context.off_loop(lambda: _prepare(context, dialect, raw, caller), len(raw)))
 
     return generate
 
@@ -102,14 +105,18 @@ def _answer(context: ServerContext, requests: list[GenerateRequest]) -> AnswerRe
     return kind(requests, answer, lambda: abort(context, answer))
 
 
-def _prepare(context: ServerContext, dialect: Dialect, raw: bytes) -> list[GenerateRequest]:
+def _prepare(context: ServerContext, dialect: Dialect, raw: bytes, caller: Caller) -> list[GenerateRequest]:
     body = dialect.parse(raw)
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
-    sampling = prepare.within_vocabulary(body.sampling(), tokenizer)
+    sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
     prepare.check_form(body.fields)
-    preparation = Preparation(ready.max_model_len, dialect.new_request_id(), int(time.time()), parsers=context.parsers)
+    settings = context.settings.engine
+    salt = cache_salt(settings.prefix_scope, settings.model, caller)
+    preparation = Preparation(
+        ready.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=context.parsers
+    )
     requests = body.prepare(tokenizer, preparation, sampling, None)
     return [prepare.with_seed(request, lambda: _seed(context)) for request in requests]
 

@@ -18,7 +18,6 @@ import msgspec
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
-from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
@@ -27,6 +26,7 @@ from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai.prepare import check_form, needs_check, with_seed, within_vocabulary
 from pagemill_protocol.openai.schemas import SamplingFields
 from pagemill_protocol.preparation_threads import PreparationThreads
@@ -86,6 +86,8 @@ class Preparation:
             await self.in_thread(partial(check_form, body.fields), len(raw))
         target = await self._find(body.fields, caller, ticket, write)
         tokenizer = await self.tokenizer(target)
+        if defaults := tokenizer.bundle.sampling_defaults:
+            sampling = body.sampling(defaults)
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         preparation = base.Preparation(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
+from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts, logprobs, prepare, render
@@ -44,8 +44,8 @@ class ChatBody:
         """The first user message: system prompts are often the same for all users."""
         return [next((each.content for each in self.fields.messages if each.role == "user"), "")[:max_chars]]
 
-    def sampling(self) -> SamplingParams:
-        return prepare.sampling_of(self.fields)
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        return prepare.sampling_of(self.fields, defaults=defaults)
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return await prepare.render_soon(self.fields, tokenizer, parsers)
@@ -72,7 +72,7 @@ class ChatRenderer:
             return self._chunk(piece, piece.text, {}, role=piece.is_first, ends=True)
         found = (call_parts.delta(event, self._head.id, piece.choice) for event in piece.events)
         deltas = [each for each in found if each is not None]
-        if not deltas and not (piece.is_first or piece.positions or piece.finish_reason):
+        if not deltas and not (piece.is_first or piece.positions or piece.token_ids or piece.finish_reason):
             return b""
         if piece.is_first:
             deltas.insert(0, {"content": ""})
@@ -96,6 +96,8 @@ class ChatRenderer:
                 usage=piece.usage if ends else None,
                 added=added,
                 stop_reason=piece.stop_reason if ends else None,
+                token_ids=piece.token_ids if ends else None,
+                prompt=_prompt(piece.prompt) if role else None,
             )
         )
 
@@ -106,13 +108,23 @@ class ChatRenderer:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        return render.chat_body(self._head, [self._choice(each) for each in choices], usage)
+        rendered = [self._choice(each) for each in choices]
+        return render.chat_body(self._head, rendered, usage, _prompt(choices[0].prompt))
 
     def _choice(self, choice: FinishedChoice) -> render.Choice:
         shown = None if choice.positions is None else logprobs.chat(choice.positions)
+        tokens = None if choice.token_ids is None else {"token_ids": choice.token_ids}
         if choice.events is None:
-            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown, choice.stop_reason)
+            return render.Choice(
+                choice.choice, choice.text, choice.finish_reason, shown, choice.stop_reason, added=tokens
+            )
         message = call_parts.message(choice.events, self._head.id, choice.choice)
         reason = self._reason(choice.finish_reason, len(message.get("tool_calls", ())))
         assert reason is not None  # the choice is finished
-        return render.Choice(choice.choice, choice.text, reason, shown, choice.stop_reason, message)
+        return render.Choice(choice.choice, choice.text, reason, shown, choice.stop_reason, message, tokens)
+
+
+def _prompt(report: PromptReport) -> dict[str, Any]:
+    """vLLM's fields of an answer about its prompt, as far as they were asked for."""
+    found = {"prompt_token_ids": report.token_ids, "prompt_logprobs": report.logprobs}
+    return {name: value for name, value in found.items() if value is not None}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
@@ -44,8 +44,8 @@ class CompletionsBody:
         prompts = (prompt[:max_chars] for prompt in self.fields.prompt)
         return [prompt if isinstance(prompt, str) else repr(prompt) for prompt in prompts]
 
-    def sampling(self) -> SamplingParams:
-        return prepare.sampling_of(self.fields)
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        return prepare.sampling_of(self.fields, defaults=defaults)
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return None
@@ -80,6 +80,7 @@ class CompletionsRenderer:
                 include_usage=self._include_usage,
                 usage=piece.usage,
                 stop_reason=piece.stop_reason,
+                added=_tokens(piece),
             )
         )
 
@@ -94,7 +95,18 @@ class CompletionsRenderer:
                 each.finish_reason,
                 None if each.positions is None else logprobs.completions(each.positions, each.num_chars_before),
                 each.stop_reason,
+                added=_tokens(each),
             )
             for each in choices
         ]
         return render.completion_body(self._head, rendered, usage)
+
+
+def _tokens(part: Piece | FinishedChoice) -> dict[str, Any]:
+    """vLLM's fields of a choice about its tokens and its prompt's, as far as they were asked for."""
+    found = {
+        "token_ids": part.token_ids,
+        "prompt_token_ids": part.prompt.token_ids,
+        "prompt_logprobs": part.prompt.logprobs,
+    }
+    return {name: value for name, value in found.items() if value is not None}

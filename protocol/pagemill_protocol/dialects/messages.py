@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from pydantic import ValidationError
-from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.chat import ChatBody
+from pagemill_protocol.dialects.translation import as_chat
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.ids import new_id
-from pagemill_protocol.openai.parse import from_refusal, from_validation, parse_body
+from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, TokenizeRequest
 from pagemill_protocol.sampling import SamplingParams
 
@@ -34,7 +33,7 @@ RENAMED = (
 
 def read_count(raw: bytes) -> TokenizeRequest:
     """Body of `POST /v1/messages/count_tokens`. Raises `PagemillError` 400."""
-    chat = _as_chat(parse_body(raw, CountRequest))
+    chat = as_chat(parse_body(raw, CountRequest).for_chat, RENAMED, ChatCompletionRequest)
     return TokenizeRequest(
         model=chat.model,
         messages=chat.messages,
@@ -55,7 +54,7 @@ class MessagesDialect:
         return f"msg_{new_id()}"
 
     def parse(self, raw: bytes) -> MessagesBody:
-        return MessagesBody(_as_chat(parse_body(raw, MessagesRequest)))
+        return MessagesBody(as_chat(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest))
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.MessagesRenderer:
         return render.MessagesRenderer(request)
@@ -80,19 +79,3 @@ class MessagesBody(ChatBody):
     ) -> list[GenerateRequest]:
         prepared = super().prepare(tokenizer, preparation, sampling, text)
         return [msgspec.structs.replace(each, dialect=MessagesDialect.name) for each in prepared]
-
-
-def _as_chat(request: MessagesRequest) -> ChatCompletionRequest:
-    try:
-        return ChatCompletionRequest.model_validate(request.for_chat())
-    except PydanticCustomError as error:
-        raise from_refusal(error) from None
-    except ValidationError as error:
-        raise _renamed(from_validation(error)) from None
-
-
-def _renamed(error: PagemillError) -> PagemillError:
-    for ours, theirs in RENAMED:
-        error.message = error.message.replace(ours, theirs)
-        error.param = error.param and error.param.replace(ours, theirs)
-    return error

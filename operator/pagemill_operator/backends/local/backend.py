@@ -159,6 +159,13 @@ class LocalBackend(Cluster):
             await self._session.close()
             self._state_dir.remove()
 
+    def kill(self) -> None:
+        """Leave no process its time to end; for a `stop` under way, which still removes the files."""
+        if self._reconciler is None:
+            return
+        for supervisor in (self.gateway.supervisor, *(replica.supervisor for replica in self._all_replicas())):
+            supervisor.kill()
+
     def _settle(self) -> None:
         """What is wanted has changed: so may the holders of model names."""
         conflicts = name_conflicts([deployment.plan for deployment in self._deployments.values() if deployment.wanted])

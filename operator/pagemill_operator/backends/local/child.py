@@ -22,6 +22,9 @@ MAX_TAIL_BYTES = 16 * 1024
 MAX_LOG_BYTES = 16 * 1024 * 1024
 """The private folder may lie in memory, and a gateway writes a line per request."""
 
+NUM_LINES_QUOTED, MAX_LINE_CHARS = 3, 300
+"""Of the log of a process that ended without saying why."""
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -77,6 +80,10 @@ class Child:
         self._kill_session()
         await self._process.wait()
 
+    def kill(self) -> None:
+        """SIGKILL now, for it and whatever it started."""
+        self._kill_session()
+
     def bound_log(self, max_bytes: int = MAX_LOG_BYTES) -> None:
         """Start the log afresh once it is longer than `max_bytes`; call it now and then."""
         with contextlib.suppress(OSError):
@@ -100,7 +107,7 @@ def explain_exit(returncode: int, log_path: Path) -> Exit:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
             return Exit(str(message["reason"]), str(message["message"]))
-    last = f": {lines[-1][:500]}" if lines else ""
+    last = f": {' | '.join(line[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " (the machine may be out of memory)" if name == "SIGKILL" else ""

@@ -16,6 +16,7 @@ from pagemill_protocol.dialects.base import FinishedChoice, Piece
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts
+from pagemill_protocol.openai.render import head
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -32,6 +33,7 @@ ERROR_TYPES = {
 class MessagesRenderer:
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
+        self._id = head(request).id
         self._open: str | None = None
         """Type of the block that is not ended yet."""
         self._num_blocks = 0
@@ -58,7 +60,7 @@ class MessagesRenderer:
         (choice,) = choices
         self._finish_reason = choice.finish_reason
         events = choice.events if choice.events is not None else [Content(choice.text)]
-        content = _blocks(events, self._request.request_id)
+        content = _blocks(events, self._id)
         self._num_calls = sum(block["type"] == "tool_use" for block in content)
         return orjson.dumps(
             {
@@ -71,7 +73,7 @@ class MessagesRenderer:
 
     def _message(self) -> dict[str, Any]:
         return {
-            "id": self._request.request_id,
+            "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._request.model,
@@ -96,7 +98,7 @@ class MessagesRenderer:
                 case CallBegin(name, index):
                     self._num_calls += 1
                     yield self._end_block()
-                    yield self._in_block("tool_use", _tool_use(self._request.request_id, index, name, {}))
+                    yield self._in_block("tool_use", _tool_use(self._id, index, name, {}))
                 case CallArguments(text):
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
                 case CallEnd():
