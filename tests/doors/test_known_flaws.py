@@ -119,13 +119,23 @@ def test_templates_of_clients_are_refused(door: Door) -> None:
 
 
 @pytest.mark.parametrize("parameters", SCHEMAS)
-def test_malformed_schemas_of_tools_are_shown_to_the_model_and_never_compiled(door: Door, parameters: Any) -> None:
+def test_malformed_schemas_of_tools_are_compiled_only_where_calls_are_held(door: Door, parameters: Any) -> None:
     function = {"name": "f", "parameters": parameters}
     with costing_little(door):
         answer = door.post(chat(tools=[{"type": "function", "function": function}]), "/v1/chat/completions")
         assert answer.status == 200 or answer.error()["code"] == "context_length_exceeded"
     strict = {"type": "function", "function": {**function, "strict": True}}
-    refused(door, chat(tools=[strict]), "tools[0].function.strict")
+    param = (
+        "structured_outputs" if parameters is SCHEMAS[0] else "tools[0].function.parameters"
+    )  # the engine's: simulated
+    for held in (
+        {"tools": [strict]},
+        {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+    ):
+        answer = door.post(chat(**held), "/v1/chat/completions")
+        assert answer.status == 400
+        assert answer.error()["param"].startswith(param) or answer.error()["code"] == "context_length_exceeded"
+    door.serves()
 
 
 @pytest.mark.parametrize(

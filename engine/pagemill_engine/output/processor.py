@@ -227,6 +227,7 @@ class OutputProcessor:
                 usage,
                 delta.events,
                 choice.output.parser.num_calls if choice.output.parser is not None else 0,
+                choice.output.stop_reason,
                 self._take_token_ids(choice),
                 self._prompt_report() if first else PromptReport(),
             )
@@ -262,6 +263,7 @@ class OutputProcessor:
                 choice.output.finish_reason or "abort",
                 *self._take_positions(choice),
                 choice.events,
+                choice.output.stop_reason,
                 self._take_token_ids(choice),
                 self._prompt_report(),
             )

@@ -21,7 +21,7 @@ from pagemill_protocol.generate import ChoiceResume, GenerateRequest, check_prom
 from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
 if TYPE_CHECKING:
-    from pagemill_engine.grammar.compiler import Grammar
+    from pagemill_engine.grammar.token_state import TokenStates
 
 _SEED_BITS = 63
 
@@ -35,7 +35,7 @@ class Admission:
         self._cache_root = lru_cache(maxsize=4096)(self._compute_cache_root)
 
     def admit(
-        self, request: GenerateRequest, grammar: Grammar | None = None, *, now_s: float, num_waiting: int
+        self, request: GenerateRequest, grammar: TokenStates | None = None, *, now_s: float, num_waiting: int
     ) -> list[Sequence]:
         """One sequence per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
         self.check(request, num_waiting)
@@ -118,7 +118,7 @@ class Admission:
             num_resumed_tokens=len(resumed),
         )
 
-    def _form(self, sequence: Sequence, grammar: Grammar) -> None:
+    def _form(self, sequence: Sequence, grammar: TokenStates) -> None:
         """Set where the sequence is in its form, after the tokens that another engine generated."""
         resumed = sequence.token_ids[sequence.num_prompt_tokens :]
         if resumed and resumed[-1] in sequence.stop_ids:

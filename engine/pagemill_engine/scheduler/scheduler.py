@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -42,7 +42,7 @@ from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad
 
 if TYPE_CHECKING:
-    from pagemill_engine.grammar.compiler import Grammar
+    from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
 
@@ -80,7 +80,7 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
+    def add(self, request: GenerateRequest, grammar: TokenStates | None = None) -> None:
         """Queue a request, whose answers have the form of `grammar`. Raises `PagemillError` if it can never run or too
         many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
@@ -164,7 +164,18 @@ class Scheduler:
             seq.num_pending_tokens += 1
             if seq.token_mask is not None:
                 plan.token_masks[name] = seq.token_mask
+        if plan.token_masks:
+            self._begin_masks(plan.token_masks)
         self._in_flight.launch(plan)
+
+    def _begin_masks(self, names: Iterable[str]) -> None:
+        """While the step runs, the masks are computed that its sampling needs. One alone is faster without a thread."""
+        states = (self._sequences[name].grammar for name in names)
+        due = [found for state in states if state is not None and (found := state.due) is not None]
+        if len(due) > 1:
+            from pagemill_engine.grammar import masks  # llguidance: only requests that have a form need it
+
+            masks.begin_masks(due)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Schedule all decodes. Returns the running sequences that are still in their prefill."""

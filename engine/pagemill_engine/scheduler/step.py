@@ -8,11 +8,15 @@ admitted sequence and applies the differences to it. Neither side imports the ot
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.token_state import TokenState
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,9 +77,9 @@ class StepPlan:
     runner."""
     samples: set[str] = field(default_factory=set)
     """Requests that sample a token in this step. The runner appends the token to its sequence itself."""
-    token_masks: dict[str, NDArray[np.int32]] = field(default_factory=dict)
-    """For requests that sample and may not take every token: a bit for each that may follow, 32 a word. Read it before
-    `wait` returns."""
+    token_masks: dict[str, NDArray[np.int32] | TokenState] = field(default_factory=dict)
+    """For requests that sample and may not take every token: a bit for each that may follow, 32 a word, or the state
+    that has it. Read it after the forward pass is under way and before `wait` returns."""
     prompt_targets: dict[str, PromptTargets] = field(default_factory=dict)
     """For requests that report log probabilities of their prompts."""
     decode_context_tokens: int = 0

@@ -65,17 +65,21 @@ def advance(sequence: Sequence) -> str:
         return ""
     if sequence.grammar is not None and (fault := sequence.grammar.advance(token_id)):
         return fault
+    if sequence.grammar is not None and sequence.grammar.is_free:
+        sequence.grammar = None
+        sequence.needs_last_token = sequence.restriction is not None and sequence.restriction.depends_on_output
     return _find_mask(sequence)
 
 
 def _find_mask(sequence: Sequence) -> str:
     restriction, grammar = sequence.restriction, sequence.grammar
     if restriction is None:
-        sequence.token_mask = None if grammar is None else grammar.mask
+        sequence.token_mask = grammar
         return ""
     first = max(sequence.num_prompt_tokens, len(sequence.token_ids) - restriction.num_read)
     mask = restriction.mask(sequence.token_ids[first:])
-    sequence.token_mask = mask = mask if grammar is None else mask & grammar.mask
+    prescribed = None if grammar is None else grammar.mask
+    sequence.token_mask = mask = mask if prescribed is None else mask & prescribed
     too_early = sequence.stop_ids if sequence.num_output_tokens < sequence.sampling.min_tokens else ()
     if _without(mask, too_early).any() or (sequence.num_output_tokens and finish_reason(sequence) is not None):
         return ""

@@ -51,6 +51,8 @@ class Piece(NamedTuple):
     """What `text` adds to reasoning, content and calls; `None`: the request has no answer format."""
     num_calls: int = 0
     """Tool calls that the choice has begun so far."""
+    stop_reason: str | int | None = None
+    """The stop string or the stop token that ended the choice, if one did."""
     token_ids: Sequence[int] | None = None
     """Tokens that no piece before it had; `None` if the client did not ask for them."""
     prompt: PromptReport = PromptReport()
@@ -65,6 +67,7 @@ class FinishedChoice(NamedTuple):
     positions: Sequence[PositionLogprobs] | None
     num_chars_before: int
     events: Sequence[Event] | None = None
+    stop_reason: str | int | None = None
     token_ids: Sequence[int] | None = None
     prompt: PromptReport = PromptReport()
 

@@ -62,6 +62,7 @@ class ChatRenderer:
     def __init__(self, request: GenerateRequest, system_fingerprint: str | None) -> None:
         self._head = render.head(request, system_fingerprint)
         self._include_usage = request.include_usage
+        self._named = request.answer_format is not None and request.answer_format.named
 
     def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
         """Every chunk says all that its client needs."""
@@ -89,15 +90,19 @@ class ChatRenderer:
                 piece.choice,
                 text,
                 role=role,
-                finish_reason=call_parts.finish_reason(piece.finish_reason, piece.num_calls) if ends else None,
+                finish_reason=self._reason(piece.finish_reason, piece.num_calls) if ends else None,
                 logprobs=logprobs.chat(piece.positions) if ends and piece.positions is not None else None,
                 include_usage=self._include_usage,
                 usage=piece.usage if ends else None,
                 added=added,
+                stop_reason=piece.stop_reason if ends else None,
                 token_ids=piece.token_ids if ends else None,
                 prompt=_prompt(piece.prompt) if role else None,
             )
         )
+
+    def _reason(self, reason: FinishReason | None, num_calls: int) -> FinishReason | render.ToolReason | None:
+        return call_parts.finish_reason(reason, num_calls, named=self._named)
 
     def end(self, usage: Usage) -> bytes:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
@@ -110,11 +115,13 @@ class ChatRenderer:
         shown = None if choice.positions is None else logprobs.chat(choice.positions)
         tokens = None if choice.token_ids is None else {"token_ids": choice.token_ids}
         if choice.events is None:
-            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown, added=tokens)
+            return render.Choice(
+                choice.choice, choice.text, choice.finish_reason, shown, choice.stop_reason, added=tokens
+            )
         message = call_parts.message(choice.events, self._head.id, choice.choice)
-        reason = call_parts.finish_reason(choice.finish_reason, len(message.get("tool_calls", ())))
+        reason = self._reason(choice.finish_reason, len(message.get("tool_calls", ())))
         assert reason is not None  # the choice is finished
-        return render.Choice(choice.choice, choice.text, reason, shown, message, tokens)
+        return render.Choice(choice.choice, choice.text, reason, shown, choice.stop_reason, message, tokens)
 
 
 def _prompt(report: PromptReport) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class CompletionsRenderer:
                 else logprobs.completions(piece.positions, piece.num_chars_before),
                 include_usage=self._include_usage,
                 usage=piece.usage,
+                stop_reason=piece.stop_reason,
                 added=_tokens(piece),
             )
         )
@@ -93,6 +94,7 @@ class CompletionsRenderer:
                 self._echo + each.text,
                 each.finish_reason,
                 None if each.positions is None else logprobs.completions(each.positions, each.num_chars_before),
+                each.stop_reason,
                 added=_tokens(each),
             )
             for each in choices

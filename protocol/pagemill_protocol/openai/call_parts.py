@@ -48,8 +48,9 @@ def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str,
     return rendered
 
 
-def finish_reason(reason: FinishReason | None, num_calls: int) -> FinishReason | ToolReason | None:
-    return "tool_calls" if reason == "stop" and num_calls else reason
+def finish_reason(reason: FinishReason | None, num_calls: int, *, named: bool) -> FinishReason | ToolReason | None:
+    """`named`: the client named the function to call."""
+    return "tool_calls" if reason == "stop" and num_calls and not named else reason
 
 
 def _reasoning(text: str) -> dict[str, Any]:

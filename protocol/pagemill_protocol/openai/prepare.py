@@ -16,6 +16,7 @@ from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
 from pagemill_protocol.generate import GenerateRequest, check_prompt_logprobs
 from pagemill_protocol.openai.chat_format import ChatFormat, chat_format
+from pagemill_protocol.openai.held_answers import check_schemas, prescribed
 from pagemill_protocol.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
@@ -69,8 +70,15 @@ def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> Samplin
     return with_bad_words(sampling, tokenizer)
 
 
+def needs_check(fields: SamplingFields) -> bool:
+    """Whether `check_form` has something to compile."""
+    return fields.form is not None or (isinstance(fields, ChatCompletionRequest) and fields.holds_calls)
+
+
 def check_form(fields: SamplingFields) -> None:
     """Refuse a form of answers that cannot be compiled; takes the compiler's time. Raises `PagemillError` 400."""
+    if isinstance(fields, ChatCompletionRequest) and fields.holds_calls:
+        check_schemas(fields)
     if fields.form is None:
         return
     from pagemill_protocol.grammars.check import CHECKS  # few requests need what it imports
@@ -106,6 +114,9 @@ def prepare_chat(
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     if text is None:
         text = _render(form, req, tokenizer)
+    outputs = prescribed(req, form.syntax, form.reasoning, text)
+    if outputs is not sampling.structured_outputs:
+        sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
     token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
     max_tokens = _answer_budget(
         len(token_ids),

@@ -21,6 +21,8 @@ SSE_KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
 
 ToolReason = Literal["tool_calls"]
+StopReason = str | int | None
+"""vLLM's field: the stop string or the stop token that ended a choice, if one did."""
 Logprobs = Mapping[str, Any]
 """Made by `openai.logprobs.chat` or `.completions`."""
 
@@ -41,6 +43,7 @@ class Choice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: FinishReason | ToolReason
     logprobs: Logprobs | None = None
+    stop_reason: StopReason = None
     message: Mapping[str, Any] | None = None
     """Of a chat, in place of `text`: content, reasoning and tool calls."""
     added: Mapping[str, Any] | None = None
@@ -97,6 +100,7 @@ def chat_chunk(
     include_usage: bool = False,
     usage: Usage | None = None,
     added: Mapping[str, Any] | None = None,
+    stop_reason: StopReason = None,
     token_ids: Sequence[int] | None = None,
     prompt: Mapping[str, Any] | None = None,
 ) -> bytes:
@@ -111,7 +115,7 @@ def chat_chunk(
     if text is not None:
         delta["content"] = text
     delta.update(added or {})
-    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, **_end(finish_reason, stop_reason)}
     if token_ids is not None:
         choice["token_ids"] = token_ids
     return _chunk(head, "chat.completion.chunk", choice, include_usage, usage, prompt)
@@ -127,9 +131,11 @@ def completion_chunk(
     include_usage: bool = False,
     usage: Usage | None = None,
     added: Mapping[str, Any] | None = None,
+    stop_reason: StopReason = None,
 ) -> bytes:
     """One chunk of a completion; `include_usage` and `usage` as in `chat_chunk`. `added`: fields of the choice."""
-    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **(added or {})}
+    end = _end(finish_reason, stop_reason)
+    choice = {"index": index, "text": text, "logprobs": logprobs, **end, **(added or {})}
     return _chunk(head, "text_completion", choice, include_usage, usage)
 
 
@@ -144,7 +150,7 @@ def chat_body(head: Head, choices: Iterable[Choice], usage: Usage, prompt: Mappi
             "index": choice.index,
             "message": {"role": "assistant", "refusal": None, **(choice.message or {"content": choice.text})},
             "logprobs": choice.logprobs,
-            "finish_reason": choice.finish_reason,
+            **_end(choice.finish_reason, choice.stop_reason),
             **(choice.added or {}),
         }
         for choice in choices
@@ -159,7 +165,7 @@ def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> byte
             "index": choice.index,
             "text": choice.text,
             "logprobs": choice.logprobs,
-            "finish_reason": choice.finish_reason,
+            **_end(choice.finish_reason, choice.stop_reason),
             **(choice.added or {}),
         }
         for choice in choices
@@ -215,6 +221,12 @@ def tokenize_body(token_ids: Sequence[int], max_model_len: int, token_strs: Sequ
 def detokenize_body(text: str) -> bytes:
     """Body of `POST /detokenize`."""
     return orjson.dumps({"prompt": text})
+
+
+def _end(finish_reason: FinishReason | ToolReason | None, stop_reason: StopReason) -> dict[str, Any]:
+    if finish_reason is None:
+        return {"finish_reason": None}
+    return {"finish_reason": finish_reason, "stop_reason": stop_reason}
 
 
 def _chunk(

@@ -30,6 +30,7 @@ from pagemill_protocol.openai.fields import (
 from pagemill_protocol.openai.form_fields import FormFields
 from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_protocol.sampling import (
+    INT32_MAX,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -213,6 +214,8 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     """A variable of the chat template; "none" also sets `enable_thinking` and `thinking` to false."""
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
+    """Tokens of reasoning at most; -1: no limit."""
     include_reasoning: bool = True
     """False: reasoning is read and left out of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -221,6 +224,24 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def names_function(self) -> str:
+        """The only function that the model may call, and must; "" if the client named none."""
+        return "" if isinstance(self.tool_choice, str) else str(self.tool_choice["function"]["name"])
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def forces_calls(self) -> bool:
+        return self.tool_choice == "required" or bool(self.names_function)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls are held to the schema of their function."""
+        return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -239,6 +260,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
             _continuation_error(self, self.messages),
             choice_error(self.tool_choice, self.tools),
             _history_error(self.messages),
+            _held_beams_error(self),
         )
         for error in errors:
             if error is not None:
@@ -332,6 +354,13 @@ class DetokenizeRequest(RequestModel):
 
     model: str = Field("", max_length=512)
     tokens: TokenIds
+
+
+def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
+    if not request.use_beam_search or not (request.holds_calls or request.reasoning_budget is not None):
+        return None
+    message = "Forced and strict tool calls and budgets of reasoning do not go with `use_beam_search`. Remove it."
+    return refusal("use_beam_search", message)
 
 
 def _alternatives_error(request: SamplingFields, *, wants_logprobs: bool) -> PydanticCustomError | None:

@@ -50,6 +50,7 @@ CHAT: Mapping[str, Unsupported] = {
 
 COMPLETIONS: Mapping[str, Unsupported] = {
     **COMMON,
+    "thinking_token_budget": Unsupported("Only chats have reasoning; send it to /v1/chat/completions.", (-1,)),
     "suffix": Unsupported("Filling in the middle is not available; put all text into `prompt`.", ("",)),
 }
 

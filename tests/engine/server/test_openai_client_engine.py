@@ -244,10 +244,10 @@ def test_errors_have_the_clients_exception_class(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL,
             messages=FRANCE,
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
             tool_choice="required",
         )
-    assert forced.value.param == "tool_choice"
+    assert forced.value.param == "tools[0].function.parameters"
 
 
 def test_internal_routes_raise_authentication_errors(model_server: Any) -> None:
@@ -298,6 +298,37 @@ def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI,
         text, reason = choice.message.content or "", choice.finish_reason
     jsonschema.validate(json.loads(text), schema)
     assert reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({"stop": ["Paris"]}, "Paris"), ({"stop_token_ids": [7042]}, 7042), ({}, None)]
+)
+def test_the_answer_says_which_stop_ended_it(client: openai.OpenAI, stream: bool, fields: Any, expected: Any) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": fields}
+    for create, prompt in (
+        (client.chat.completions.create, {"messages": FRANCE}),
+        (client.completions.create, {"prompt": "The capital of France is"}),
+    ):
+        answer: Any = create(**prompt, **arguments, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert choices[-1].finish_reason == ("stop" if expected else choices[-1].finish_reason)
+        assert choices[-1].stop_reason == expected
+        assert not any(hasattr(choice, "stop_reason") for choice in choices[:-1])
+
+
+def test_an_engine_alone_forces_a_call(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=FRANCE,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        max_tokens=80,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "f"
 
 
 class City(pydantic.BaseModel):
