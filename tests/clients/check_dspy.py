@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["dspy==3.4.1"]
 # ///
-"""dspy. A model that its lists do not know is asked for plain JSON; a registered provider says what the server has."""
+"""dspy. It asks a model that it does not know for plain JSON; register a provider that has schemas and tools."""
 
 from __future__ import annotations
 

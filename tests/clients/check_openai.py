@@ -125,7 +125,11 @@ def responses() -> None:
     assert isinstance(client.responses.parse(**RESPOND, text_format=City).output_parsed, City)
 
 
-@check("Responses: `previous_response_id`", limit="responses are not stored; send the whole conversation as `input`")
+@check(
+    "Responses: `previous_response_id`",
+    limit="responses are not stored; send the whole conversation as `input`",
+    shows="`previous_response_id` is not supported",
+)
 def stored_response() -> None:
     answer = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=1)
     client.responses.create(model=MODEL, input="Go on.", max_output_tokens=1, previous_response_id=answer.id)
@@ -141,7 +145,7 @@ def response_tools() -> None:
     assert [City.model_validate_json(call.arguments) for call in calls]
 
 
-@check("embeddings", limit="the engine runs generative models only")
+@check("embeddings", limit="engines run generative models only", shows="openai.NotFoundError")
 def embeddings() -> None:
     client.embeddings.create(model=MODEL, input=QUESTION)
 

@@ -35,7 +35,7 @@ def clients() -> list[Client]:
 
 def page(note: str) -> str:
     rows = [
-        f"| {client.package} | {client.version} | {_listed(client, works=True)} | {_listed(client, works=False)} |"
+        f"| **{client.package}** {client.version}<br>{client.about} | {_works(client)} | {_limits(client)} |"
         for client in clients()
     ]
     about = (
@@ -43,17 +43,16 @@ def page(note: str) -> str:
         "environment of its own. The checks judge the form of answers: types are valid, calls are named and their "
         "arguments fit the schema, streams have their events. [How to use yours](../how-to/use-your-client.md)."
     )
-    head = ["| Client | Version | Works | Does not work, and why |", "|---|---|---|---|"]
+    head = ["| Client | Works | Does not work, and why |", "|---|---|---|"]
     return "\n".join([f"# Clients\n\n{note}\n\n{about}\n", *head, *rows, ""])
 
 
-def _listed(client: Client, *, works: bool) -> str:
-    shown = [
-        f"{each.name} ({each.limit})" if each.limit else each.name
-        for each in client.checks
-        if works != bool(each.limit)
-    ]
-    return "; ".join(shown) or "-"
+def _works(client: Client) -> str:
+    return "; ".join(each.name for each in client.checks if not each.limit)
+
+
+def _limits(client: Client) -> str:
+    return "; ".join(f"{each.name}: {each.limit}" for each in client.checks if each.limit) or "-"
 
 
 def _read(script: Path) -> Client:
@@ -70,7 +69,7 @@ def _read(script: Path) -> Client:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check"
     ]
     checks = tuple(Checked(*(ast.literal_eval(value) for value in _values(call))) for call in calls)
-    about = ast.get_docstring(tree) or ""
+    about = " ".join((ast.get_docstring(tree) or "").split())
     return Client(script.stem.removeprefix("check_"), script, pinned[1], pinned[2], about, checks)
 
 

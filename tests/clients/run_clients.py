@@ -1,4 +1,4 @@
-"""Runs the clients of this folder against one gateway with the embedded model: `python tests/clients [NAME ...]`.
+"""Runs the clients of this folder, all or those named, against one gateway with the embedded model.
 
 uv makes an environment for each script from the packages that its head names, and keeps it in its cache. Prints a
 table; the exit code is 1 where a check fails or a client has not come to its end.
@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from catalogue import FOLDER, Client, clients
+from client_catalogue import FOLDER, Client, clients
 
 ROOT = FOLDER.parents[1]
-UV_FLAGS = ("--no-python-downloads", "--system-certs", "--no-project")
 RESOLVED_BEFORE = "2026-11-22"
 """What the clients depend on is as it was then; versions of the clients themselves are in the scripts."""
 SERVER_LIMIT_S = 120
@@ -42,7 +41,7 @@ def main() -> int:
         parser.error(f"unknown clients: {' '.join(unknown)}; there are {' '.join(found)}")
     chosen = [found[name] for name in args.names or found]
     with served() as base_url:
-        reports = {client: run(client, [str(args.uv), "run", "--quiet"], base_url) for client in chosen}
+        reports = {client: run(client, [*uv_run(args.uv), str(client.script), base_url]) for client in chosen}
     sys.stdout.write(table(reports))
     return int(any(report["error"] for each in reports.values() for report in each))
 
@@ -68,32 +67,26 @@ def _base_url(process: subprocess.Popen[str]) -> str:
     raise SystemExit("`pagemill up` ended before it served; its lines are above.")
 
 
-def run(client: Client, uv_run: list[str], base_url: str) -> list[Report]:
-    """The reports of one client. A script that has not come to its end has a failed report of its own."""
-    argv = [*uv_run, *UV_FLAGS, "--exclude-newer", RESOLVED_BEFORE, "--python", sys.executable]
-    reports: list[Report] = []
+def uv_run(uv: Path) -> list[str]:
+    flags = ["--no-python-downloads", "--system-certs", "--exclude-newer", RESOLVED_BEFORE, "--python", sys.executable]
+    return [str(uv), "run", "--quiet", *flags, "--script"]
+
+
+def run(client: Client, argv: list[str]) -> list[Report]:
+    """The reports of one client, shown as well. A script that has not come to its end has a failed one beside them."""
     try:
         done = subprocess.run(
-            [*argv, "--script", str(client.script), base_url],
-            capture_output=True,
-            text=True,
-            timeout=CLIENT_LIMIT_S,
-            env={**os.environ, **VARIABLES},
+            argv, capture_output=True, text=True, timeout=CLIENT_LIMIT_S, env={**os.environ, **VARIABLES}
         )
+        output, why = done.stdout, done.stderr
     except subprocess.TimeoutExpired:
-        return [failed(f"not at its end after {CLIENT_LIMIT_S} s")]
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            reports.append(json.loads(line))
-            sys.stdout.write(shown(client, reports[-1]))
+        output, why = "", f"not at its end after {CLIENT_LIMIT_S} s"
+    reports: list[Report] = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     if len(reports) < len(client.checks):
-        reports.append(failed(done.stderr))
-        sys.stdout.write(shown(client, reports[-1]))
+        reports.append({"name": "the script comes to its end", "limit": "", "seconds": 0, "error": why or "it did not"})
+    sys.stdout.write("".join(shown(client, report) for report in reports))
+    sys.stdout.flush()
     return reports
-
-
-def failed(error: str) -> Report:
-    return {"name": "the script comes to its end", "limit": "", "seconds": 0, "error": error or "it reported nothing"}
 
 
 def shown(client: Client, report: Report) -> str:
@@ -102,13 +95,13 @@ def shown(client: Client, report: Report) -> str:
 
 
 def table(reports: dict[Client, list[Report]]) -> str:
-    lines = [f"\n{'client':22} {'version':9} {'works':>6} {'limits':>6} {'failed':>6} {'s':>6}"]
+    lines = [f"\n{'client':28} {'version':9} {'works':>6} {'limits':>6} {'failed':>6} {'s':>6}"]
     for client, each in reports.items():
         num_failed = sum(bool(report["error"]) for report in each)
         num_limits = sum(bool(report["limit"]) and not report["error"] for report in each)
         counts = f"{len(each) - num_failed - num_limits:6} {num_limits:6} {num_failed:6}"
         seconds = sum(report["seconds"] for report in each)
-        lines.append(f"{client.package:22} {client.version:9} {counts} {seconds:6.1f}")
+        lines.append(f"{client.package:28} {client.version:9} {counts} {seconds:6.1f}")
     return "\n".join([*lines, ""])
 
 
