@@ -11,6 +11,7 @@ import torch
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.early_digest import EarlyDigest
+from pagemill_engine.loading.codes import in_words
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
@@ -74,7 +75,8 @@ def _load(
         config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
-        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
+        held = in_words(spec.quantization or "") if ops.keeps_codes and config.quantization == "none" else ""
+        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}{held}, {compute.how}")
         model = Decoder(spec, ops, activation_dtype)
         load_weights(model, weights)
         give_back()
