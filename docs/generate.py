@@ -31,9 +31,9 @@ MODELS_NOTES = """\
   On the CPU, attention with ALiBi or soft caps runs on torch; `int8` KV cache and `deterministic` are refused there.
 - **Quantization**: `int8` and `int4` on the CPU, and `w8a8` and `fp8` on GPUs, at load for every family (experts:
   `int8` and `int4` alone).
-- **GGUF types**: F32, F16, BF16, Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS and MXFP4, each held as it is
-  stored or in wider codes of the same values (the engine's start says which: Q2_K takes 12 bits a weight, Q3_K 10, IQ4_NL,
-  IQ4_XS and MXFP4 9). Split files (`NAME-00001-of-00003.gguf`): name the first, the others lie beside it.
+- **GGUF types**: F32, F16, BF16, Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS and MXFP4, each held as
+  it is stored or in wider codes of the same values (the engine's start says which: Q2_K takes 12 bits a weight, Q3_K
+  10, IQ4_NL, IQ4_XS and MXFP4 9). Split files (`NAME-00001-of-00003.gguf`): name the first, the others lie beside it.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `dynamic` changes contexts beyond
   `max_position_embeddings` alone, which no engine accepts. `longrope` takes its long factors where `maxModelLen`
   exceeds the original context.

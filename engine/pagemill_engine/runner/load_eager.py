@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.codes import in_words
+from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
