@@ -112,7 +112,8 @@ def _load(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
         raise _unsupported(spec, f"transformers {transformers.__version__} does not load it: {error}") from error
     if not model._supports_attention_backend or model._is_stateful:
         raise _unsupported(spec, "its class in transformers has an attention or a state of its own")
-    return model.eval().requires_grad_(False)
+    model.train(False)
+    return model.requires_grad_(False)
 
 
 def _unsupported(spec: ModelSpec, why: str) -> LoadError:

@@ -24,6 +24,8 @@ from pagemill_protocol.models.declaration import (
 from pagemill_protocol.models.family import Family
 from pagemill_protocol.models.parts import linear
 
+_REPLACEABLE, _STATEFUL = "_supports_attention_backend = True", "_is_stateful = True"
+"""Marks of classes in transformers: attention by a registered function, and a state that is no cache of keys."""
 _OTHER_STATE = (
     "attention_chunk_size",
     "conv_L_cache",
@@ -40,12 +42,14 @@ _OTHER_STATE = (
 
 
 def class_is_installed(model_type: Any) -> bool:
-    """transformers has a module of that name; it is not imported."""
+    """transformers has a class of that name whose attention may be replaced; it is read, not imported."""
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z0-9_]+", model_type):
         return False
     found = importlib.util.find_spec("transformers")
     folders = [] if found is None else found.submodule_search_locations or []
-    return any((Path(each) / "models" / model_type / f"modeling_{model_type}.py").is_file() for each in folders)
+    files = [Path(each) / "models" / model_type / f"modeling_{model_type}.py" for each in folders]
+    sources = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
+    return any(_REPLACEABLE in source and _STATEFUL not in source for source in sources)
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:

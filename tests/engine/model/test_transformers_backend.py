@@ -116,8 +116,9 @@ def test_a_planted_fault_in_the_order_of_heads_is_seen(
     ("name", "overrides", "message"),
     [
         ("Exaone4ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 2}, "`sliding_attention`"),
-        ("MambaForCausalLM", {}, "`num_attention_heads` is missing"),
-        ("JambaForCausalLM", {"num_experts": 2}, "`mamba_d_state`"),
+        ("MambaForCausalLM", {}, "`MambaForCausalLM`, which is not supported"),
+        ("JambaForCausalLM", {"num_experts": 2}, "`JambaForCausalLM`"),
+        ("Qwen3NextForCausalLM", {}, "`Qwen3NextForCausalLM`"),
         ("HeliumForCausalLM", {"rope_scaling": LONG}, "`longrope`"),
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": 16}, "`kv_lora_rank`"),
     ],
@@ -129,7 +130,7 @@ def test_other_state_than_keys_and_values_is_refused_by_the_header(
     own = {"vocab_size": 203, "hidden_size": 64} if name == "MambaForCausalLM" else SHAPE
     config = {**config_class(**own, **overrides).to_dict(), "architectures": [name]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(UnsupportedModelArchitecture, match=message):
         load_model_spec(tmp_path)
 
 
