@@ -70,6 +70,10 @@ class ConfigValues:
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def in_use(self, key: str) -> bool:
+        """Neither missing nor null nor false."""
+        return self._values.get(key) not in (None, False)
+
     def object(self, key: str) -> dict[str, Any]:
         """One that may be missing."""
         value = self._values.get(key)
