@@ -16,7 +16,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture, load_model_spec
-from pagemill_protocol.models.registry import known_architectures
+from pagemill_protocol.models.known import known_architectures
 
 NUM_TOKENS = 16
 SHAPE: dict[str, Any] = {
