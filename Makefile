@@ -83,6 +83,10 @@ bench: .venv/.installed ## Run every benchmark with its peers side by side (BENC
 bench-peers: .venv/.installed | $(UV) ## Install other CPU engines and measure them beside ours (PEERS="--quick" passes options)
 	$(BIN)/python bench/side_by_side.py --uv $(UV) $(PEERS)
 
+.PHONY: bench-gate
+bench-gate: .venv/.installed ## Compare decode, prefill, step and gateway with an earlier commit (GATE="--base main" passes options)
+	$(BIN)/python bench/gate.py $(GATE)
+
 # On a machine with an NVIDIA device: the Python that has torch and Triton, nothing of ours installed, no network.
 .PHONY: bench-gpu
 bench-gpu: ## Measure kernels and engine on an NVIDIA device (PYTHON has torch and Triton; SECTIONS="smoke kernels" picks)

@@ -1,7 +1,7 @@
 """What weighing the loads of LoRA adapters does to users, over many seeds, on a virtual clock.
 
 Four pods as in `bench/routing.py`, each with a few slots for adapters; every conversation is for one adapter out of
-some of unequal popularity. Loads take a fixed time and stop nobody who runs (`pagemill_simulator.adapters`). The cost
+some of unequal popularity. Loads take a fixed time and stop no running request (`pagemill_simulator.adapters`). `Cost`
 without its term is the same policy on pods that do not tell what a load takes.
 """
 
@@ -32,7 +32,7 @@ MIXES = (Mix(4, 2, 0.2), Mix(8, 2, 0.05), Mix(8, 2, 0.2), Mix(8, 2, 1.0), Mix(16
 KINDS: dict[str, tuple[PolicyName, bool]] = {
     "LeastRequest": ("LeastRequest", False),
     "PrefixHash": ("PrefixHash", False),
-    "Cost, loads not told": ("Cost", False),
+    "Cost, loads not reported": ("Cost", False),
     "Cost": ("Cost", True),
 }
 

@@ -1,4 +1,4 @@
-"""SIGKILL for one of three local replicas again and again, under whole and streamed answers: nobody notices.
+"""SIGKILL for one of three local replicas again and again, under whole and streamed answers: no client notices.
 
 `pagemill up` serves the embedded model in float32 with `deterministic`, so that every text can be compared with the one
 that came before anything was killed. The first kill measures how long a replica takes to be ready again, under the

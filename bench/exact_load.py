@@ -1,7 +1,7 @@
 """A closed loop of clients that know each answer beforehand: whole and streamed in turn, greedy and seeded.
 
 The expected texts are asked for before anything is disturbed. The real `openai` client never retries: that is the
-platform's work. An outcome is `complete`, `wrong` (another text), `failed` (an error in place of an answer), `told` (an
+platform's work. An outcome is `complete`, `wrong` (other text), `failed` (an error for an answer), `reported` (an
 error event ended a stream) or `cut` (a stream just ended).
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import openai
 
 REQUEST_TIMEOUT_S = 180.0
-Outcome = Literal["complete", "wrong", "failed", "told", "cut"]
+Outcome = Literal["complete", "wrong", "failed", "reported", "cut"]
 QUESTIONS = (
     "Name three colours and a thing of each.",
     "What is the capital of France, and what is it known for?",
@@ -135,7 +135,7 @@ class ExactLoad:
         except openai.APIConnectionError as error:
             outcome, detail = ("cut" if answer.begun else "failed"), repr(error)
         except openai.APIError as error:
-            outcome, detail = "told", str(error)
+            outcome, detail = "reported", str(error)
         if outcome == "complete" and answer.text != self._expected[prompt]:
             outcome, detail = "wrong", f"{answer.text!r} in place of {self._expected[prompt]!r}"
         ttft_s = answer.first_s - start if answer.first_s is not None else None

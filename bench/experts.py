@@ -22,7 +22,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.sampling import SamplingParams
 

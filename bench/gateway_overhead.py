@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(results: Results, contender: Router | None, number: int, size: Size) -> None:
-    """One climb; what fails is told with its cause and measured no further."""
+    """One climb; what fails is shown with its cause and measured no further."""
     name = name_of(contender)
     try:
         for row, values in climb(contender, size, cores()):

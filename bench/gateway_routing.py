@@ -25,7 +25,7 @@ from peers.install import InstallFailed
 from peers.process import PeerFailed, PeerProcess
 from report import ROOT, machine, markdown_table
 from routers.catalogue import OURS, Site, Start, routers, start_pagemill
-from routers.chats import Chats, Told, words
+from routers.chats import Chats, Reported, words
 from routers.engines import TOKEN, Engines, engines
 from routers.stage import FOLDER
 
@@ -69,7 +69,7 @@ def main() -> None:
 def compare(
     name: str, found: Figures, problems: dict[str, str], args: argparse.Namespace, vocabulary: list[str]
 ) -> None:
-    """One contender under all traffic, behind each number of gateways; what fails is told with its cause."""
+    """One contender under all traffic, behind each number of gateways; what fails is shown with its cause."""
     for num_gateways in args.gateways:
         label = labelled(name, num_gateways)
         try:
@@ -93,16 +93,16 @@ def measure(
         chats = Chats([each.url for each in gateways], vocabulary, args.slowdown)
         chats.run(TRAFFIC[args.traffic[0]](WARM_UP_SEED)[:WARM_UP_CONVERSATIONS], seed=WARM_UP_SEED)
         for kind in args.traffic:
-            told = Told()
+            reported = Reported()
             for seed in range(1, args.seeds + 1):
                 traffic = TRAFFIC[kind](seed)[: args.conversations]
-                _add(told, chats.run(traffic, seed=list(TRAFFIC).index(kind) * 1000 + seed))
-            yield kind, figures(told)
+                _add(reported, chats.run(traffic, seed=list(TRAFFIC).index(kind) * 1000 + seed))
+            yield kind, figures(reported)
         if args.kill:
             killed = gateways[0]
             traffic = TRAFFIC[args.traffic[0]](KILL_SEED)[: args.conversations]
-            told = chats.run(traffic, seed=KILL_SEED, midway=killed.process.kill)
-            yield KILLED, survivors(told, killed.url)
+            reported = chats.run(traffic, seed=KILL_SEED, midway=killed.process.kill)
+            yield KILLED, survivors(reported, killed.url)
 
 
 class Gateway(NamedTuple):
@@ -132,26 +132,26 @@ def labelled(name: str, num_gateways: int) -> str:
     return name if num_gateways == 1 else f"{name} x{num_gateways}"
 
 
-def survivors(told: Told, killed_url: str) -> dict[str, Any]:
+def survivors(reported: Reported, killed_url: str) -> dict[str, Any]:
     """Of a run in which the gateway of `killed_url` was killed: only what the others' clients met counts as failed."""
-    rest = Told(**{**told.__dict__, "faults": []})
-    for fault, url in zip(told.faults, told.faulty_urls, strict=True):
+    rest = Reported(**{**reported.__dict__, "faults": []})
+    for fault, url in zip(reported.faults, reported.faulty_urls, strict=True):
         if url != killed_url:
             rest.faults.append(fault)
-    return {**figures(rest), "num_cut_with_the_gateway": len(told.faults) - len(rest.faults)}
+    return {**figures(rest), "num_cut_with_the_gateway": len(reported.faults) - len(rest.faults)}
 
 
-def figures(told: Told) -> dict[str, Any]:
-    ranks = Percentiles.of(told.ttft_ms)
+def figures(reported: Reported) -> dict[str, Any]:
+    ranks = Percentiles.of(reported.ttft_ms)
     return {
-        "num_requests": len(told.ttft_ms),
-        "num_failed": len(told.faults),
-        "faults": sorted(set(told.faults))[:3],
-        "ttft_mean_ms": sum(told.ttft_ms) / max(1, len(told.ttft_ms)),
+        "num_requests": len(reported.ttft_ms),
+        "num_failed": len(reported.faults),
+        "faults": sorted(set(reported.faults))[:3],
+        "ttft_mean_ms": sum(reported.ttft_ms) / max(1, len(reported.ttft_ms)),
         "ttft_p50_ms": ranks.p50,
         "ttft_p99_ms": ranks.p99,
-        "tpot_mean_ms": sum(told.tpot_ms) / max(1, len(told.tpot_ms)),
-        "cached_share": told.num_cached_tokens / max(1, told.num_prompt_tokens),
+        "tpot_mean_ms": sum(reported.tpot_ms) / max(1, len(reported.tpot_ms)),
+        "cached_share": reported.num_cached_tokens / max(1, reported.num_prompt_tokens),
     }
 
 
@@ -237,7 +237,7 @@ def _wait(gateway: Gateway, vocabulary: list[str]) -> None:
         time.sleep(0.2)
 
 
-def _add(total: Told, more: Told) -> None:
+def _add(total: Reported, more: Reported) -> None:
     total.ttft_ms += more.ttft_ms
     total.tpot_ms += more.tpot_ms
     total.num_prompt_tokens += more.num_prompt_tokens

@@ -57,18 +57,18 @@ def measure(router: Router, scene: Scene, num_streams: int, rate: float) -> dict
         pid = running.process.pid
         before_mib, cpu_s = tree_memory(pid).pss_mib, running.cpu_s()
         with MemoryWatch(pid) as memory:
-            told = around.load(running.ports, rate, num_requests=num_streams)
+            reported = around.load(running.ports, rate, num_requests=num_streams)
         used_s = running.cpu_s() - cpu_s
         return {
-            "num_streams": told["num_sent"],
-            "num_dropped": told["num_sent"] - told["num_done"],
-            "causes": told["causes"],
-            "most_open": told["most_open"],
-            "kib_per_stream": (memory.peak_mib - before_mib) * 1024 / max(1, told["most_open"]),
+            "num_streams": reported["num_sent"],
+            "num_dropped": reported["num_sent"] - reported["num_done"],
+            "causes": reported["causes"],
+            "most_open": reported["most_open"],
+            "kib_per_stream": (memory.peak_mib - before_mib) * 1024 / max(1, reported["most_open"]),
             "before_mib": before_mib,
             "peak_mib": memory.peak_mib,
-            "cpu_us_per_event": used_s * 1e6 / (told["num_sent"] * scene.num_tokens),
-            "ttft_ms": told["ttft_ms"],
+            "cpu_us_per_event": used_s * 1e6 / (reported["num_sent"] * scene.num_tokens),
+            "ttft_ms": reported["ttft_ms"],
         }
 
 

@@ -52,7 +52,7 @@ from pagemill_kernels.rope import triton_body as rope_body
 from pagemill_kernels.rope import triton_launch as rope
 from pagemill_kernels.sampling import triton_body as sampling_body
 from pagemill_kernels.sampling import triton_launch as sampling
-from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports
+from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, TokenMasks
 from pagemill_kernels.scaled_linear import triton_body as scaled_body
 from pagemill_kernels.scaled_linear import triton_launch as scaled
 from pagemill_kernels.scaled_linear.channels import ChannelCodes
@@ -213,7 +213,9 @@ def sample() -> list[Case]:
     draws = Draws(ones, rows, ones, ones, rows.astype(np.uint64))
     tables = (logits.bool(), logits.int())
     penalties = Penalties(rows, ones, ones, ones, rows, *tables)
+    masks = TokenMasks(rows, np.zeros((num_rows, vocab_size // 32), dtype=np.int32))
     return [
+        Case("masks", lambda: sampling.apply_masks(logits, masks), False),
         Case("draw", lambda: sampling.draw(logits, logits, draws), True),
         Case("draw after changes", lambda: sampling.draw(logits, raw, draws), True),
         Case("penalties", lambda: sampling.apply_penalties(logits, penalties), True),

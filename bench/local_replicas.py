@@ -57,11 +57,11 @@ class Replica(NamedTuple):
         asked_s = time.monotonic()
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.control_port}/readyz", timeout=5) as response:
-                told = json.loads(response.read())
+                reported = json.loads(response.read())
         except (urllib.error.URLError, OSError, ValueError):
             return None
         took_s = time.monotonic() - asked_s
-        return took_s, asked_s + took_s / 2 - float(told["phase_s"])
+        return took_s, asked_s + took_s / 2 - float(reported["phase_s"])
 
     def kill(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -77,7 +77,7 @@ class Up(NamedTuple):
 
     @property
     def url(self) -> str | None:
-        """The gateway's base URL, once it is told."""
+        """The gateway's base URL, once it is reported."""
         found = re.search(r"^OpenAI base URL\s+(\S+)/v1", self.log.read_text(), re.MULTILINE)
         return found[1] if found else None
 
@@ -96,8 +96,8 @@ class Up(NamedTuple):
 
     def scalings(self, name: str) -> list[tuple[int, int]]:
         """What the autoscaler has ordered so far: replicas before and after."""
-        told = re.findall(rf"^{name}: scaled to (\d+) replicas from (\d+):", self.log.read_text(), re.MULTILINE)
-        return [(int(before), int(after)) for after, before in told]
+        reported = re.findall(rf"^{name}: scaled to (\d+) replicas from (\d+):", self.log.read_text(), re.MULTILINE)
+        return [(int(before), int(after)) for after, before in reported]
 
     def replicas(self) -> dict[str, Replica]:
         """Those with a living process."""
@@ -112,7 +112,7 @@ class Up(NamedTuple):
         return found
 
     def wait_ready(self, num_replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the URL is told and so many replicas are ready. Raises `TimeoutError`, `RuntimeError` when it ended."""
+        """Until the URL is shown and that many are ready. Raises `TimeoutError`, `RuntimeError` if it ended."""
         deadline = time.monotonic() + timeout_s
         while self.url is None or sum(each.ready for each in self.replicas().values()) < num_replicas:
             if self.process.poll() is not None:

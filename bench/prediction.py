@@ -2,7 +2,7 @@
 
 `pagemill up` serves the embedded model; chats with prompts of many lengths arrive as a Poisson process, streamed, in
 three bands: shares of the rate that the same replicas sustained just before with all seats taken. For each request the
-gateway's control port tells what was predicted when it was sent and what was measured at its first token. Exits with 1
+gateway's control port says what was predicted when it was sent and what was measured at its first token. Exits with 1
 when a band's median error is above `--limit`, or a request failed.
 
 Each replica has one CPU. Fewer replicas than cores compute on the last cores alone, as pods with a CPU of their own do;
@@ -116,7 +116,7 @@ class Load:
 
 
 class Decisions:
-    """What the gateway's control port has told so far, each decision once."""
+    """What the gateway's control port has reported so far, each decision once."""
 
     def __init__(self, session: aiohttp.ClientSession, control_url: str, control_token: str) -> None:
         self._session = session

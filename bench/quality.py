@@ -23,10 +23,11 @@ from torch import Tensor
 from workload import MODEL
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.source import open_weights
+from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.load_bundle import load_bundle

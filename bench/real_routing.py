@@ -77,10 +77,10 @@ def measure(
             up.wait_ready(NUM_REPLICAS)
             assert up.url is not None
             start = time.perf_counter()
-            told = Chats([up.url], vocabulary, 1.0).run(traffic, seed=1)
+            reported = Chats([up.url], vocabulary, 1.0).run(traffic, seed=1)
             took_s = time.perf_counter() - start
     num_tokens = sum(turn.num_output_tokens for each in traffic for turn in each.turns)
-    return {**figures(told), "seconds": took_s, "tokens_per_s": num_tokens / took_s if not told.faults else 0.0}
+    return {**figures(reported), "seconds": took_s, "tokens_per_s": num_tokens / took_s if not reported.faults else 0.0}
 
 
 def conversations(count: int, num_turns: int, num_tokens: int, seed: int) -> list[Conversation]:

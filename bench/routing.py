@@ -3,7 +3,7 @@
 Four pods whose scheduler, KV manager and frames are the real ones, behind the real brain. Prints mean and p99 TTFT of
 every policy, how much of the prompts came from caches, how exactly that was predicted, and the mean TTFT against
 LeastRequest's as ratio with its 95 % interval over the seeds. Of the policy that predicts the time to the first token a
-second table tells how far that is off, by load: the same traffic at lower and at higher rates. One policy's run is
+second table says how far that is off, by load: the same traffic at lower and at higher rates. One policy's run is
 deterministic.
 """
 

@@ -1,7 +1,7 @@
 """Scaling policies side by side on simulated fleets: what users feel, what it costs, for ours and for every rival.
 
 The same requests and the same cluster for each: a ramp, a burst, a day, steady load, and an hour of Azure's trace where
-`--trace` names it. Rivals that go by requests in a replica are told how many one holds within the SLO, which their
+`--trace` names it. Rivals that go by requests in a replica are given how many one holds within the SLO, which their
 users would have to find out; all else is their documents' default. Figures are simulated: they depend on no machine.
 """
 
@@ -67,7 +67,7 @@ def workloads(seed: int, trace: Path | None) -> dict[str, Workload]:
 
 
 def steps_of(name: str) -> list[Span]:
-    """One cold start after the traffic begins, and after it jumps: nobody who learns of it then has a pod for it."""
+    """One cold start after the traffic begins, and after it jumps: whoever learns of it then has no pod for it."""
     jumps_s = [0.0, Burst().at_s] if name.startswith("burst") else [0.0]
     return [(at_s, at_s + COLD_START.total_s) for at_s in jumps_s]
 
@@ -102,7 +102,7 @@ def held_within_slo(workload: Workload) -> float:
 
 def policies(workload: Workload) -> dict[str, Callable[[], FleetScaler]]:
     held = f"{held_within_slo(workload):.0f}"
-    told = {
+    reported = {
         "kubeai": {"target_requests": held},
         "hpa": {},
         "keda-epp": {"target_running": held},
@@ -112,7 +112,7 @@ def policies(workload: Workload) -> dict[str, Callable[[], FleetScaler]]:
         "dynamo": {"ttft_ms": str(SLO.ttft_ms), "itl_ms": str(SLO.tpot_ms)},
     }
     settings = ScalingSettings("Active", *BOUNDS, slo=SLO)
-    rivals = {name: _rival(name, parameters) for name, parameters in told.items()}
+    rivals = {name: _rival(name, parameters) for name, parameters in reported.items()}
     return {
         "pagemill": lambda: own(settings),
         **rivals,

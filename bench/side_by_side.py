@@ -2,7 +2,7 @@
 
 Installs each peer into an environment of its own, writes the weights in each one's format, and measures every row in
 turns: one run of each peer, then the next run. `--rows`, `--peers` and `--first-run` measure a part; `--json` keeps it,
-and `--render` puts parts together. What cannot be installed or fails is told with its cause. Ends with exit code 1 when
+and `--render` puts parts together. What cannot be installed or fails is shown with its cause. Ends with exit code 1 if
 one of our own rows has failed.
 """
 

@@ -35,7 +35,7 @@ PLAIN, OVERLAPPED = "plain", "overlapped"
 
 
 class Spent(NamedTuple):
-    """On the wall and by this thread alone: on a busy machine only the latter tells versions apart."""
+    """On the wall and by this thread alone: on a busy machine only the latter distinguishes versions."""
 
     wall_ms: float
     cpu_ms: float

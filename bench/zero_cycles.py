@@ -5,7 +5,7 @@ when no process is left, while the last one goes, at the instant at which it is 
 one more during the start; streamed and whole. Every text is compared with the one of an undisturbed engine. With
 `--simulated N` so many cycles pass in the simulator instead (`zero_simulated`).
 
-Overhead over ready: from the instant at which the engine says of itself that it is ready (its `/readyz` tells for how
+Overhead over ready: from the instant at which the engine says of itself that it is ready (its `/readyz` says for how
 long it has been; no probe, no process in between) to the first token of a request that was held, or to the whole answer
 where it was not streamed, less what the same requests, sent at once again, then take on the ready idle engine (median
 of several times). Exits with 1 when an answer failed, was cut or is another one.

@@ -2,8 +2,8 @@
 
 `values.yaml` with its comments is the source of `values.schema.json`, of the table in the chart's README and of
 `docs/reference/chart.md`; `crds/llmdeployments.yaml` is the source of the template that installs it; `observability`
-makes the rules and dashboards in `files/`. With `--check` nothing is written and the exit code is 1 when a file differs
-from its source.
+makes the rules and dashboards in `files/`, and those that `pagemill up --dashboards` is packaged with. With `--check`
+nothing is written and the exit code is 1 when a file differs from its source.
 
 In `values.yaml` the comment above a key is its documentation. A last line `# @schema {...}` holds JSON schema keywords
 that the default does not tell; `$type` in it names one of `TYPES`. A key with `$type` is a leaf: Kubernetes, not the
@@ -28,6 +28,7 @@ from observability.rules import rules_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "charts" / "pagemill"
+CLI_FILES = ROOT / "cli" / "pagemill" / "up" / "files"
 MARK = "@schema"
 SECTION = "## @section "
 README_BEGIN, README_END = "<!-- values: begin -->", "<!-- values: end -->"
@@ -246,6 +247,10 @@ def crd_template(definition: str) -> str:
     return f"{note}\n{{{{- if .Values.crds.install }}}}\n{body}{{{{- end }}}}\n"
 
 
+def _one_line(document: str) -> str:
+    return json.dumps(json.loads(document), separators=(",", ":")) + "\n"
+
+
 def outputs() -> dict[Path, str]:
     """Every generated file with its text."""
     text = (CHART / "values.yaml").read_text("utf-8")
@@ -254,12 +259,15 @@ def outputs() -> dict[Path, str]:
     assert node is not None
     rows = list(rows_of(node, lines))
     definition = (ROOT / "crds" / "llmdeployments.yaml").read_text("utf-8")
+    rules, pages = rules_file([alert.document() for alert in ALERTS]), all_pages()
     return {
         CHART / "values.schema.json": values_schema(node, lines),
         CHART / "README.md": readme((CHART / "README.md").read_text("utf-8"), rows),
         CHART / "templates" / "crds" / "llmdeployments.yaml": crd_template(definition),
-        CHART / "files" / "rules.yaml": rules_file([alert.document() for alert in ALERTS]),
-        **{CHART / "files" / "dashboards" / f"{page.uid}.json": dashboard_json(page) for page in all_pages()},
+        CHART / "files" / "rules.yaml": rules,
+        **{CHART / "files" / "dashboards" / f"{page.uid}.json": dashboard_json(page) for page in pages},
+        CLI_FILES / "rules.yaml": rules,
+        **{CLI_FILES / "dashboards" / f"{page.uid}.json": _one_line(dashboard_json(page)) for page in pages},
         ROOT / "docs" / "reference" / "chart.md": reference_page(rows),
     }
 

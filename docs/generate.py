@@ -225,7 +225,7 @@ BOUNDS = {
 
 TRACES = """## Traces
 
-What `--trace` reads; the first line tells which. Requests that were not answered are left out and counted. A line that
+What `--trace` reads; the first line says which. Requests that were not answered are left out and counted. A line that
 is broken ends the reading with its number and what was expected there; `--skip-broken` leaves such lines out.
 
 - [Azure LLM inference traces](https://github.com/Azure/AzurePublicDataset) of 2023 and since: `TIMESTAMP`, with
@@ -283,11 +283,11 @@ def _parameters(kind: type) -> str:
     return "\n".join(["| Parameter | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""])
 
 
-def _default(told: str, constants: dict[str, Any]) -> str:
+def _default(written: str, constants: dict[str, Any]) -> str:
     """Names of constants as what they stand for."""
-    first, *rest = told.strip("`").split(".")
+    first, *rest = written.strip("`").split(".")
     if first not in constants:
-        return "" if told == "`None`" else told
+        return "" if written == "`None`" else written
     value = constants[first]
     for name in rest:
         value = getattr(value, name)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import paths
 from measuring import Device
-from results import Section, about, document, told
+from results import Section, about, document, reported
 from sections import SECTIONS
 
 LIMIT_S = 470.0
@@ -69,7 +69,7 @@ def run(device: Device, name: str, result: Path | None = None) -> Section:
         SECTIONS[name](device, section)
     except Exception as problem:
         traceback.print_exc()
-        section.error = told(problem, 2000)
+        section.error = reported(problem, 2000)
     keep()
     return section
 

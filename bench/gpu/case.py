@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from measuring import Device
-from results import Section, Table, told
+from results import Section, Table, reported
 
 TOLERANCE = 2e-2
 """Of the largest value: bfloat16 has 8 bits, and sums of a whole row lose one or two of them."""
@@ -69,7 +69,7 @@ def _measured(device: Device, table: Table, case: Case, who: str, run: Run) -> b
     except Exception as problem:
         if who == "pagemill":
             traceback.print_exc()
-        table.add(case.name, who, *[""] * 5, told(problem))
+        table.add(case.name, who, *[""] * 5, reported(problem))
         return False
     table.add(case.name, who, *_figures(device, case, seconds), f"{error:.1e}")
     return True

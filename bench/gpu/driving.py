@@ -75,9 +75,9 @@ class Driver:
                 time.sleep(arrivals[len(names)] - now_s)
                 continue
             for name in self._step():
-                told_s = time.perf_counter() - begin_s
-                first.setdefault(name, told_s)
-                last[name] = told_s
+                reported_s = time.perf_counter() - begin_s
+                first.setdefault(name, reported_s)
+                last[name] = reported_s
         return Online(
             sorted(first[name] - arrival for name, arrival in zip(names, arrivals, strict=True)),
             sorted(

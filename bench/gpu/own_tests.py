@@ -17,7 +17,7 @@ from paths import HERE, ROOT
 from results import Section
 
 TESTS_S = 440
-"""Less than a section's own limit: what was printed until then is told."""
+"""Less than a section's own limit: what was printed until then is reported."""
 PLUGINS = ("pytest", "hypothesis", "pytest_asyncio", "pytest_timeout")
 KERNELS = ROOT / "tests" / "kernels"
 ENGINE = ROOT / "tests" / "engine" / "model"

@@ -1,6 +1,6 @@
 """Makes our source folders importable as they lie here, where only torch, Triton, numpy and safetensors are installed.
 
-Imported before anything of ours, and before torch: what is absent is told in a line.
+Imported before anything of ours, and before torch: what is absent is reported in a line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = HERE.parents[1]
 FOLDERS = ("kernels", "protocol", "engine")
 OLDEST_PYTHON = (3, 11)
 NEEDED = {"torch": (2, 11), "triton": (3, 6), "numpy": (1, 26), "safetensors": (0, 4)}
-"""The oldest versions that the command was made for. Older ones may do: they are told, not refused."""
+"""The oldest versions that the command was made for. Older ones may do: they are reported, not refused."""
 
 
 def check_packages() -> None:
@@ -29,8 +29,10 @@ def check_packages() -> None:
     for name, oldest in NEEDED.items():
         version = _version(name)
         if version is not None and version < oldest:
-            told = f"{name} is {'.'.join(map(str, version))}, this was made for {'.'.join(map(str, oldest))} or newer"
-            print(f"bench/gpu: {told}", file=sys.stderr)
+            reported = (
+                f"{name} is {'.'.join(map(str, version))}, this was made for {'.'.join(map(str, oldest))} or newer"
+            )
+            print(f"bench/gpu: {reported}", file=sys.stderr)
 
 
 def _version(name: str) -> tuple[int, ...] | None:

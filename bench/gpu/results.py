@@ -73,11 +73,11 @@ def about(device: Device) -> dict[str, str]:
 
 
 def document(machine: dict[str, str], sections: Iterable[Section]) -> str:
-    told = ", ".join(f"{name} {value}" for name, value in machine.items())
-    return "\n".join([f"# GPU benchmarks\n\n{told}\n", *(section.markdown() for section in sections)])
+    reported = ", ".join(f"{name} {value}" for name, value in machine.items())
+    return "\n".join([f"# GPU benchmarks\n\n{reported}\n", *(section.markdown() for section in sections)])
 
 
-def told(problem: Exception, length: int = 120) -> str:
+def reported(problem: Exception, length: int = 120) -> str:
     """In one line of a table."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:length]}"
 

@@ -19,7 +19,7 @@ from driving import Online
 from measuring import Device
 from models import SPECS, TINY
 from own_tests import GROUPS, run_group
-from results import Section, told
+from results import Section, reported
 from workloads import Job, fixed, floor_bytes, nano, output_tokens
 
 from engine import MAX_MODEL_LEN, MAX_SEQS, Engine, by_the_formulas
@@ -123,7 +123,7 @@ def peer(name: str, device: Device, section: Section) -> None:
         try:
             seconds, num_tokens = run()
         except Exception as problem:
-            table.add(who, "", told(problem))
+            table.add(who, "", reported(problem))
             continue
         finally:
             device.release()
@@ -147,7 +147,7 @@ def _problem_of(part: Callable[[], None]) -> str | None:
         part()
     except Exception as problem:
         traceback.print_exc()
-        return told(problem, 600)
+        return reported(problem, 600)
     return None
 
 
@@ -178,7 +178,7 @@ def _idle(device: Device, section: Section, name: str, ours: Engine) -> None:
     try:
         idle, step_s = ours.driver.idle(jobs, num_steps)
     except (RuntimeError, ValueError) as problem:
-        table.add(num_requests, num_steps, "", told(problem))
+        table.add(num_requests, num_steps, "", reported(problem))
         return
     table.add(num_requests, num_steps, 1000 * step_s, 100 * idle)
 

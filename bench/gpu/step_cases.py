@@ -22,7 +22,7 @@ from pagemill_kernels.request_rows.layout import (
 )
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling import randomness, reference, triton_launch
-from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SamplingBatch
+from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SamplingBatch, TokenMasks
 
 NUM_TOP = 5
 """Log probabilities that are reported beside the chosen token's."""
@@ -46,10 +46,10 @@ def rows(device: Device, num_requests: int, context_tokens: int) -> list[Case]:
 
 def _changes(device: Device, layout: RowLayout, num_requests: int) -> Case:
     """Each request gets a block, as in every sixteenth of its steps."""
-    staging, nobody = Staging(), np.zeros(0, dtype=np.int32)
+    staging, none = Staging(), np.zeros(0, dtype=np.int32)
     for row in range(num_requests):
         staging.put(layout.block(row, 0), [row + 1])
-    writes, _ = staging.upload(nobody, np.zeros(1, dtype=np.int32), nobody, device.device)
+    writes, _ = staging.upload(none, np.zeros(1, dtype=np.int32), none, device.device)
     ours, expected = (RowState(layout, 0, device.device) for _ in range(2))
 
     def written(state: RowState, write: Callable[..., None]) -> torch.Tensor:
@@ -116,6 +116,7 @@ def sampling(device: Device, num_rows: int, vocab_size: int) -> list[Case]:
     shape = f"{num_rows} x {vocab_size}"
     return [
         *(_draw(f"sampler, {shape}, {name}", logits, each) for name, each in draws.items()),
+        _masks(f"masks of structured output, {shape}", logits),
         *_penalties(shape, logits),
         _report(f"log probabilities, {shape}, top {NUM_TOP}", logits),
     ]
@@ -130,6 +131,26 @@ def _draw(name: str, logits: torch.Tensor, draws: Draws | None) -> Case:
         lambda: torch.from_numpy(reference.sample_tokens(logits.cpu().clone(), batch).token_ids).to(logits.device),
         num_bytes=logits.nbytes,
         peers=peers,
+        tolerance=0.0,
+    )
+
+
+def _masks(name: str, logits: torch.Tensor) -> Case:
+    """Of every row; the copy that they change, as in a step, and the masks' way to the device are part of the time."""
+    num_rows, vocab_size = logits.shape
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (num_rows, -(-vocab_size // 32)), dtype=np.int32)
+    masks = TokenMasks(np.arange(num_rows), words)
+
+    def forbidden(by: Any, where: torch.Tensor) -> torch.Tensor:
+        masked = where.clone()
+        by.apply_masks(masked, masks)
+        return masked.nan_to_num(neginf=-1e9)
+
+    return Case(
+        name,
+        lambda: forbidden(triton_launch, logits),
+        lambda: forbidden(reference, logits.cpu()).to(logits.device),
+        num_bytes=5 * logits.nbytes,
         tolerance=0.0,
     )
 

@@ -27,22 +27,22 @@ def load(weights: str) -> tuple[Generate, dict[str, Any]]:
     from pagemill_engine.runner.factory import create_runner
     from pagemill_protocol.sampling import SamplingParams
 
-    told: list[str] = []
+    reported: list[str] = []
 
     def recording(config: Any, _progress: Any) -> Any:
-        return create_runner(config, lambda _phase, detail: told.append(detail))
+        return create_runner(config, lambda _phase, detail: reported.append(detail))
 
     with mock.patch("pagemill_engine.llm.create_runner", recording):
         llm = LLM(weights, **SETTINGS)
-    if not any(must_say(weights) in detail for detail in told):
-        raise SystemExit(f"the native path fell back: {told[0]}")
+    if not any(must_say(weights) in detail for detail in reported):
+        raise SystemExit(f"the native path fell back: {reported[0]}")
 
     def generate(jobs: Jobs) -> Tokens:
         params = [SamplingParams(temperature=0, max_tokens=num, ignore_eos=True) for _, num in jobs]
         prompts = [{"prompt_token_ids": ids} for ids, _ in jobs]
         return [list(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False)]
 
-    return generate, {"load": told[0]}
+    return generate, {"load": reported[0]}
 
 
 def _worker(weights: Path) -> Worker:

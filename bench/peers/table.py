@@ -73,19 +73,19 @@ def _ratio(results: Results, metric: Metric, peers: Sequence[Peer]) -> float | N
 
 
 def _goal(results: Results, metric: Metric, precision: Precision, peers: Sequence[Peer]) -> str:
-    """The goal, and whether it is met where that can be told."""
+    """The goal, and whether it is met where that is known."""
     goal = metric.goal_of(precision)
     if metric.most is not None:
         ours = next((figure(results, peer.name, metric) for peer in peers if _is_ours(peer)), None)
-        return _told(f"at most {metric.most:g}", None if ours is None else ours <= metric.most)
+        return _reported(f"at most {metric.most:g}", None if ours is None else ours <= metric.most)
     if goal is None:
         return ""
     ratio = _ratio(results, metric, peers)
     against = f" of {metric.against}'s" if metric.against else ""
-    return _told(f"{goal:g}{against}", None if ratio is None else ratio >= goal)
+    return _reported(f"{goal:g}{against}", None if ratio is None else ratio >= goal)
 
 
-def _told(goal: str, met: bool | None) -> str:
+def _reported(goal: str, met: bool | None) -> str:
     return goal if met is None else f"{goal}, {'met' if met else 'missed'}"
 
 

@@ -44,8 +44,8 @@ def write_folder(source: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from pagemill_engine.loading.source import open_weights
-    from pagemill_protocol.model_spec import load_model_spec
+    from pagemill_engine.loading.weights import open_weights
+    from pagemill_protocol.model_files import load_model_spec
 
     folder.mkdir(parents=True)
     weights = open_weights(source)

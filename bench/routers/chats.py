@@ -42,7 +42,7 @@ def words() -> list[str]:
 
 
 @dataclass
-class Told:
+class Reported:
     """What came of all requests of one run; milliseconds of the engines' own time."""
 
     ttft_ms: list[float] = field(default_factory=list)
@@ -61,13 +61,15 @@ class Chats:
         self._vocabulary = vocabulary
         self._slowdown = slowdown
 
-    def run(self, traffic: Sequence[Conversation], seed: int, midway: Callable[[], None] = lambda: None) -> Told:
+    def run(self, traffic: Sequence[Conversation], seed: int, midway: Callable[[], None] = lambda: None) -> Reported:
         """Every conversation to its end. Other seeds say the same in other words. `midway`: when half have begun."""
         vocabulary = random.Random(seed).sample(self._vocabulary, len(self._vocabulary))
         return asyncio.run(self._run(traffic, vocabulary, midway))
 
-    async def _run(self, traffic: Sequence[Conversation], vocabulary: list[str], midway: Callable[[], None]) -> Told:
-        told = Told()
+    async def _run(
+        self, traffic: Sequence[Conversation], vocabulary: list[str], midway: Callable[[], None]
+    ) -> Reported:
+        reported = Reported()
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         async with (
             aiohttp.ClientSession(
@@ -80,14 +82,19 @@ class Chats:
         ):
             for number, conversation in enumerate(traffic):
                 url = self._urls[number % len(self._urls)]
-                group.create_task(self._talk(session, url, conversation, vocabulary, told))
+                group.create_task(self._talk(session, url, conversation, vocabulary, reported))
             half_s = sorted(conversation.start_s for conversation in traffic)[len(traffic) // 2]
             await asyncio.sleep(half_s * self._slowdown + MIDWAY_S)
             midway()
-        return told
+        return reported
 
     async def _talk(
-        self, session: aiohttp.ClientSession, url: str, conversation: Conversation, vocabulary: list[str], told: Told
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        conversation: Conversation,
+        vocabulary: list[str],
+        reported: Reported,
     ) -> None:
         def text(token_ids: Sequence[int]) -> str:
             return "".join(vocabulary[token_id % len(vocabulary)] for token_id in token_ids)
@@ -101,15 +108,20 @@ class Chats:
             question = conversation.user_token_ids if number == 0 else turn.token_ids
             messages.append({"role": "user", "content": text(question)})
             try:
-                answer = await self._ask(session, url, messages, turn.num_output_tokens, told)
+                answer = await self._ask(session, url, messages, turn.num_output_tokens, reported)
             except (aiohttp.ClientError, TimeoutError, OSError, LoadError, ValueError) as error:
-                told.faults.append(f"{type(error).__name__}: {error}"[:200])
-                told.faulty_urls.append(url)
+                reported.faults.append(f"{type(error).__name__}: {error}"[:200])
+                reported.faulty_urls.append(url)
                 return
             messages.append({"role": "assistant", "content": answer})
 
     async def _ask(
-        self, session: aiohttp.ClientSession, url: str, messages: list[dict[str, str]], num_tokens: int, told: Told
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        messages: list[dict[str, str]],
+        num_tokens: int,
+        reported: Reported,
     ) -> str:
         body = {
             "model": MODEL,
@@ -135,10 +147,10 @@ class Chats:
         if usage is None or usage["completion_tokens"] != num_tokens:
             raise LoadError(f"an answer of {usage and usage['completion_tokens']} tokens, not {num_tokens}")
         end_s = time.perf_counter()
-        told.ttft_ms.append((first_s - start) * 1000 / self._slowdown)
+        reported.ttft_ms.append((first_s - start) * 1000 / self._slowdown)
         if num_tokens > 1:
-            told.tpot_ms.append((end_s - first_s) * 1000 / self._slowdown / (num_tokens - 1))
-        told.num_prompt_tokens += usage["prompt_tokens"]
-        told.num_cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            reported.tpot_ms.append((end_s - first_s) * 1000 / self._slowdown / (num_tokens - 1))
+        reported.num_prompt_tokens += usage["prompt_tokens"]
+        reported.num_cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         # The simulated device says anything, also what no door lets in again.
         return "".join(pieces).replace("\0", "")

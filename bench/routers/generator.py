@@ -1,7 +1,7 @@
 """The load: streamed chats at given times over kept connections, in a process of its own, asked by JSON lines.
 
 Arrivals are Poisson and do not wait for answers. Times count from the moment a request was really written; how late
-that was is told too, so that a run in which this process could not keep up is thrown away. An answer counts when its
+that was is reported too, so that a run which this process could not keep up with is dropped. An answer counts when its
 status is 200 and every token and the end mark came.
 """
 

@@ -1,4 +1,4 @@
-"""One simulated pod: its streams, its prefix cache, and what it tells gateways of both. It knows no HTTP.
+"""One simulated pod: its streams, its prefix cache, and what it reports to gateways of both. It knows no HTTP.
 
 A request's prefill takes no time, so that a client's time to the first token is the router's; then every stream
 of the pod gets a token in each step. State frames come as from an engine: on change, at most 20 a second, at least one.
@@ -76,7 +76,7 @@ class Pod:
         self._prefix_chunks: dict[bytes, None] = {}
         """The prefix cache, least recently used first."""
         self._num_played = 0
-        """Requests that nobody has sent."""
+        """Requests that no client has sent."""
         self._step_time = STEP_TIME
         self._added: list[bytes] = []
         self._removed: list[bytes] = []

@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=16_384, help="KV blocks of a pod")
     parser.add_argument("--prefix-chunks", type=int, default=0, help="in each pod's prefix cache from the start")
     parser.add_argument("--shared-prefix-chunks", type=int, default=0, help="of these, the same in all pods")
-    parser.add_argument("--steps-per-s", type=float, default=0.0, help="of requests that nobody sends; 0: none")
+    parser.add_argument("--steps-per-s", type=float, default=0.0, help="of requests that no client sends; 0: none")
     parser.add_argument("--churn", type=int, default=0, help="prefix chunks that each such step adds, and evicts")
     args = parser.parse_args()
     habit = Habit(args.prefix_chunks, args.shared_prefix_chunks, args.steps_per_s, args.churn)

@@ -33,7 +33,7 @@ class Band(NamedTuple):
     measured: list[Latencies]
     simulated: Latencies
     step_time_after: StepTimeParams = StepTimeParams()
-    """As the engine tells it when the last repeat is over: how far the machine has drifted since the calibration."""
+    """As the engine says it when the last repeat is over: how far the machine has drifted since the calibration."""
 
 
 class Comparison(NamedTuple):

@@ -1,7 +1,7 @@
 """The load: streamed completions at given times over kept connections, in a process of its own, asked by JSON lines.
 
 Nothing waits for answers but the end. Times of an answer count from the moment its request is handed to the HTTP
-client; how late that was is told too. What is asked, and of whom, is `site`'s.
+client; how late that was is reported too. What is asked, and of whom, is `site`'s.
 """
 
 from __future__ import annotations

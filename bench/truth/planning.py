@@ -1,6 +1,6 @@
 """`pagemill plan` beside the real engine: the same requests per second of one length, predicted, simulated and served.
 
-The plan measures an engine of its own, as it does for a user; nothing of what the replayed engine has learned is told
+The plan measures an engine of its own, as it does for a user; nothing that the replayed engine has learned is passed on
 to it. What a replica holds is the plan's `requestsPerSecond` beside what is served of more than that.
 """
 

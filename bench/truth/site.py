@@ -53,10 +53,10 @@ class RealSite:
         path = self.folder / "requests.json"
         path.write_bytes(msgspec.json.encode(requests))
         job = {"url": self.gateway_url, "model": MODEL, "key": KEY, "requests": str(path)}
-        told = self.generator.ask(job, requests[-1].at_s + MARGIN_S)
-        if "failed" in told:
-            raise PeerFailed(told["failed"])
-        return msgspec.convert(told["answers"], list[Answer])
+        reported = self.generator.ask(job, requests[-1].at_s + MARGIN_S)
+        if "failed" in reported:
+            raise PeerFailed(reported["failed"])
+        return msgspec.convert(reported["answers"], list[Answer])
 
     def state(self) -> StateFrame:
         """The engine's latest: its room and its step times."""
@@ -80,7 +80,7 @@ def engine_of(state: StateFrame) -> EngineConfig:
         max_num_seqs=state.max_num_seqs,
         max_num_batched_tokens=state.max_num_batched_tokens,
         step_time=state.step_time,
-        overlap=False,  # as the CPU engine runs unless it is told otherwise
+        overlap=False,  # as the CPU engine runs unless it is set otherwise
     )
 
 

@@ -16,7 +16,7 @@ class Alert(NamedTuple):
     expr: str
     wait: str
     severity: str
-    """critical: somebody is called. warning: somebody looks during the day."""
+    """critical: a person is called. warning: a person looks during the day."""
     summary: str
     description: str
 
@@ -77,7 +77,7 @@ ALERTS = [
         "pagemill_deployment_updated_replicas < pagemill_deployment_desired_replicas",
         "20m",
         "warning",
-        "{{ $labels.deployment }} has {{ $value }} ready replicas of its present spec, fewer than it wants",
+        "{{ $labels.variant }} has {{ $value }} ready replicas of its present spec, fewer than it wants",
         "A rollout or a scale-up has not become ready for 20 minutes. Conditions of the LLMDeployment name the cause.",
     ),
     Alert(
@@ -94,7 +94,7 @@ ALERTS = [
         "0m",
         "warning",
         "Requests for {{ $labels.model }} end the engines that serve them",
-        "A request was found to end engines and is refused from now on. Somebody may send it on purpose.",
+        "A request was found to end engines and is refused from now on. It may be sent on purpose.",
     ),
     Alert(
         "PagemillGatewayDown",

@@ -183,16 +183,16 @@ def autoscaling() -> Page:
     forecast, needed = (recorded(rules.NEEDED, f'horizon="{minutes}m"') for minutes in (30, 0))
     replicas = [
         Panel("Replicas", "Wanted, ready, and the most there may be.", "none", [
-            (total(of_model("pagemill_deployment_desired_replicas"), "model"), "{{model}} wanted"),
-            (total(of_model("pagemill_deployment_ready_replicas"), "model"), "{{model}} ready"),
-            (total(of_model("pagemill_deployment_max_replicas"), "model"), "{{model}} most"),
+            (total(of_model("pagemill_deployment_desired_replicas"), "variant"), "{{variant}} wanted"),
+            (total(of_model("pagemill_deployment_ready_replicas"), "variant"), "{{variant}} ready"),
+            (total(of_model("pagemill_deployment_max_replicas"), "variant"), "{{variant}} most"),
         ]),
         Panel("Present spec", "Ready replicas that run the present spec, beside those wanted.", "none", [
-            (total(of_model("pagemill_deployment_updated_replicas"), "model"), "{{model}} updated"),
-            (total(of_model("pagemill_deployment_desired_replicas"), "model"), "{{model}} wanted"),
+            (total(of_model("pagemill_deployment_updated_replicas"), "variant"), "{{variant}} updated"),
+            (total(of_model("pagemill_deployment_desired_replicas"), "variant"), "{{variant}} wanted"),
         ]),
         Panel("Decided or advised", "Replicas that the autoscaler has decided for, or advises.", "none", [
-            (total(process("pagemill_autoscaler_replicas"), "namespace", "deployment"), "{{namespace}}/{{deployment}}")
+            (total(process("pagemill_autoscaler_replicas"), "variant"), "{{variant}}")
         ]),
         Panel("Forecast", "Replicas needed by the trend of 30 minutes.", "none", [
             (recorded(rules.NEEDED), "{{model}} in {{horizon}}")

@@ -22,6 +22,8 @@ COMMANDS: Mapping[str, str] = {
     "plan": "Compute what a deployment needs and costs under a load.",
     "simulate": "Play a deployment's scaling through under traffic.",
     "why": "Show the last scaling decisions of a deployment.",
+    "top": "Show the load of every engine, live.",
+    "doctor": "Check what serving needs, on this machine or in a cluster.",
     "explain": "Describe the fields of LLMDeployment.",
     "bench": "Measure a running server.",
     "version": "Print the version.",

@@ -1,4 +1,4 @@
-"""Replicas follow the load, whatever happens in between: 1 to 3, held while nobody knows, back to 0, and awake again.
+"""Replicas follow the load, whatever happens: 1 to 3, held while the load is unknown, back to 0, and awake again.
 
 The leader is killed while replicas start, and the load stream is cut off while the load falls. No request fails.
 """
@@ -58,7 +58,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
     chat, service = deploy(space, scaled()), release.service("chat")
     chat.wait_ready(1, STARTED_S)
     chat.wait_reason("ScalingActive", "ScalingActive")
-    start = until("the status tells how the start went", lambda: chat.status().get("lastStart"), timeout_s=90) or {}
+    start = until("the status shows how the start went", lambda: chat.status().get("lastStart"), timeout_s=90) or {}
     assert min(start["loadMs"], start["warmMs"], start["firstTokenMs"]) > 0, start
     measures.record("cold start by phase", **{name: value for name, value in start.items() if name.endswith("Ms")})
 
@@ -83,7 +83,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
             heavy.stopping.set()
             cut_s = time.monotonic()
             until("the windows are over", lambda: time.monotonic() > cut_s + HELD_S, timeout_s=HELD_S + 5)
-            assert _ordered(chat) == MOST, "what nobody knows is no zero"
+            assert _ordered(chat) == MOST, "what is not known is no zero"
             assert chat.condition("ScalingActive")["reason"] == "SignalsMissing", chat.status()
             assert len(chat.pods()) == MOST
     heavy.report().assert_all_complete(at_least=4 * HEAVY)
@@ -95,7 +95,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
         assert _ordered(chat) == 1, "one request at a time needs one replica, and keeps it"
     light.report().assert_all_complete(at_least=10)
     noted = [call for call in audit.writes(user="pagemill-operator") if call.resource == "pods"]
-    assert 0 < len(noted) <= 2 * MOST, "the emptiest were told to go, and nothing else was written on pods"
+    assert 0 < len(noted) <= 2 * MOST, "the emptiest were marked to go, and nothing else was written on pods"
 
     chat.wait_reason("Ready", "ScaledToZero", SETTLED_S)
     until("no pod is left", lambda: _num_pods(chat) == 0, timeout_s=90)
@@ -104,7 +104,7 @@ def test_replicas_follow_the_load_to_three_and_to_zero_and_back(
         first_s = time.monotonic() - asked_s
         waking.wait_for(3, timeout_s=STARTED_S)
     waking.report().assert_all_complete(at_least=4)
-    until("an event tells of the start", lambda: _was_told(chat, "from 0 to "), timeout_s=60)
+    until("an event reports the start", lambda: _was_reported(chat, "from 0 to "), timeout_s=60)
     measures.record(
         f"1 to {MOST} replicas under load, to 0 and awake",
         ordered_after_s=ordered_s - began_s,
@@ -139,7 +139,7 @@ def _shown(chat: Deployed, field: str) -> int:
     return count
 
 
-def _was_told(chat: Deployed, beginning: str) -> bool:
+def _was_reported(chat: Deployed, beginning: str) -> bool:
     selector = f"involvedObject.kind=LLMDeployment,involvedObject.name={chat.name},reason=Scaled"
     events = chat.kubectl.items("events", f"--field-selector={selector}")
     return any(event["message"].startswith(beginning) for event in events)

@@ -1,4 +1,4 @@
-"""Weights come once from a hub onto a volume; its credentials reach the loader and nobody else."""
+"""Weights come once from a hub onto a volume; its credentials reach the loader alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_credentials_reach_the_loader_only(release: Release, space: Kubectl,
         assert hubs.TOKEN not in json.dumps(children)
 
 
-def test_wrong_credentials_are_told_with_the_remedy_and_right_ones_heal_it(
+def test_wrong_credentials_are_reported_with_the_remedy_and_right_ones_heal_it(
     release: Release, space: Kubectl, endpoint: str
 ) -> None:
     space.apply(secret(hubs.CREDENTIALS, token="hf-wrong"))

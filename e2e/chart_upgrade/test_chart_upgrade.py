@@ -46,7 +46,7 @@ def _install(release: Release, previous: Previous) -> None:
     release.install(chart=previous.chart, values={"image": {"operator": older, "gateway": older}})
 
 
-def test_upgrade_and_rollback_interrupt_nobody(
+def test_upgrade_and_rollback_interrupt_no_stream(
     unbroken_path: None, own: Release, space: Kubectl, previous: Previous
 ) -> None:
     _install(own, previous)

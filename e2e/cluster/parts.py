@@ -46,7 +46,7 @@ USERS: dict[str, Sequence[str]] = {
     "system:kube-controller-manager": [],
     "system:kube-scheduler": [],
     "system:kube-proxy": [],
-    # Not parts of Kubernetes, so it has no roles for them. Users of their own: the audit log tells them from the tests.
+    # Not parts of Kubernetes, so it has no roles for them. Users of their own: the audit log separates them from tests.
     "e2e:coredns": ["system:masters"],
     "e2e:storage": ["system:masters"],
     "e2e:kwok": ["system:masters"],

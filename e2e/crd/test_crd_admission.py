@@ -22,7 +22,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model": {"source": "hf://name-only"}}, "an hf:// source is hf://org/name"),
     ({"model": {"source": PACKAGE, "revision": "main"}}, "revision is for hf:// sources"),
     ({"model": {"source": f"{HF}@main", "revision": "main"}}, "the source already names a revision after @"),
-    ({"model": {"source": f"{HF}/q.gguf", "revision": "refs/pr/1"}}, "a revision with / cannot be told"),
+    ({"model": {"source": f"{HF}/q.gguf", "revision": "refs/pr/1"}}, "a revision with / cannot be told from"),
     ({"model": {"source": PACKAGE, "credentialsSecretRef": {"name": "token"}}}, "credentials are for hf://"),
     ({"model": {"source": PACKAGE, "cache": {"size": "1Gi"}}}, "a cache is for hf://"),
     ({"model": {"source": PACKAGE, "name": "a", "aliases": ["a"]}}, "aliases must not repeat the model's own name"),
@@ -144,7 +144,7 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
         "kvCacheDtype": "auto",
         "quantization": "none",
         "blockSize": 16,
-        "prefixCaching": {"enabled": True, "scope": "deployment"},
+        "prefixCaching": {"enabled": True, "scope": "tenant"},
         "deterministic": False,
         "tensorParallel": 1,
         "pipelineParallel": 1,
@@ -156,7 +156,7 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
 
 
 def test_the_servers_defaults_are_the_models_defaults(create: Callable[..., Any], deployment: Any) -> None:
-    """`pagemill up` and the API server must read the same document as the same wish."""
+    """`pagemill up` and the API server must read the same document as the same spec."""
     from pagemill_crds.models import LLMDeployment
 
     document = deployment(autoscaling={"maxReplicas": 2}, engine={"speculative": {"method": "ngram"}})

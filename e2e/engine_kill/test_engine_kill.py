@@ -1,4 +1,4 @@
-"""Engines that die without a word, under load: nobody notices."""
+"""Engines that die without a word, under load: no client notices."""
 
 from __future__ import annotations
 

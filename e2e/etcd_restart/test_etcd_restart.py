@@ -10,7 +10,7 @@ from support.objects import llmdeployment
 from support.release import Release
 
 
-def test_a_restart_of_etcd_interrupts_nobody(one_node: OneNode, release: Release, space: Kubectl) -> None:
+def test_a_restart_of_etcd_interrupts_no_stream(one_node: OneNode, release: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     with running_load(release.service("chat")) as load:

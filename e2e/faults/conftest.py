@@ -31,7 +31,7 @@ def matrix_space(request: pytest.FixtureRequest, cluster: Cluster, releases: Rel
 
 @pytest.fixture(scope="module")
 def story(matrix_space: Kubectl) -> Iterator[Story]:
-    """When each row's fault showed, and when it was told."""
+    """When each row's fault showed, and when it was reported."""
     with watched(matrix_space) as story:
         yield story
 

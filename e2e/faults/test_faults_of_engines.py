@@ -1,4 +1,4 @@
-"""The fault matrix, second half: engines that start and cannot go on, told by themselves or by how they ended."""
+"""The fault matrix, second half: engines that start and cannot go on, reported by themselves or by how they ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support import processes
 from support.clusters import OneNode
 from support.deployments import Deployed, deploy
-from support.faults import assert_prompt, assert_told, container, row, warnings
+from support.faults import assert_prompt, assert_reported, container, row, warnings
 from support.kubectl import Kubectl
 from support.objects import SHARED_CORES, llmdeployment
 from support.release import Release
@@ -119,13 +119,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_a_fault_of_an_engine_is_told_with_its_reason_and_remedy(
+def test_a_fault_of_an_engine_is_reported_with_its_reason_and_remedy(
     matrix: dict[str, Deployed], release: Release, row: Any
 ) -> None:
-    assert_told(matrix[row.name], row, TIMEOUT_S)
+    assert_reported(matrix[row.name], row, TIMEOUT_S)
 
 
-def test_faults_of_engines_are_told_within_one_reconcile(
+def test_faults_of_engines_are_reported_within_one_reconcile(
     matrix: dict[str, Deployed], release: Release, story: Story
 ) -> None:
     for each in ROWS:
@@ -145,11 +145,11 @@ def test_a_fault_that_lasts_is_written_once(matrix: dict[str, Deployed], release
     # Nothing is waited for: this is the time in which nothing may happen.
     time.sleep(QUIET_S)
     assert {name: deployed.status() for name, deployed in matrix.items()} == before
-    told = {name: warnings(deployed) for name, deployed in matrix.items()}
-    assert {reason: count for each in told.values() for reason, count in each.items() if count > 1} == {}
+    reported = {name: warnings(deployed) for name, deployed in matrix.items()}
+    assert {reason: count for each in reported.values() for reason, count in each.items() if count > 1} == {}
 
 
-def test_an_engine_that_stops_answering_is_told_until_it_answers_again(
+def test_an_engine_that_stops_answering_is_reported_until_it_answers_again(
     one_node: OneNode, release: Release, space: Kubectl
 ) -> None:
     chat = deploy(space, llmdeployment("chat"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.deployments import Deployed, deploy
-from support.faults import assert_prompt, assert_told, container, pod, row
+from support.faults import assert_prompt, assert_reported, container, pod, row
 from support.kubectl import Kubectl
 from support.objects import SMOLLM2, llmdeployment
 from support.release import Release
@@ -20,7 +20,7 @@ PATIENCE_S = {"no-class": 30.0}
 """A volume may be in the making: only after so long it is called a fault."""
 BESIDE = ({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "present"}, "data": {"a": "b"}},)
 MANY_GPUS = {"requests": {"nvidia.com/gpu": "64"}, "limits": {"nvidia.com/gpu": "64"}}
-NOBODY = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "nobody", "key": "k"}}}
+ABSENT = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "absent", "key": "k"}}}
 NO_KEY = {"name": "A", "valueFrom": {"configMapKeyRef": {"name": "present", "key": "other"}}}
 NO_CLASS = {"source": "hf://org/name", "cache": {"size": "1Gi", "storageClassName": "nowhere"}}
 
@@ -60,7 +60,7 @@ ROWS = [
     row("selector", "NoMatchingNode", "Scheduled", "spec.template", template=pod(nodeSelector={"disk": "none"})),
     row("no-claim", "ClaimNotFound", "Scheduled", "spec.model", model={"source": "pvc://nowhere/model.gguf"}),
     row("no-class", "VolumePending", "Scheduled", "StorageClass nowhere", model=NO_CLASS),
-    row("secret", "MissingSecret", "ModelLoaded", "spec.engine.env", engine={"env": [NOBODY]}),
+    row("secret", "MissingSecret", "ModelLoaded", "spec.engine.env", engine={"env": [ABSENT]}),
     row("key", "MissingConfigMap", "ModelLoaded", "spec.engine.env", engine={"env": [NO_KEY]}),
     row("profile", "PodSecurityViolation", "Scheduled", "spec.template", template=pod(hostNetwork=True)),
     row("priority", "PriorityClassNotFound", "Scheduled", "priorityClassName", template=pod(priorityClassName="none")),
@@ -80,8 +80,10 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_a_fault_is_told_with_its_reason_and_remedy(matrix: dict[str, Deployed], release: Release, row: Any) -> None:
-    assert_told(matrix[row.name], row, TIMEOUT_S)
+def test_a_fault_is_reported_with_its_reason_and_remedy(
+    matrix: dict[str, Deployed], release: Release, row: Any
+) -> None:
+    assert_reported(matrix[row.name], row, TIMEOUT_S)
 
 
 def test_reasons_are_distinct_and_shown_in_the_list(
@@ -97,7 +99,7 @@ def test_reasons_are_distinct_and_shown_in_the_list(
         assert each.reason in shown[each.name], shown[each.name]
 
 
-def test_faults_are_told_within_one_reconcile(matrix: dict[str, Deployed], release: Release, story: Story) -> None:
+def test_faults_are_reported_within_one_reconcile(matrix: dict[str, Deployed], release: Release, story: Story) -> None:
     for each in ROWS:
         matrix[each.name].wait_reason("Ready", each.reason, TIMEOUT_S)
     assert_prompt(story, ROWS, PATIENCE_S)
@@ -125,14 +127,14 @@ LIMITS = {
     ],
     ids=["quota", "limit-range"],
 )
-def test_a_namespace_that_limits_is_told(release: Release, space: Kubectl, limit: Any, row: Any) -> None:
+def test_a_namespace_that_limits_is_reported(release: Release, space: Kubectl, limit: Any, row: Any) -> None:
     space.apply(limit)
     with watched(space) as story:
-        assert_told(deploy(space, row.document), row, TIMEOUT_S)
+        assert_reported(deploy(space, row.document), row, TIMEOUT_S)
     assert_prompt(story, [row], {})
 
 
-def test_a_spec_that_an_older_definition_let_in_is_told(release: Release, space: Kubectl) -> None:
+def test_a_spec_that_an_older_definition_let_in_is_reported(release: Release, space: Kubectl) -> None:
     cluster = release.cluster.kubectl
     definition = "crd/llmdeployments.pagemill.dev"
     engine = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/engine/properties"
@@ -151,7 +153,7 @@ def test_a_spec_that_an_older_definition_let_in_is_told(release: Release, space:
         until("the definition lets it in", is_let_in)
     finally:
         change("add", value=1)
-    assert_told(Deployed(space, "elderly"), invalid, TIMEOUT_S)
+    assert_reported(Deployed(space, "elderly"), invalid, TIMEOUT_S)
 
 
 def test_a_corrected_spec_heals(release: Release, space: Kubectl) -> None:

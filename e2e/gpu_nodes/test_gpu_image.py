@@ -1,4 +1,4 @@
-"""What an engine meets first on a GPU, as far as a machine without one tells: Triton can build its launcher."""
+"""What an engine meets first on a GPU, as far as a machine without one says: Triton can build its launcher."""
 
 from __future__ import annotations
 

@@ -37,5 +37,5 @@ def test_engines_go_where_their_gpus_are_until_these_are_taken(
         assert pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
         assert pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] == hollow.GPU_PRODUCT
     chat.scale(9)
-    told = chat.wait_reason("Scheduled", "InsufficientGPU", 60)
-    assert told["status"] == "False"
+    reported = chat.wait_reason("Scheduled", "InsufficientGPU", 60)
+    assert reported["status"] == "False"

@@ -71,12 +71,16 @@ def _steps(text: str) -> list[str]:
 
 def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> str:
     """Type all but the names, and return what was printed; the images that the steps push must be the node's."""
-    told = [_told(step) for step in steps if not step.startswith(NAMES)]
-    assert len(told) == len(steps) - 1
+    reported = [_reported(step) for step in steps if not step.startswith(NAMES)]
+    assert len(reported) == len(steps) - 1
     log = folder / "steps.log"
     with log.open("w") as output:
         done = subprocess.run(
-            ["bash", "-c", "\n".join(["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", *told])],
+            [
+                "bash",
+                "-c",
+                "\n".join(["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT", *reported]),
+            ],
             cwd=ROOT,
             env=_environment(cluster, folder) | {"REGISTRY": "docker.io", "TAG": image_tag},
             stdin=subprocess.DEVNULL,
@@ -95,7 +99,7 @@ def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> 
     return text
 
 
-def _told(step: str) -> str:
+def _reported(step: str) -> str:
     """The step, announced in the log, so that a failure names it."""
     first = step.splitlines()[0].replace("'", "")
     return f"echo '== {first}'\n{step}"

@@ -29,7 +29,7 @@ def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Releas
         space.apply(autoscaler("chat", lowest=2, highest=3))
         until("the autoscaler has asked for two", lambda: _wanted(chat) == 2, timeout_s=DECIDED_S)
         chat.wait_ready(2)
-        # Within its bounds it asks for metrics, with the selector that the scale has told.
+        # Within its bounds it asks for metrics, with the selector that the scale has reported.
         until("it looks for metrics", lambda: condition(space, "chat", "ScalingActive"), timeout_s=DECIDED_S)
         assert condition(space, "chat", "AbleToScale")["status"] == "True"
         assert condition(space, "chat", "ScalingActive")["reason"] == "FailedGetExternalMetric"
@@ -52,7 +52,7 @@ def test_kubectl_scale_is_carried_out_where_replicas_are_external(release: Relea
         chat.scale(2)
         chat.wait_ready(2)
         load.wait_for(10)
-        assert _wanted(chat) == 2, "nobody takes it back"
+        assert _wanted(chat) == 2, "nothing takes it back"
         chat.scale(1)
         chat.wait_ready(1)
         until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=90)

@@ -1,7 +1,7 @@
 """Kubernetes' HorizontalPodAutoscaler decides from metrics that Pagemill exports, through Prometheus and its adapter.
 
 All of it runs from the files in examples/external-scaling: what is scraped, the adapter's rules, the autoscaler.
-The one-node cluster alone: elsewhere somebody else may serve the metrics API.
+The one-node cluster alone: elsewhere another server may serve the metrics API.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_an_hpa_follows_the_exported_metrics_to_three_and_back_to_one(
         ordered_after_s=ordered_s - began_s,
         ready_after_s=ready_s - began_s,
         lowered_after_s=lowered_s - ended_s,
-        told="; ".join(grown),
+        reported="; ".join(grown),
         seen_busy=str(seen),
         requests=heavy.report().complete + light.report().complete,
         failed=0,

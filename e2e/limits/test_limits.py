@@ -1,7 +1,7 @@
 """docs/how-to/keys-and-limits.md on a cluster: two gateways of two workers hold one limit, by the chart's own Redis.
 
 The commands of the page are run by bash as they stand there; only the limit is made small enough to be used up, and
-`helm` is told which images the node holds.
+`helm` is given which images the node holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A release that serves two namespaces, installed by somebody who has no right outside of its namespaces."""
+"""A release that serves two namespaces, installed by a user who has no right outside of its namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Prometheus' operator is installed, each deployment has a PodMonitor; where it is not, nobody misses it."""
+"""Where Prometheus' operator is installed, each deployment has a PodMonitor; where it is not, nothing misses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rolling updates under load: of the model's name, of an engine flag, of the image. Nobody notices."""
+"""Rolling updates under load: of the model's name, of an engine flag, of the image. No client notices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assistant(release: Release, space: Kubectl) -> Deployed:
 
 
 @pytest.mark.smoke
-def test_a_new_model_name_interrupts_nobody(release: Release, assistant: Deployed) -> None:
+def test_a_new_model_name_interrupts_no_stream(release: Release, assistant: Deployed) -> None:
     with running_load(release.service(ALIAS)) as load:
         assistant.patch(model={"name": "assistant-2"})
         assistant.wait_settled()
@@ -37,11 +37,11 @@ def test_a_new_model_name_interrupts_nobody(release: Release, assistant: Deploye
 
 
 @pytest.mark.smoke
-def test_a_new_engine_flag_replaces_every_pod_and_interrupts_nobody(release: Release, assistant: Deployed) -> None:
+def test_a_new_engine_flag_replaces_every_pod_and_interrupts_no_stream(release: Release, assistant: Deployed) -> None:
     _roll(release, assistant, {"engine": {"maxNumSeqs": 6}})
 
 
-def test_a_new_image_replaces_every_pod_and_interrupts_nobody(
+def test_a_new_image_replaces_every_pod_and_interrupts_no_stream(
     one_node: OneNode, release: Release, assistant: Deployed
 ) -> None:
     old = f"docker.io/pagemill/engine:{release.image_tag}"

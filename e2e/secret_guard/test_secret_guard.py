@@ -1,4 +1,4 @@
-"""The operator's account writes its own Secrets and nobody else's, and of pods only notes on its engines, whatever RBAC
+"""The operator's account writes its own Secrets and no others, and of pods only notes on its engines, whatever RBAC
 alone would allow.
 """
 
@@ -60,12 +60,12 @@ def _image(container: str) -> Document:
     return {"spec": {"containers": [{"name": container, "image": "docker.io/miner:1"}]}}
 
 
-def test_a_secret_that_has_the_name_already_is_left_alone_and_told(release: Release, space: Kubectl) -> None:
+def test_a_secret_that_has_the_name_already_is_left_alone_and_reported(release: Release, space: Kubectl) -> None:
     space.apply(secret("chat-engine-token", note="mine"))
     before = space.json("get", "secret/chat-engine-token")
     chat = deploy(space, llmdeployment("chat"))
     condition = until(
-        "the taken name is told",
+        "the taken name is reported",
         lambda: found if "chat-engine-token" in (found := chat.condition("Ready")).get("message", "") else None,
         timeout_s=60,
     )

@@ -1,4 +1,4 @@
-"""The HorizontalPodAutoscaler of examples/external-scaling for a deployment of a case, and what it tells of itself."""
+"""The HorizontalPodAutoscaler of examples/external-scaling for a deployment of a case, and what it says of itself."""
 
 from __future__ import annotations
 

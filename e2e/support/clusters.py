@@ -90,7 +90,7 @@ class OneNode(Cluster):
 
 @contextmanager
 def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
-    """The cluster of a context that somebody else runs (kind, a test cluster); refused where Pagemill is installed.
+    """The cluster of a context that is run elsewhere (kind, a test cluster); refused where Pagemill is installed.
 
     Cases are given a kubeconfig in `folder` that knows nothing but this context: no command can meet another cluster.
     """
@@ -104,7 +104,7 @@ def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
 
 
 def refuse_installed(kubectl: Kubectl) -> None:
-    """Cases remove the definition, and with it every LLMDeployment: never those of somebody who uses the cluster."""
+    """Cases remove the definition, and with it every LLMDeployment: never those of the cluster's other users."""
     looks = (
         (DEFINITION,),
         (f"namespace/{RELEASE_NAMESPACE}",),

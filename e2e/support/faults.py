@@ -41,7 +41,7 @@ def pod(**fields: Any) -> Document:
     return {"spec": fields}
 
 
-def assert_told(deployed: Deployed, row: Row, timeout_s: float) -> None:
+def assert_reported(deployed: Deployed, row: Row, timeout_s: float) -> None:
     """Until Ready names the reason; then everything else must agree with it."""
     ready = deployed.wait_reason("Ready", row.reason, timeout_s)
     found = deployed.get()
@@ -53,14 +53,14 @@ def assert_told(deployed: Deployed, row: Row, timeout_s: float) -> None:
     generation = found["metadata"]["generation"]
     assert {each["observedGeneration"] for each in conditions.values()} == {generation}
     assert found["status"]["observedGeneration"] == generation
-    until(f"an event tells {row.reason}", lambda: row.reason in warnings(deployed), timeout_s=20)
+    until(f"an event reports {row.reason}", lambda: row.reason in warnings(deployed), timeout_s=20)
 
 
 def assert_prompt(story: Story, rows: Iterable[Row], patience_s: Mapping[str, float]) -> None:
-    """Every row was told one reconcile after it showed; those in `patience_s` by name, one after that long."""
+    """Every row was reported one reconcile after it showed; those in `patience_s` by name, one after that long."""
     lags = {row.name: story.lag_s(row.name, row.reason, is_own_fault=row.stage == "Planned") for row in rows}
     late = {name: lag for name, lag in lags.items() if lag > ONE_RECONCILE_S + patience_s.get(name, 0.0)}
-    assert not late, f"told late, in seconds: {late}; all: {lags}"
+    assert not late, f"reported late, in seconds: {late}; all: {lags}"
 
 
 def warnings(deployed: Deployed) -> Counter[str]:

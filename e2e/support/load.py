@@ -49,7 +49,7 @@ class Service:
         return answer.choices[0].message.content or ""
 
     def models(self) -> list[str]:
-        """Names that clients are told."""
+        """Names that clients get."""
         with self.client() as client:
             return [model.id for model in client.models.list()]
 
@@ -162,7 +162,7 @@ def _failure(error: Exception, *, begun: bool) -> Outcome:
     if isinstance(error, openai.APIConnectionError) or not isinstance(error, openai.APIError):
         return "cut" if begun else "unreachable"
     # The client raises a bare APIError for nothing but an error event inside a stream.
-    return "told"
+    return "reported"
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def served(node: OneNode) -> Iterator[None]:
         kubectl.wait(API_SERVICE, "condition=Available", READY_TIMEOUT_S)
         yield
     finally:
-        # First: no namespace can be deleted while an API is announced that nobody serves.
+        # First: no namespace can be deleted while an API is announced that no pod serves.
         kubectl.delete(API_SERVICE, "--ignore-not-found")
         for target in (f"clusterrole/{NAME}", f"clusterrolebinding/{NAME}", f"clusterrolebinding/{NAME}-delegator"):
             kubectl.delete(target, "--ignore-not-found")
@@ -76,7 +76,7 @@ def _pod(image: str) -> Document:
         f"--metrics-relist-interval={SCRAPE_INTERVAL}",
         "--metrics-max-age=1m",
     ]
-    # Engines that start take all processors; an adapter that is called unready meanwhile answers nobody.
+    # Engines that start take all processors; an adapter that is called unready meanwhile answers no request.
     patience = {"periodSeconds": 1, "timeoutSeconds": 10, "failureThreshold": 6}
     readiness = {"httpGet": {"path": "/readyz", "port": ADAPTER_PORT, "scheme": "HTTPS"}, **patience}
     mounts = [{"name": "config", "mountPath": "/etc/metrics"}, {"name": "data", "mountPath": "/data"}]

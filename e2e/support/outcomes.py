@@ -5,7 +5,7 @@ An outcome is one of
     wrong        a whole answer came, but another text than the golden one
     refused      the server answered with an HTTP error
     unreachable  no connection, or it ended before any answer
-    told         a stream ended early with an SSE error event
+    reported         a stream ended early with an SSE error event
     cut          a stream ended early without a word
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["complete", "wrong", "refused", "unreachable", "told", "cut"]
-FAILED: tuple[Outcome, ...] = ("wrong", "refused", "unreachable", "told", "cut")
+Outcome = Literal["complete", "wrong", "refused", "unreachable", "reported", "cut"]
+FAILED: tuple[Outcome, ...] = ("wrong", "refused", "unreachable", "reported", "cut")
 
 
 @dataclass(frozen=True)

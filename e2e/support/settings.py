@@ -1,4 +1,4 @@
-"""What the end-to-end tests are told on their command line; the Makefile passes its variables here.
+"""What the end-to-end tests get on their command line; the Makefile passes its variables here.
 
 --context NAME      use this context of the user's kubeconfig in place of a cluster of our own (E2E_CONTEXT)
 --kubeconfig FILE   use the one-node cluster that runs already, and leave it running (development)

@@ -1,4 +1,4 @@
-"""When things showed in a namespace, by this machine's clock: the first sign of a fault, and when the status told it.
+"""When things showed in a namespace, by this machine's clock: the first sign of a fault, and its report.
 
 Watches, as the operator does; nothing is asked again and again, so the times are those of the news.
 """
@@ -36,13 +36,13 @@ class Story:
     applied_s: dict[str, float] = field(default_factory=dict)
     shown_s: dict[str, float] = field(default_factory=dict)
     """Of the first pod or ReplicaSet of it that is in trouble."""
-    told_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    reported_s: dict[tuple[str, str], float] = field(default_factory=dict)
     """By the reason of Ready, too."""
 
     def lag_s(self, name: str, reason: str, *, is_own_fault: bool) -> float:
         """From the first sign of the fault to the status with `reason`. Its spec is the sign where `is_own_fault`."""
         signs = self.applied_s if is_own_fault else self.shown_s
-        return self.told_s[name, reason] - signs[name]
+        return self.reported_s[name, reason] - signs[name]
 
     def note(self, found: Document) -> None:
         now = time.monotonic()
@@ -50,7 +50,7 @@ class Story:
             name = found["metadata"]["name"]
             self.applied_s.setdefault(name, now)
             if reason := _ready_reason(found):
-                self.told_s.setdefault((name, reason), now)
+                self.reported_s.setdefault((name, reason), now)
         elif _in_trouble(found):
             self.shown_s.setdefault(found["metadata"]["labels"][DEPLOYMENT], now)
 

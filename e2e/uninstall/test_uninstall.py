@@ -58,7 +58,7 @@ def test_with_a_dead_operator_it_ends_and_what_runs_goes_on(own: Release, space:
     assert _uids(chat) == before, "taking over restarted an engine"
 
 
-def test_deployments_can_be_deleted_when_nobody_operates_them_any_more(own: Release, space: Kubectl) -> None:
+def test_deployments_can_be_deleted_when_no_operator_runs_any_more(own: Release, space: Kubectl) -> None:
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     _kill_operator(own)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.text.generation_defaults import GenerationConfig, GenerationDefaults
 
 PrefixScope = Literal["deployment", "tenant", "key"]
 
@@ -81,7 +82,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The same bits for a request whatever else runs, however its prompt is cut and whatever the prefix cache holds.
     Needs the CPU's native kernels, float32 or bfloat16, and keeps to our own products; costs attention some speed."""
     enable_prefix_caching: bool = True
-    prefix_scope: PrefixScope = "deployment"
+    prefix_scope: PrefixScope = "tenant"
+    """Which callers share cached prompts, where `api_keys_file` or a gateway says who calls."""
     policy: Literal["fcfs", "priority", "shortest-prefill-first"] = "fcfs"
     """Order of prefills: as they came; a level of `priority` as 30 s; a token of the prompt as 2 ms of later arrival.
     Whatever it is, the newest request of the lowest priority is preempted first."""
@@ -95,6 +97,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of requests that send none; `None`: drawn at random per request."""
     chat_template: str | None = None
     """Overrides the model's own template."""
+    generation_config: GenerationConfig = "auto"
+    """Whether the model's generation_config.json gives sampling values to requests that send none; `vllm`: it does
+    not."""
+    generation_defaults: GenerationDefaults | None = None
+    """Sampling values for requests that send none, before the model's own."""
     tool_call_parser: str = "auto"
     """How tool calls are read from answers; `auto`: as the chat template asks for them, `none`: tools are refused."""
     reasoning_parser: str = "auto"
@@ -145,8 +152,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     File of the API keys that the OpenAI routes ask for, one entry a line: the SHA-256 of a key in hex, and its tenant
     (`HASH tenant=NAME`). The format is that of a gateway's `api_keys_file`, but limits, models and priorities are
-    refused: only a gateway keeps them. A change takes effect within two seconds. `None`: no key is asked.
+    refused: only a gateway keeps them. A change takes effect within a second. `None`: no key is asked.
     """
+    only_gateways: bool = False
+    """The OpenAI routes ask for the internal token, and for nothing else: clients come through a gateway, which keeps
+    keys and limits."""
+    allowed_hosts: list[str] = []
+    """Names by which clients may address this server on loopback without API keys, in the header Host, beside those
+    that `control_allowed_hosts` describes: a web page could bind any other name to this machine."""
     control_allowed_hosts: list[str] = []
     """Names by which callers of those routes may address this server, in the header Host. IP addresses, the machine's
     own name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may."""

@@ -42,6 +42,8 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.grammars.check import CHECKS
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
 from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.bad_words import with_bad_words
+from pagemill_protocol.text.generation_defaults import with_defaults
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -56,13 +58,14 @@ class LLM:
 
     `model`: a source URI, a folder or a `.gguf` file. `settings`: fields of `EngineConfig`, such as `dtype`,
     `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`, `block_size`, `kv_cache_memory_bytes`,
-    `enable_prefix_caching`, `num_threads`, `seed`. Raises `SourceError` or `LoadError` with the remedy when the model
-    cannot be used.
+    `enable_prefix_caching`, `num_threads`, `seed`, `generation_config`. Raises `SourceError`, `LoadError` or
+    `PagemillError` with the remedy when the model cannot be used.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         config = config_of(model, settings)
         bundle = load_bundle(resolve_source(config.model, field="model"))
+        bundle = with_defaults(bundle, config.generation_config, config.generation_defaults)
         self._tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
         config = msgspec.structs.replace(
             config,
@@ -77,6 +80,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use without `sampling_params`: the model's own values, a new object each time."""
+        return SamplingParams(**self._tokenizer.bundle.sampling_defaults)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -85,12 +92,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
-        `prompts`: one or several, each as text or token ids. `sampling_params`: one for all, or one per prompt.
-        Each value is used exactly as given. Raises `PagemillError` that names a prompt or parameter that cannot be
-        served; then nothing is generated.
+        `prompts`: one or several, each as text or token ids. `sampling_params`: one for all, or one per prompt, each
+        value used exactly as given; without, `get_default_sampling_params()`. Raises `PagemillError` that names a
+        prompt or parameter that cannot be served; then nothing is generated.
         """
         prepared = self._prepare(prompts)
-        return self._run(prepared, sampling_of(sampling_params, len(prepared)), use_tqdm)
+        return self._run(
+            prepared, sampling_of(sampling_params, len(prepared), self.get_default_sampling_params()), use_tqdm
+        )
 
     def chat(
         self,
@@ -115,7 +124,9 @@ class LLM:
                 template_kwargs=chat_template_kwargs,
             )
             prepared.append(_Prepared(text, self._encode(text, "messages", add_special_tokens=False)))
-        return self._run(prepared, sampling_of(sampling_params, len(prepared)), use_tqdm)
+        return self._run(
+            prepared, sampling_of(sampling_params, len(prepared), self.get_default_sampling_params()), use_tqdm
+        )
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
@@ -189,7 +200,7 @@ class LLM:
         return [run.output for run in runs.values()]
 
     def _submit(self, prompt: _Prepared, sampling: SamplingParams) -> _Run:
-        sampling.validate(self._tokenizer.vocab_size)
+        sampling = with_bad_words(sampling.validate(self._tokenizer.vocab_size), self._tokenizer)
         if sampling.structured_outputs is not None:
             CHECKS.check(sampling.structured_outputs)
         request = GenerateRequest(
@@ -225,7 +236,7 @@ class _Run:
     def __init__(self, request: GenerateRequest, text: str | None, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
         self._tokenizer = tokenizer
-        self._wants_logprobs = sampling.logprobs is not None
+        self._wants_logprobs = sampling.num_alternatives is not None
         reported = range(sampling.num_reported)
         self._choices = [ChoiceOutput(tokenizer, request.prompt_token_ids, sampling) for _ in reported]
         self._likelihoods = [MeanLogprob() for _ in reported] if len(reported) > sampling.n else []
@@ -235,6 +246,7 @@ class _Run:
             prompt=text,
             prompt_token_ids=list(request.prompt_token_ids),
             outputs=[self._empty(index) for index in reported],
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [None],
         )
 
     def finished(self) -> bool:
@@ -250,6 +262,8 @@ class _Run:
             return False
         if out.choice == 0:
             self.output.num_cached_tokens = max(self.output.num_cached_tokens, out.num_cached_tokens)
+        if self.output.prompt_logprobs is not None:
+            self.output.prompt_logprobs += [dict(self._position(entry)) for entry in out.prompt_logprobs]
         delta = choice.push(out.token_ids, out.logprobs, out.finish_reason)
         output.text += delta.text
         output.token_ids += delta.token_ids

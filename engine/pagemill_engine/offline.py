@@ -165,10 +165,10 @@ def check_chat_options(
         raise invalid_field(name, f"{name} must be a dictionary, got {_show(chat_template_kwargs)}.")
 
 
-def sampling_of(params: Any, num_prompts: int) -> list[SamplingParams]:
-    """Parameters for each prompt. Raises `PagemillError`."""
+def sampling_of(params: Any, num_prompts: int, default: SamplingParams | None = None) -> list[SamplingParams]:
+    """Parameters for each prompt; `default` where `params` is `None`. Raises `PagemillError`."""
     if params is None or isinstance(params, SamplingParams):
-        return [_exact(params or SamplingParams())] * num_prompts
+        return [_exact(params or default or SamplingParams())] * num_prompts
     items = _items(params, "sampling_params", "a SamplingParams or a list of them")
     for index, item in enumerate(items):
         if not isinstance(item, SamplingParams):
@@ -209,7 +209,7 @@ def _exact(given: SamplingParams) -> SamplingParams:
     values = {name: _plain(getattr(given, name)) for name in SamplingParams.__struct_fields__}
     if isinstance(values["stop"], str):
         values["stop"] = [values["stop"]]
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "bad_words"):
         values[name] = [] if values[name] is None else values[name]
     return SamplingParams(**values)
 

@@ -19,6 +19,7 @@ def main() -> int:
     # A container's first process ignores the signal unless it says what to do, and imports take a while.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from pagemill_gateway.config import SettingsError, load_config
+    from pagemill_protocol.settings import full_disk_message
 
     parser = argparse.ArgumentParser(prog="pagemill_gateway", description="One OpenAI-compatible URL over all engines.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file of GatewayConfig")
@@ -27,6 +28,12 @@ def main() -> int:
         return run(load_config(arguments.settings))
     except SettingsError as error:
         sys.stderr.write(f"pagemill gateway: {error}\n")
+        return 1
+    except OSError as error:
+        message = full_disk_message(error)
+        if message is None:
+            raise
+        sys.stderr.write(f"pagemill gateway: {message}\n")
         return 1
 
 

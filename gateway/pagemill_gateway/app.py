@@ -17,36 +17,49 @@ from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
+from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.door import Door, install_error_handlers
-from pagemill_protocol.http.guard import ControlGuard
-from pagemill_protocol.openai.openapi import OPENAPI_PATH
+from pagemill_protocol.http.guard import ControlGuard, HostGuard
+from pagemill_protocol.openapi import OPENAPI_PATH
 
-MAX_CATALOG_BYTES = 64 * 1024 * 1024
+MAX_CATALOG_BYTES = 16 * 1024 * 1024
+
+
+def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
+    """The dialects' routes, by path."""
+    return {each.path: GenerateRoute(worker, each) for each in dialects().values()}
+
+
+def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
+    """All of the data port."""
+    models, tokens = ModelRoutes(worker), TokenRoutes(worker)
+    health = HealthRoutes(worker.control, lambda: worker.draining)
+    return [
+        *(Route(path, route, methods=["POST"]) for path, route in hot.items()),
+        Route("/v1/models", models.list),
+        Route("/v1/models/{model:path}", models.get),
+        *(Route(each.path, tokens.count_route(each), methods=["POST"]) for each in TOKEN_COUNTS),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/health", health.readyz),
+        Route("/livez", health.livez),
+        Route("/readyz", health.readyz),
+        Route("/version", health.version),
+        Route(OPENAPI_PATH, health.openapi),
+    ]
 
 
 def data_app(worker: Worker) -> ASGIApp:
     """What clients see."""
-    models, tokens = ModelRoutes(worker), TokenRoutes(worker)
-    health = HealthRoutes(worker.control, lambda: worker.draining)
-    hot: dict[str, ASGIApp] = {each.path: GenerateRoute(worker, each) for each in dialects().values()}
-    app = Starlette(
-        routes=[
-            *(Route(path, route, methods=["POST"]) for path, route in hot.items()),
-            Route("/v1/models", models.list),
-            Route("/v1/models/{model:path}", models.get),
-            Route("/tokenize", tokens.tokenize, methods=["POST"]),
-            Route("/detokenize", tokens.detokenize, methods=["POST"]),
-            Route("/health", health.readyz),
-            Route("/livez", health.livez),
-            Route("/readyz", health.readyz),
-            Route("/version", health.version),
-            Route(OPENAPI_PATH, health.openapi),
-        ]
-    )
+    hot = hot_routes(worker)
+    app = Starlette(routes=data_routes(worker, hot))
     install_error_handlers(app)
     config = worker.config
+    routed: ASGIApp = _HotPaths(hot, app)
+    if worker.keys.open and is_loopback_address(config.host):
+        routed = HostGuard(routed, config.allowed_hosts)
     door = Door(
-        _HotPaths(hot, app),
+        routed,
         max_body_bytes=config.max_body_bytes,
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,
@@ -67,21 +80,24 @@ class _HotPaths:
         await app(scope, receive, send)
 
 
+def control_routes(head: ControlProcess) -> list[Route]:
+    """All of the control port."""
+    control, health = ControlRoutes(head), HealthRoutes(head, lambda: head.draining)
+    return [
+        Route("/catalog", control.put_catalog, methods=["PUT"]),
+        Route("/status", control.status),
+        Route("/debug/decisions", control.decisions),
+        Route("/internal/load", control.load),
+        Route("/livez", health.livez),
+        Route("/readyz", health.readyz),
+        Route("/version", health.version),
+        Route("/metrics", control.metrics),
+    ]
+
+
 def control_app(head: ControlProcess) -> ASGIApp:
     """Routes of the platform, guarded except for probes and scrapes."""
-    control, health = ControlRoutes(head), HealthRoutes(head, lambda: head.draining)
-    app = Starlette(
-        routes=[
-            Route("/catalog", control.put_catalog, methods=["PUT"]),
-            Route("/status", control.status),
-            Route("/debug/decisions", control.decisions),
-            Route("/internal/load", control.load),
-            Route("/livez", health.livez),
-            Route("/readyz", health.readyz),
-            Route("/version", health.version),
-            Route("/metrics", control.metrics),
-        ]
-    )
+    app = Starlette(routes=control_routes(head))
     install_error_handlers(app)
     config = head.config
     return Door(

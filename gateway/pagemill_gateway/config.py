@@ -72,6 +72,15 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Gateways that share the limits, for a start while Redis is away; later they count themselves."""
 
 
+class TLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Certificate of the data port, in PEM; both files are read again when they change."""
+
+    cert_file: str
+    """The server's certificate, and after it those between it and the authority."""
+    key_file: str
+    """Its private key, not encrypted."""
+
+
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where OpenTelemetry traces of requests go, engines' work included."""
 
@@ -140,6 +149,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Names by which callers of those routes may address this gateway, in the header Host. IP addresses, the machine's own
     name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may.
     """
+    allowed_hosts: list[str] = []
+    """
+    Names by which clients may address a gateway on loopback without API keys, in the header Host, beside those that
+    `control_allowed_hosts` describes: a web page could bind any other name to this machine.
+    """
     api_keys: list[str] = []
     """
     Accepted API keys: the SHA-256 in hex, and what the key may have:
@@ -148,13 +162,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     api_keys_file: str | None = None
     """
-    File of further such entries, one a line, with comments (`#`) and empty lines. A change takes effect within two
-    seconds. A file with a wrong line is not used: the entries known before stay in use, and
+    File of further such entries, one a line, with comments (`#`) and empty lines. A change takes effect within a
+    second. A file with a wrong line is not used: the entries known before stay in use, and
     `pagemill_gateway_api_keys_file_valid` is 0. At the start wrong lines are left out with a warning; a file that has
     lines and no entry is refused. With an empty file every request is refused.
     """
     redis: RedisConfig | None = None
     """Share the limits with other gateways; `None`: each gateway counts for itself."""
+    tls: TLSConfig | None = None
+    """Serve the data port by HTTPS, TLS 1.2 and later; `None`: by HTTP. The control port is always HTTP."""
     tracing: TracingConfig | None = None
     """Send OpenTelemetry traces; `None`: none are made."""
     allow_anonymous: bool = False

@@ -30,6 +30,7 @@ from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.metrics import Scrape
 from pagemill_protocol.token_file import MadeTokens
 
 logger = logging.getLogger("pagemill.gateway")
@@ -98,14 +99,15 @@ class ControlProcess:
     async def status(self) -> GatewayStatus:
         return GatewayStatus(self.ready, self.draining, self.detail, self.started_unix_s)
 
-    async def metrics_text(self) -> bytes:
-        """The text of a scrape: metrics of control process and workers together."""
+    async def scrape(self, accept: str) -> Scrape:
+        """Metrics of control process and workers together."""
         measures = await self.measure()
         if self.sharing.up is not None:
             self.metrics.redis_up(self.sharing.up)
         self.metrics.keys_file_valid(self._keys_watch is None or not self._keys_watch.problem)
         current = self.discovery is None or not self.discovery.detail
-        return self.metrics.render(self.brain, [each.samples for each in measures], ready=self.ready, current=current)
+        samples = [each.samples for each in measures]
+        return self.metrics.scrape(self.brain, samples, ready=self.ready, current=current, accept=accept)
 
     async def bundle(self, digest: str) -> bytes:
         try:

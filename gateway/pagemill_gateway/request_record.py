@@ -26,6 +26,10 @@ class AttemptRecord:
     first_token_at: float | None = None
     ended_at: float | None = None
     engine_queue_s: float = 0.0
+    continued: AttemptRecord | None = None
+    """The one whose answer it goes on with."""
+    num_continued_tokens: int = 0
+    """Generated before it, by all that it goes on with."""
     outcome: FailureKind | Literal["served", "abandoned"] = "abandoned"
     """What failed; abandoned: the client left, or the deadline passed."""
 
@@ -60,6 +64,9 @@ class RequestRecord:
     """In order; several for several attempts or prompts."""
     route_header: str = ""
     """Where the latest attempt went and by which decision, for the client's `x-pagemill-route`."""
+    decision: int = 0
+    """The latest attempt's. Clients with a key are not shown it: it counts the requests of all tenants."""
+    is_keyed: bool = False
     num_retries: int = 0
     queued_s: float = 0.0
     """Time in queues; of several prompts, of the one that waited longest."""
@@ -105,8 +112,9 @@ class RequestRecord:
         attempt = AttemptRecord(assignment.endpoint_id, assignment.policy, cached, assignment.queued_s)
         self.attempts.append(attempt)
         basis = "" if assignment.believed else "; own counts"
-        route = f"{assignment.policy}; {assignment.endpoint_id}; cached={cached}; decision={assignment.decision}"
-        self.route_header = f"{route}{basis}"
+        decision = "" if self.is_keyed else f"; decision={assignment.decision}"
+        self.route_header = f"{assignment.policy}; {assignment.endpoint_id}; cached={cached}{decision}{basis}"
+        self.decision = assignment.decision
         return attempt
 
     def failed(self, error: PagemillError) -> None:

@@ -18,13 +18,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pagemill_gateway.app import control_app, data_app
-from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.config import GatewayConfig, TLSConfig
 from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.logs import log_event
 from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
+from pagemill_gateway.tls import ServerTLS
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.connection import bounded_protocol
 
@@ -69,7 +70,7 @@ async def listening(
     """Serve both ports while the block runs."""
     config = gateway.control.config
     async with (
-        serving(data_app(gateway.worker), data_socket, config) as data,
+        serving(data_app(gateway.worker), data_socket, config, config.tls) as data,
         serving(control_app(gateway.control), control_socket, config) as control,
     ):
         try:
@@ -79,13 +80,22 @@ async def listening(
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, listener: socket.socket, config: GatewayConfig) -> AsyncIterator[Listening]:
-    """One app on one port while the block runs."""
+async def serving(
+    app: ASGIApp, listener: socket.socket, config: GatewayConfig, tls: TLSConfig | None = None
+) -> AsyncIterator[Listening]:
+    """One app on one port while the block runs. Raises `SettingsError` for a certificate that cannot be used."""
+    secured = ServerTLS(tls) if tls is not None else None
     server = _server(app, config)
+    if secured is not None:
+        server.config.load()
+        server.config.ssl = secured.context
     task = asyncio.create_task(server.serve(sockets=[listener]))
+    following = asyncio.create_task(secured.follow()) if secured is not None else None
     try:
         yield Listening(task, server.refuse_connections)
     finally:
+        if following is not None:
+            following.cancel()
         server.should_exit = True
         await task
 

@@ -7,11 +7,14 @@ import socket
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_gateway.logs import log_event
+from pagemill_gateway.tls import ServerTLS
 from pagemill_protocol.errors import PagemillError
 
 
 def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
-    """Data and control. Raises `SettingsError`, also for an invalid catalogue."""
+    """Data and control. Raises `SettingsError`, also for an invalid catalogue or certificate."""
+    if config.tls is not None:
+        ServerTLS(config.tls)
     try:
         check_catalog(config.catalog)
     except PagemillError as error:
@@ -48,9 +51,10 @@ def bind(host: str, port: int, field: str) -> socket.socket:
 def log_listening(config: GatewayConfig, data_socket: socket.socket, control_socket: socket.socket) -> None:
     """Log the URLs of the gateway, and the file of its control token if there is one."""
     file = {"control_token_file": config.control_token_file} if config.control_token_file is not None else {}
-    log_event("listening", url=url_of(data_socket), control_url=url_of(control_socket), **file)
+    scheme = "http" if config.tls is None else "https"
+    log_event("listening", url=url_of(data_socket, scheme), control_url=url_of(control_socket), **file)
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

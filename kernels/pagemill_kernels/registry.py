@@ -50,8 +50,8 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "store": {
         "reference": "kv_store.reference:store",
         "cpu": "kv_store.cpu:store",
-        "cpu_native": "kv_store.native:store",
-        "triton": "kv_store.triton_launch:store",
+        "cpu_native": "rope.native:store",
+        "triton": "rope.triton_launch:store",
     },
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
@@ -95,8 +95,8 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "plan_slots": {
         "reference": "kv_store.reference:plan_slots",
-        "cpu_native": "kv_store.native:plan_slots",
-        "triton": "kv_store.triton_launch:plan_slots",
+        "cpu_native": "rope.native:plan_slots",
+        "triton": "rope.triton_launch:plan_slots",
     },
     "plan_attention": {
         "reference": "paged_attention.reference:plan_attention",
@@ -156,6 +156,7 @@ _ON_DEVICE: dict[Backend, dict[str, str]] = {
         "advance_rows": "request_rows.triton_launch:advance_rows",
         "plan_attention": "paged_attention.triton_launch:plan_on_device",
         "draw_tokens": "sampling.triton_launch:draw_tokens",
+        "report_logprobs": "sampling.triton_launch:report",
     },
 }
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
@@ -174,6 +175,7 @@ class DeviceOps(NamedTuple):
     advance_rows: Callable[..., None]
     plan_attention: Callable[..., Any]
     draw_tokens: Callable[..., Any]
+    report_logprobs: Callable[..., Any]
 
 
 class Ops(NamedTuple):

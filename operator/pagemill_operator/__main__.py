@@ -13,6 +13,7 @@ from kubernetes.aio.client import Configuration
 
 from pagemill_operator.config import OperatorConfig, SettingsError, load_config
 from pagemill_operator.controller.operator import Operator
+from pagemill_protocol import logs
 
 
 def main() -> int:
@@ -33,8 +34,7 @@ def main() -> int:
 
 
 def configure_logs(level: str) -> None:
-    """Lines on standard error, one for each event."""
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logs.configure(level)
     # kopf logs an error for each failed try of each request; metrics and the ages of the watches say it better.
     logging.getLogger("kopf").setLevel(logging.CRITICAL if level != "DEBUG" else logging.DEBUG)
     logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,6 +41,10 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prometheus_pod_selector: dict[str, str] = {}
     """Labels of Prometheus' pods. Besides gateways and the operator they alone reach engines; where both are empty no
     other pod does."""
+    engine_extra_egress: list[dict[str, Any]] = []
+    """Further egress rules in the NetworkPolicies of engines, as Kubernetes writes them; `[{}]` allows everything. By
+    themselves engines and loaders reach DNS and, with an `hf://` source, port 443 outside the node and the ports in
+    `HF_ENDPOINT`, `HTTPS_PROXY`, `HTTP_PROXY` and `ALL_PROXY`."""
     keys_secret: str = "pagemill-keys"
     """Secret in `namespace` that engine tokens are derived from; made where it is missing."""
     lease_name: str = "pagemill-operator"

@@ -53,7 +53,8 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Share of the requests for this name among the deployments that claim it."""
     engine_token: str = ""
     """Bearer token for `/internal/*` of its engines."""
-    prefix_scope: str = "deployment"
+    prefix_scope: str = "tenant"
+    """Which callers share cached prompts: `tenant`, `key`, or `deployment` (all)."""
     routing_policy: str = "Auto"
     """How requests are distributed over the endpoints. `Auto`, like any name the gateway does not know, means the
     default policy."""

@@ -3,7 +3,7 @@ keep)."""
 
 from __future__ import annotations
 
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 
 PROGRESS_TOKENS = 16
 """Of one choice of an answer that can be continued and is not streamed: metas tell so many at once, and at most so many
@@ -18,4 +18,21 @@ def can_be_continued(request: GenerateRequest) -> bool:
     """
     sampling = request.sampling
     chooses = sampling.use_beam_search or sampling.num_sequences > sampling.n
-    return not chooses and (request.stream or sampling.logprobs is None)
+    return not chooses and (request.stream or sampling.num_alternatives is None)
+
+
+def has_begun(resume: ChoiceResume, request: GenerateRequest) -> bool:
+    """Whether the first chunk of a choice of a streamed answer was delivered."""
+    shows_tokens = request.sampling.num_alternatives is not None or request.return_token_ids
+    return bool(resume.num_text_chars or resume.finished) or (shows_tokens and bool(resume.token_ids))
+
+
+def needs_prompt_logprobs(request: GenerateRequest) -> bool:
+    """Whether the answer, or what is missing of it, reports log probabilities of the prompt.
+
+    A streamed one does in the first chunk of each choice, so what was delivered does not come twice.
+    """
+    if request.num_prompt_logprobs is None:
+        return False
+    num_begun = sum(has_begun(resume, request) for resume in request.resume) if request.stream else 0
+    return num_begun < request.sampling.num_reported

@@ -7,12 +7,14 @@ unparsed: complete SSE events when streaming, else the JSON body in the last fra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from pagemill_protocol.answers.events import AnswerFormat
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 
 PROTOCOL_VERSION = 1
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -43,6 +45,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: SamplingParams
     dialect: str = "chat"
     """Name of the client's dialect (`pagemill_protocol.dialects`): the engine renders the client's bytes in it."""
+    client_fields: str = ""
+    """What the dialect repeats of the client's body in its answer, as JSON; most repeat nothing."""
     answer_format: AnswerFormat | None = None
     """How reasoning and tool calls are read from the text; `None`: the answer is text."""
     created_unix_s: int = 0
@@ -53,6 +57,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Smaller is served first; 32 bits."""
     prompt_text: str | None = None
     """Only for `echo` in the completions dialect."""
+    prompt_only: bool = False
+    """The answer is the echo alone: the one token that an engine generates is not part of it."""
+    return_token_ids: bool = False
+    """The answer has the ids of the prompt's and of its own tokens."""
     prompt_index: int = 0
     """Index of this prompt in a completions request of several; choice indices start at prompt_index * n."""
     cache_salt: str = ""
@@ -68,6 +76,35 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """With `resume`: the cache hits at the first engine."""
     predicted_cached_tokens: int = 0
     """The cached tokens that the gateway predicted, reported until the scheduler has looked them up."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Most likely tokens whose log probabilities the engine reports beside each prompt token's; `None`: nothing
+        about the prompt."""
+        return max(self.prompt_lists, default=None)
+
+    @property
+    def prompt_lists(self) -> list[int]:
+        """As `num_prompt_logprobs`, for each list about the prompt in the answer: one if it was asked for by name, one
+        for `echo` with `logprobs`."""
+        asked = (self.sampling.prompt_logprobs, None if self.prompt_text is None else self.sampling.logprobs)
+        return [each for each in asked if each is not None]
+
+
+def check_prompt_logprobs(requests: Sequence[GenerateRequest]) -> None:
+    """Raise `PagemillError` (400) where the prompts of one body have more log probabilities than an answer may hold."""
+    num_all = sum(
+        len(request.prompt_token_ids) * (num_top + 1) * request.sampling.n
+        for request in requests
+        for num_top in request.prompt_lists
+    )
+    if num_all > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if requests[0].sampling.prompt_logprobs is None else "prompt_logprobs"
+        raise invalid_field(
+            field,
+            f"The answer would hold {num_all} log probabilities of prompt tokens; at most {MAX_PROMPT_LOGPROBS} are "
+            f"reported. Lower {field} or n, or send fewer or shorter prompts at once.",
+        )
 
 
 class AllowanceRaise(msgspec.Struct, frozen=True):

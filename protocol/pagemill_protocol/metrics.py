@@ -21,9 +21,9 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.registry import Collector
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Kind = Literal["counter", "gauge", "histogram"]
 Wrapped = TypeVar("Wrapped", bound=MetricWrapperBase)
@@ -39,6 +39,9 @@ _TOKENS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 
 _STEP_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0)
+_FINE_TTFT_S = tuple(sorted({*_TTFT_S, 0.03, 0.05, 0.15, 0.2}))
+_FINE_LATENCY_S = (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, *_LATENCY_S)
+"""Of gateways: fine enough for objectives of 50 ms. Engines keep the bounds that dashboards of vLLM know."""
 _SHORT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -169,15 +172,26 @@ ENGINE_STATE_STREAMS = _engine("gauge", "state_streams", "Gateways connected to 
 
 # Gateway.
 GATEWAY_REQUESTS = _gateway(
-    "counter", "requests", "Requests answered, by status (499: the client left).", ("model", "route", "status")
+    "counter",
+    "requests",
+    "Requests answered, by status (499: the client left).",
+    ("model", "variant", "route", "status"),
 )
 GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests being served, those that wait too.", ("model",))
 GATEWAY_BODY_BYTES = _gateway("gauge", "in_flight_body_bytes", "Bytes of the bodies of requests being served.")
 GATEWAY_REQUEST_SECONDS = _gateway(
-    "histogram", "request_seconds", "From the request's headers to its last byte.", ("model",), _LATENCY_S
+    "histogram",
+    "request_seconds",
+    "From the request's headers to its last byte.",
+    ("model", "variant"),
+    _FINE_LATENCY_S,
 )
 GATEWAY_TTFT_SECONDS = _gateway(
-    "histogram", "time_to_first_token_seconds", "From the request's headers to its first content.", ("model",), _TTFT_S
+    "histogram",
+    "time_to_first_token_seconds",
+    "From the request's headers to its first content.",
+    ("model", "variant"),
+    _FINE_TTFT_S,
 )
 GATEWAY_PREPARE_SECONDS = _gateway(
     "histogram", "prepare_seconds", "Parsing, rendering and tokenizing one request.", ("model",), _SHORT_S
@@ -222,7 +236,7 @@ GATEWAY_QUEUE_SECONDS = _gateway(
     "queue_seconds",
     "Time in the queue of requests that waited and were served.",
     ("model",),
-    _TTFT_S,
+    _FINE_TTFT_S,
 )
 GATEWAY_QUEUE_ENDED = _gateway(
     "counter",
@@ -235,7 +249,10 @@ GATEWAY_RESERVED_BLOCKS = _gateway(
     "gauge", "endpoint_reserved_blocks", "KV blocks this gateway has reserved on one engine.", ("model", "endpoint")
 )
 GATEWAY_TOKENS = _gateway(
-    "counter", "tokens", "Tokens served, by kind: prompt, cached (part of prompt) or completion.", ("model", "kind")
+    "counter",
+    "tokens",
+    "Tokens served, by kind: prompt, cached (part of prompt) or completion.",
+    ("model", "variant", "kind"),
 )
 GATEWAY_UPSTREAM_ATTEMPTS = _gateway(
     "counter", "upstream_attempts", "Requests sent to engines, by outcome.", ("model", "endpoint", "outcome")
@@ -293,7 +310,7 @@ GATEWAY_ENDPOINTS = _gateway(
     "gauge",
     "endpoints",
     "Engines known, by phase: ready, starting, stale, ejected, sleeping or draining.",
-    ("model", "phase"),
+    ("model", "variant", "phase"),
 )
 GATEWAY_ENDPOINT_IN_FLIGHT = _gateway(
     "gauge", "endpoint_in_flight_requests", "Requests this gateway has at one engine.", ("model", "endpoint")
@@ -327,6 +344,13 @@ class Sample(NamedTuple):
 
 Samples = dict[str, list[Sample]]
 """Samples by `MetricSpec.name`."""
+
+
+class Scrape(NamedTuple):
+    """The answer to a scrape."""
+
+    body: bytes
+    content_type: str
 
 
 class Metrics:
@@ -365,8 +389,12 @@ class Metrics:
         self._parents[spec.name].remove(*values)
 
     def render(self) -> bytes:
-        """The text of a scrape, of type `CONTENT_TYPE`."""
+        """In Prometheus' text format."""
         return generate_latest(self.registry)
+
+    def scrape(self, accept: str) -> Scrape:
+        """In the format that the scraper's `Accept` asks for: OpenMetrics, or Prometheus' text."""
+        return _encode(self.registry, accept)
 
     def samples(self) -> Samples:
         """All current values, for adding those of several processes."""
@@ -405,11 +433,19 @@ def add_up(processes: Iterable[Samples]) -> Samples:
     return {family: [Sample(*series, value) for series, value in total.items()] for family, total in totals.items()}
 
 
-def render_samples(specs: Iterable[MetricSpec], samples: Samples) -> bytes:
-    """As `Metrics.render`, of values that came from elsewhere."""
+def scrape_samples(specs: Iterable[MetricSpec], samples: Samples, accept: str = "") -> Scrape:
+    """As `Metrics.scrape`, of values that came from elsewhere."""
     registry = CollectorRegistry()
     registry.register(_Collected(list(specs), samples))
-    return generate_latest(registry)
+    return _encode(registry, accept)
+
+
+def _encode(registry: CollectorRegistry, accept: str) -> Scrape:
+    """Not by the library's own choice: its escaping turns the colon of vLLM's names into an underscore."""
+    if "application/openmetrics-text" not in accept:
+        return Scrape(generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8")
+    body: bytes = openmetrics_text(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
+    return Scrape(body, "application/openmetrics-text; version=1.0.0; charset=utf-8")
 
 
 class _Collected(Collector):

@@ -91,19 +91,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return next(self.decoder.attentions())
 
 
-def load_model_spec(path: str | Path) -> ModelSpec:
-    """The spec of a `.gguf` file or Hugging Face folder. Raises `SourceError`."""
-    path = Path(path)
-    if path.is_dir():
-        from pagemill_protocol.spec_from_config import spec_from_folder
-
-        return checked(spec_from_folder(path), path)
-    from pagemill_protocol.gguf_file import GGUFFile
-    from pagemill_protocol.spec_from_gguf import spec_from_gguf
-
-    return checked(spec_from_gguf(GGUFFile(path)), path)
-
-
 def checked(spec: ModelSpec, path: Path) -> ModelSpec:
     """`spec`, or an error that names the numbers that do not fit together."""
     attentions = list(spec.decoder.attentions())

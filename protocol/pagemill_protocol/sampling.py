@@ -21,6 +21,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 64 * 1024
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 1024
+MAX_PROMPT_LOGPROBS = 128 * 1024
+"""Of all choices of one request together: about 10 MiB of JSON, and a quarter of a second of its server's time."""
 MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it, and have to stay finite in float32."""
@@ -52,17 +58,23 @@ BOUNDS: dict[str, Bounds] = {
     "repetition_penalty": Bounds(MIN_REPETITION_PENALTY, 10, neutral=(1.0,)),
     "seed": Bounds(-INT64_MAX - 1, INT64_MAX, is_integer=True),
     "logprobs": Bounds(0, MAX_TOP_LOGPROBS, is_integer=True),
+    "prompt_logprobs": Bounds(0, MAX_TOP_LOGPROBS, is_integer=True),
     "max_tokens": Bounds(1, INT32_MAX, is_integer=True),
     "min_tokens": Bounds(0, INT32_MAX, is_integer=True),
 }
 """Bounds by parameter; `None` is always allowed if the parameter's type allows it."""
 
 
-_NEUTRAL: dict[str, tuple[float | None, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: bounds.neutral for name, bounds in BOUNDS.items() if bounds.neutral},
     "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": ([],),
+    "logprob_token_ids": (None,),
+    "prompt_logprobs": (None,),
 }
-"""What changes probabilities or draws from them, with the values that do neither."""
+"""What beam search cannot honour, because it ranks by the model's own probabilities, with the values that ask for
+nothing."""
 
 
 _FLAGS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
@@ -105,6 +117,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Added to the logits, by token id."""
     logprobs: int | None = None
     """`None`: none. k: log probability of each chosen token and of the k most likely ones."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, of each prompt token but the first."""
+    logprob_token_ids: list[int] | None = None
+    """Log probability of each chosen token and of these tokens, in place of the most likely ones."""
+    bad_words: list[str] = []
+    """No token that would complete one of them in the output."""
+    bad_word_token_ids: list[list[int]] = []
+    """The tokens of `bad_words`: set by what has a tokenizer (`text.bad_words`), not by callers."""
+    allowed_token_ids: list[int] | None = None
+    """No token but these; `None`: all."""
     stop: list[str] = []
     """Strings that end the choice; not part of the text unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] = []
@@ -121,6 +143,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def num_alternatives(self) -> int | None:
+        """Tokens beside the chosen one whose log probabilities are reported; `None`: not even the chosen one's."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def num_sequences(self) -> int:
@@ -148,6 +175,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._validate_structured_outputs()
         self._validate_stops(vocab_size)
         self._validate_logit_bias(vocab_size)
+        self._validate_token_lists(vocab_size)
         _check_choice(self, vocab_size)
         return self
 
@@ -183,6 +211,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise invalid_field("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} stop token ids are allowed.")
         for token_id in self.stop_token_ids:
             _check_token_id("stop_token_ids", token_id, vocab_size)
+
+    def _validate_token_lists(self, vocab_size: int | None) -> None:
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, vocab_size)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS, vocab_size)
+        _check_list("bad_words", self.bad_words, "strings")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise invalid_field(
+                "bad_words", f"bad_words has {len(self.bad_words)} strings; at most {MAX_BAD_WORDS} are allowed."
+            )
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                raise invalid_field(
+                    "bad_words",
+                    f"bad_words must be a list of strings of 1 to {MAX_BAD_WORD_CHARS} characters that are not all "
+                    f"white space, but it holds {show(word)}.",
+                )
+
+        _check_list("bad_word_token_ids", self.bad_word_token_ids, "lists of token ids")
+        for token_ids in self.bad_word_token_ids:
+            _check_list("bad_word_token_ids", token_ids or None, "lists of token ids that are not empty")
+            for token_id in token_ids:
+                _check_token_id("bad_word_token_ids", token_id, vocab_size)
 
     def _validate_logit_bias(self, vocab_size: int | None) -> None:
         if self.logit_bias is None:
@@ -250,7 +300,7 @@ def _check_search(sampling: SamplingParams, vocab_size: int | None) -> None:
     for name, neutral in _NEUTRAL.items():
         value = getattr(sampling, name)
         if value not in neutral:
-            allowed = " or ".join(f"{each:g}" for each in neutral if each is not None)
+            allowed = " or ".join(f"{each:g}" for each in neutral if isinstance(each, int | float))
             raise invalid_field(
                 name,
                 f"{name} ({show(value)}) does not go with use_beam_search, which ranks by the model's own "
@@ -287,7 +337,7 @@ def _only_with_beams(name: str, value: Any) -> PagemillError:
     )
 
 
-_OPTIONAL = {"best_of", "seed", "logprobs", "max_tokens"}
+_OPTIONAL = {"best_of", "seed", "logprobs", "prompt_logprobs", "max_tokens"}
 
 
 def _check_bounds(param: str, value: Any, bounds: Bounds) -> None:
@@ -312,6 +362,21 @@ def _check_number(param: str, value: Any, low: float, high: float, *, exclusive_
 def _check_list(param: str, value: Any, of_what: str) -> None:
     if not isinstance(value, list):
         raise invalid_field(param, f"{param} must be a list of {of_what}, got {show(value)}.")
+
+
+def _check_token_ids(param: str, token_ids: Any, most: int, vocab_size: int | None) -> None:
+    if token_ids is None:
+        return
+    _check_list(param, token_ids, "token ids")
+    if not 0 < len(token_ids) <= most:
+        raise invalid_field(
+            param, f"{param} must have 1 to {most} token ids, got {len(token_ids)}. Remove it to set none."
+        )
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= (vocab_size or 2**31):
+        for token_id in token_ids:
+            _check_token_id(param, token_id, vocab_size)
+    if len(set(token_ids)) < len(token_ids):
+        raise invalid_field(param, f"{param} names a token twice. Send each token id once.")
 
 
 def _check_token_id(param: str, token_id: Any, vocab_size: int | None) -> None:

@@ -1,6 +1,6 @@
 """A file of secrets, one a line, that may be replaced at any time, as kubelets replace mounted Secrets.
 
-Its content is read and compared at most once a second; modification times are not relied on. While the file cannot be
+Its content is read and compared at most twice a second; modification times are not relied on. While the file cannot be
 read, or its new content has a wrong line, the lines known before stay in use. What the lines mean is the caller's.
 """
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 0.5
+"""A revoked key is refused within a second."""
 MAX_FILE_BYTES = 4 * 1024 * 1024
 MAX_FAULTS_LOGGED = 10
 

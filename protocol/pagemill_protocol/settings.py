@@ -5,9 +5,18 @@ Everything else that comes from the environment is read by the settings modules 
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
+
+
+def full_disk_message(error: OSError) -> str | None:
+    """What to do about a full disk; `None` for another error."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = error.filename or f"the temporary folder {os.environ.get('TMPDIR') or '/tmp'}"
+    return f"Cannot write to {where}: {error.strerror}. Free space there, or set TMPDIR to a folder on another disk."
 
 
 def runtime_folder() -> Path:

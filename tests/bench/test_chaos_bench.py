@@ -1,4 +1,4 @@
-"""Chaos and routing quality: how outcomes are told apart, and what the traffic becomes over HTTP."""
+"""Chaos and routing quality: how outcomes are reported apart, and what the traffic becomes over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 from exact_load import ExactLoad
 from gateway_routing import against_rivals, figures
 from local_replicas import Up
-from routers.chats import Chats, Told, words
+from routers.chats import Chats, Reported, words
 from routers.engines import settings
 from waiting import eventually
 
@@ -53,7 +53,7 @@ class Canned:
         for piece, reason in ((text[:5], None), (text[5:], "length")):
             choice = {"index": 0, "delta": {"content": piece}, "finish_reason": reason}
             await _send(response, {**_envelope("chat.completion.chunk"), "choices": [choice]})
-            if self.mode == "told":
+            if self.mode == "reported":
                 await _send(response, {"error": {"message": "The engine is gone.", "type": "server_error"}})
                 return response
             if self.mode == "cut":
@@ -108,7 +108,7 @@ async def outcomes(server: Canned, mode: str) -> ExactLoad:
         ("right", "complete", "complete"),
         ("wrong", "wrong", "wrong"),
         ("refused", "failed", "failed"),
-        ("told", "told", "complete"),
+        ("reported", "reported", "complete"),
         ("cut", "cut", "complete"),
     ],
 )
@@ -139,22 +139,22 @@ def test_the_url_is_read_from_what_the_command_says(tmp_path: Any) -> None:
 async def test_a_chat_repeats_what_was_said_and_its_times_are_the_devices(server: Canned) -> None:
     turns = [Turn([1, 2], NUM_TOKENS, 0.0), Turn([3], NUM_TOKENS, 0.0)]
     chats = Chats([server.url], [" a", " b", " c", " d"], slowdown=2.0)
-    told = await asyncio.to_thread(chats.run, [Conversation(0.0, [0, 0], turns)], 1)
+    reported = await asyncio.to_thread(chats.run, [Conversation(0.0, [0, 0], turns)], 1)
     first, second = (body["messages"] for body in server.bodies)
     assert [each["role"] for each in second] == ["system", "user", "assistant", "user"]
     assert second[:2] == first
     assert second[2]["content"] == first[1]["content"].upper()
     assert len(set(first[0]["content"].split())) == 1
-    assert (len(told.ttft_ms), told.num_cached_tokens, told.faults) == (2, 4, [])
+    assert (len(reported.ttft_ms), reported.num_cached_tokens, reported.faults) == (2, 4, [])
 
 
 async def test_an_answer_that_fails_ends_its_chat_and_is_counted(server: Canned) -> None:
     server.mode = "refused"
     turns = [Turn([1], NUM_TOKENS, 0.0), Turn([2], NUM_TOKENS, 0.0)]
     chats = Chats([server.url], [" a", " b"], slowdown=1.0)
-    told = await asyncio.to_thread(chats.run, [Conversation(0.0, [], turns)], 1)
-    assert figures(told)["num_failed"] == len(server.bodies) == 1
-    assert "503" in told.faults[0]
+    reported = await asyncio.to_thread(chats.run, [Conversation(0.0, [], turns)], 1)
+    assert figures(reported)["num_failed"] == len(server.bodies) == 1
+    assert "503" in reported.faults[0]
 
 
 @pytest.mark.model
@@ -169,6 +169,6 @@ def test_the_engines_settings_are_valid() -> None:
 
 
 def test_we_are_compared_with_the_best_rival_of_each_traffic() -> None:
-    fast, slow = figures(Told(ttft_ms=[10.0])), figures(Told(ttft_ms=[40.0]))
-    found = {"chat": {"pagemill Cost": fast, "smg": slow, "vllm-router": figures(Told(ttft_ms=[20.0]))}, "hot": {}}
+    fast, slow = figures(Reported(ttft_ms=[10.0])), figures(Reported(ttft_ms=[40.0]))
+    found = {"chat": {"pagemill Cost": fast, "smg": slow, "vllm-router": figures(Reported(ttft_ms=[20.0]))}, "hot": {}}
     assert against_rivals(found) == {"chat": 0.5}

@@ -164,7 +164,7 @@ def test_the_engine_is_measured_in_all_that_goals_are_stated_in(
     ],
     ids=["no device", "tiny without interpreter", "full in the interpreter"],
 )
-def test_a_machine_without_a_device_is_told_so_in_a_line(
+def test_a_machine_without_a_device_is_named_in_a_line(
     arguments: tuple[str, ...], values: dict[str, str], words: str
 ) -> None:
     done = command([str(GPU), *arguments], CUDA_VISIBLE_DEVICES="", **values)
@@ -174,7 +174,7 @@ def test_a_machine_without_a_device_is_told_so_in_a_line(
     assert done.stdout == ""
 
 
-def test_an_interpreter_without_the_packages_is_told_so_in_a_line() -> None:
+def test_an_interpreter_without_the_packages_is_named_in_a_line() -> None:
     done = command(["-I", "-S", str(GPU)])
     assert done.returncode == 1
     assert "has no torch, triton, numpy, safetensors; name another: make PYTHON=" in done.stderr

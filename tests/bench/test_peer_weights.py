@@ -11,8 +11,8 @@ import torch
 from gguf.quants import dequantize, quantize
 from peers import weights
 
-from pagemill_engine.loading.source import open_weights
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_engine.loading.weights import open_weights
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from gateway_routing import against_one, labelled, survivors
 from real_routing import POLICIES, conversations, middle
-from routers.chats import Told
+from routers.chats import Reported
 
 
 def times(ms: float) -> dict[str, Any]:
@@ -24,10 +24,10 @@ def test_several_gateways_are_compared_with_one_of_the_same_kind() -> None:
 
 
 def test_when_a_gateway_is_killed_only_faults_at_the_others_count() -> None:
-    told = Told([10.0, 20.0], [1.0], 100, 40, ["cut", "refused", "cut"], ["a", "a", "b"])
-    values = survivors(told, "a")
+    reported = Reported([10.0, 20.0], [1.0], 100, 40, ["cut", "refused", "cut"], ["a", "a", "b"])
+    values = survivors(reported, "a")
     assert (values["num_failed"], values["num_cut_with_the_gateway"], values["num_requests"]) == (1, 2, 2)
-    assert survivors(Told([10.0], faults=["cut"], faulty_urls=["a"]), "a")["num_failed"] == 0
+    assert survivors(Reported([10.0], faults=["cut"], faulty_urls=["a"]), "a")["num_failed"] == 0
 
 
 def test_conversations_have_a_system_prompt_in_common_and_all_their_turns() -> None:

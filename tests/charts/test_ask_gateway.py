@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import write_certificate
 from waiting import WAIT_LIMIT_S
 
 SCRIPT = Path(__file__).resolve().parents[2] / "charts" / "pagemill" / "files" / "ask_gateway.py"
@@ -41,6 +44,12 @@ class Gateway:
 
 @pytest.fixture
 def gateway() -> Iterator[Gateway]:
+    with serving(None) as served:
+        yield served
+
+
+@contextmanager
+def serving(tls: ssl.SSLContext | None) -> Iterator[Gateway]:
     served = Gateway()
 
     class Handler(BaseHTTPRequestHandler):
@@ -63,7 +72,9 @@ def gateway() -> Iterator[Gateway]:
             return
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        served.url = f"http://127.0.0.1:{server.server_address[1]}"
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        served.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield served
@@ -85,6 +96,22 @@ def test_a_model_that_answers_passes(gateway: Gateway) -> None:
     assert "starting has no engine that is ready" in done.stdout
     assert "ok: chat answered 'Hello.'" in done.stdout
     assert gateway.asked[-1]["max_tokens"] == 4
+
+
+def test_https_is_trusted_with_the_gateways_own_certificate_only(tmp_path: Path) -> None:
+    """Whatever names it has: an address in the cluster is seldom one of them."""
+    cert_file, key_file = write_certificate(tmp_path)
+    (other := tmp_path / "other").mkdir()
+    foreign, _ = write_certificate(other)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert_file, key_file)
+    with serving(context) as gateway:
+        gateway.models = {"chat": "Hello."}
+        gateway.url = gateway.url.replace("127.0.0.1", "localhost")
+        assert "ok: chat answered" in ask(gateway, "--certificate", cert_file, key=KEY).stdout
+        refused = ask(gateway, "--certificate", foreign, "--timeout-s", "1", key=KEY)
+    assert refused.returncode != 0
+    assert "CERTIFICATE_VERIFY_FAILED" in refused.stderr
 
 
 def test_no_model_at_all_passes_after_the_list(gateway: Gateway) -> None:

@@ -212,6 +212,7 @@ def test_the_crd_is_left_out_or_let_go_on_request(variant: Callable[[str], Any])
 
 
 def test_notes_give_three_commands_to_go_on(rendered: Any) -> None:
-    for command in ("helm test pagemill", "kubectl apply", "curl http://127.0.0.1:8080/v1/chat/completions"):
+    scheme = "https" if rendered.name == "redis" else "http"
+    for command in ("helm test pagemill", "kubectl apply", f"curl {scheme}://127.0.0.1:8080/v1/chat/completions"):
         assert command in rendered.notes
     assert "kind: LLMDeployment" in rendered.notes

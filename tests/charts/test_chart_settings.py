@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,48 @@ def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
 def test_a_pod_of_the_gateway_has_the_workers_that_the_values_name(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).workers == 1
     assert gateway_of(variant("everything")).workers == 3
+
+
+def test_the_password_of_the_charts_redis_is_read_from_a_file(variant: Variant, tmp_path: Path) -> None:
+    """In no argument and no variable: processes of the node's users see those."""
+    pod = variant("redis").one("StatefulSet")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "env" not in container
+    (secret,) = [each["secret"] for each in pod["volumes"] if each["name"] == "password"]
+    assert secret["items"] == [{"key": "password", "path": "password"}]
+    (tmp_path / "password").write_text("s3 cr$et\n")
+    (server := tmp_path / "redis-server").write_text('#!/bin/sh\ncat "$1"; shift; printf "%s " "$@"\n')
+    server.chmod(0o755)
+    shell, option, script, name = container["command"]
+    script = script.replace("/etc/pagemill-redis", str(tmp_path)).replace("/run/redis", str(tmp_path))
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        [shell, option, script, name, *container["args"]],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.startswith('requirepass "s3 cr$et"\n--appendonly yes --save  --dir /data')
+
+
+def test_the_secret_of_a_certificate_makes_https_of_the_data_port(variant: Variant) -> None:
+    secured, plain = variant("redis"), variant("anonymous")
+    assert gateway_of(plain).tls is None
+    tls = gateway_of(secured).tls
+    assert tls is not None
+    pod = secured.component("Deployment", "gateway")["spec"]["template"]["spec"]
+    (volume,) = [each["secret"]["secretName"] for each in pod["volumes"] if each["name"] == "tls"]
+    (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "tls"]
+    assert (volume, f"{mount['mountPath']}/tls.crt") == ("gateway-tls", tls.cert_file)
+    assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    (port,) = secured.component("Service", "gateway")["spec"]["ports"]
+    assert port["appProtocol"] == "https"
+    assert operator_of(secured).gateway_url.startswith("https://")
+    assert operator_of(plain).gateway_url.startswith("http://")
+    arguments = secured.one("Pod")["spec"]["containers"][0]["args"]
+    assert arguments[arguments.index("--certificate") + 1] == "/etc/pagemill-tls/tls.crt"
+    assert arguments[arguments.index("--url") + 1].startswith("https://")
 
 
 def test_the_gateway_finds_the_redis_that_the_values_name(variant: Variant) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +71,65 @@ def pagemill(environment: dict[str, str]) -> Callable[..., subprocess.CompletedP
         )
 
     return run
+
+
+class Answers:
+    """An HTTP server that answers to each path what it is given; to others, 404."""
+
+    def __init__(self) -> None:
+        self.by_path: dict[str, Any] = {}
+        """Without the query: text, or an object that is sent as JSON."""
+        self.statuses: dict[str, int] = {}
+        """Of paths that are not answered with 200."""
+        self.asked: list[str] = []
+        answers = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                answers.asked.append(self.path)
+                path = self.path.partition("?")[0]
+                content = answers.by_path.get(path, {"message": f"no {path}"})
+                body = content if isinstance(content, str) else json.dumps(content)
+                self.send_response(answers.statuses.get(path, 200 if path in answers.by_path else 404))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.address = f"127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def answers() -> Iterator[Answers]:
+    server = Answers()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def kubeconfig(answers: Answers, tmp_path: Path) -> Path:
+    """Of a cluster whose API server is `answers`."""
+    path = tmp_path / "kubeconfig"
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": f"http://{answers.address}"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "here",
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path

@@ -32,7 +32,8 @@ from pagemill_operator.status.observation import Observation, ReplicaObservation
 
 RULES = Path(__file__).resolve().parents[2] / "charts" / "pagemill" / "files" / "rules.yaml"
 NAME = re.compile(r"\b((?:vllm:|pagemill_|controller_runtime_|workqueue_|rest_client_|leader_)[a-z0-9_]+)\b(?!:)")
-SUFFIX = re.compile(r"_(bucket|count|sum)$")
+SUFFIX = re.compile(r"_(bucket|count|sum|total)$")
+"""What a series has beyond the name of its family, in OpenMetrics, which Prometheus asks for."""
 SILENT = {
     "Fleet capacity: Minutes until saturation": "the use falls, or rises for too short a time",
     "Fleet capacity: Minutes until saturation over time": "the same",
@@ -66,7 +67,7 @@ def operator_metrics() -> Iterator[int]:
             metrics.started({"load": 1.0})
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(metrics.text())
+            self.wfile.write(metrics.scrape().body)
 
         def log_message(self, *_: object) -> None:
             """Quiet."""

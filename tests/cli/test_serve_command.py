@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from waiting import WAIT_LIMIT_S
 
 from pagemill.main import app
+from pagemill_gateway.config import GatewayConfig
 from pagemill_operator.backends.local.ports import free_port
 
 NAME = "SmolLM2-135M-Instruct"
@@ -154,6 +155,31 @@ def test_an_address_that_others_reach_needs_keys_or_a_flag(host: str) -> None:
     assert result.exit_code == 1
     assert "--api-keys-file" in result.stderr
     assert "--allow-anonymous" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["serve", SMOLLM2], "--internal-token"),
+        (["gateway", "--engine", "http://127.0.0.1:1", "--model", "m"], "--engine-token"),
+    ],
+)
+def test_a_token_is_no_argument_that_process_lists_show(command: list[str], option: str) -> None:
+    result = CliRunner().invoke(app, [*command, option, "s3cret"], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    assert f"Set PAGEMILL_INTERNAL_TOKEN, or name a file with {option}-file" in " ".join(result.output.split())
+    assert "s3cret" not in result.output
+
+
+def test_a_gateway_reads_the_token_of_engines_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "token").write_text("s3cret\n")
+    run: list[GatewayConfig] = []
+    monkeypatch.setattr("pagemill_gateway.__main__.run", run.append)
+    arguments = ["gateway", "--engine", "http://127.0.0.1:1", "--model", "m", "--engine-token-file"]
+    assert CliRunner().invoke(app, [*arguments, str(path)]).exit_code == 0
+    assert run[0].catalog.models[0].engine_token == "s3cret"
+    missing = CliRunner().invoke(app, [*arguments, str(tmp_path / "none")])
+    assert "engine_token_file: cannot read" in missing.output
 
 
 def test_keys_beside_the_flag_that_needs_none_are_refused(tmp_path: Path) -> None:

@@ -181,6 +181,24 @@ def test_in_a_terminal_it_follows_edits_and_ends_with_ctrl_c(
     assert_nothing_is_left(environment, pids, port)
 
 
+def test_a_second_ctrl_c_ends_what_does_not_end_by_itself(
+    write: Write, simulated: Simulated, environment: dict[str, str]
+) -> None:
+    """All processes are stuck: the first one would wait for their time to end."""
+    with terminal(environment, "up", "-f", write("sim.yaml", simulated()), "--port", "0") as shown:
+        shown.until("sim 1/1 ready")
+        pids = family(shown.process.pid)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        shown.press(b"\x03")
+        shown.until("Ctrl-C again")
+        began_s = time.monotonic()
+        shown.press(b"\x03")
+        assert shown.wait() == 0
+        assert time.monotonic() - began_s < LocalSettings().stop_timeout_s / 2
+    assert_nothing_is_left(environment, pids)
+
+
 def test_keep_serves_until_sigterm(write: Write, simulated: Simulated, environment: dict[str, str]) -> None:
     file = write("sim.yaml", simulated())
     command = [sys.executable, "-m", "pagemill", "up", "-f", str(file), "--port", "0", "--keep"]

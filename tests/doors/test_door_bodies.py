@@ -116,6 +116,7 @@ HEAVY = {
         {"model": MODEL, "messages": [{"role": "user", "content": "x"}] * 100_000}
     ).encode(),
     "7 MB of stop strings": lambda: chat("x", stop=["s" * 1000] * 7000),
+    "600,000 biases": lambda: chat("x", logit_bias={str(n): 1 for n in range(600_000)}),
     "7 MB of spaces": lambda: b" " * (7 * MIB) + b"{}",
 }
 

@@ -18,7 +18,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 
-from pagemill_protocol.openai.openapi import document
+from pagemill_protocol.openapi import document
 
 AnyOperation = APIOperation[Any, Any, Any, Any]
 DOCUMENT = json.loads(document("doors", "1"))

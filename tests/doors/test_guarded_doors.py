@@ -31,7 +31,7 @@ from wrong_keys import wrong_keys
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.frames import FrameDecoder
 from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.openai.openapi import document
+from pagemill_protocol.openapi import document
 
 KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
 OPEN_PATHS = {"/health", "/livez", "/readyz", "/version", "/openapi.json"}
@@ -82,7 +82,12 @@ def test_without_a_right_key_every_route_is_401(
 
 def test_of_two_keys_the_first_counts_and_a_key_elsewhere_is_none(keyed_door: Door) -> None:
     right, wrong = (b"Authorization", b"Bearer sk-right"), (b"Authorization", b"Bearer sk-wrong")
-    for headers in ([wrong, right], [(b"X-Api-Key", b"sk-right")], [(b"Cookie", b"Authorization=Bearer sk-right")]):
+    for headers in (
+        [wrong, right],
+        [wrong, (b"X-Api-Key", b"sk-right")],
+        [(b"Api-Key", b"sk-right")],
+        [(b"Cookie", b"Authorization=Bearer sk-right")],
+    ):
         answer = keyed_door.exchange(request(headers=headers))
         assert answer is not None
         assert answer.status == 401

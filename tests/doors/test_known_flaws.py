@@ -23,15 +23,16 @@ from hypothesis import strategies as st
 
 from pagemill_engine.config import ServerConfig
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.limits.scope import cache_salt
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.hashes import block_hashes, root_hash
 from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.ring import KeyRing
+from pagemill_protocol.keys.scope import cache_salt
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "hostile-input.md"
+SECURITY = ROOT / "docs" / "security.md"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 SCHEMAS: list[Any] = [
     {"type": "object", "properties": {"a": {"pattern": "(((((a+)+)+)+)+)$"}}},
@@ -118,13 +119,23 @@ def test_templates_of_clients_are_refused(door: Door) -> None:
 
 
 @pytest.mark.parametrize("parameters", SCHEMAS)
-def test_malformed_schemas_of_tools_are_shown_to_the_model_and_never_compiled(door: Door, parameters: Any) -> None:
+def test_malformed_schemas_of_tools_are_compiled_only_where_calls_are_held(door: Door, parameters: Any) -> None:
     function = {"name": "f", "parameters": parameters}
     with costing_little(door):
         answer = door.post(chat(tools=[{"type": "function", "function": function}]), "/v1/chat/completions")
         assert answer.status == 200 or answer.error()["code"] == "context_length_exceeded"
     strict = {"type": "function", "function": {**function, "strict": True}}
-    refused(door, chat(tools=[strict]), "tools[0].function.strict")
+    param = (
+        "structured_outputs" if parameters is SCHEMAS[0] else "tools[0].function.parameters"
+    )  # the engine's: simulated
+    for held in (
+        {"tools": [strict]},
+        {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+    ):
+        answer = door.post(chat(**held), "/v1/chat/completions")
+        assert answer.status == 400
+        assert answer.error()["param"].startswith(param) or answer.error()["code"] == "context_length_exceeded"
+    door.serves()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +183,7 @@ def test_images_and_videos_inside_a_body_are_refused_unread(door: Door, kind: st
     assert door.post(chat([{"type": kind, kind: {"url": frames * 2}}]), "/v1/chat/completions").status == 413
 
 
-def test_a_tiny_image_harms_nobody(door: Door) -> None:
+def test_a_tiny_image_harms_no_other_request(door: Door) -> None:
     url = f"data:image/png;base64,{PIXEL}"
     refused(door, chat([{"type": "image_url", "image_url": {"url": url}}]), "messages[0].content[0].type")
 
@@ -342,7 +353,7 @@ def test_whatever_a_key_says_it_is_only_ever_looked_up_by_its_hash(token: str) -
 
 
 def test_the_published_list_names_tests_that_exist() -> None:
-    named = re.findall(r"`(tests/\S+?\.py)::(test_\w+)`", TABLE.read_text())
+    named = re.findall(r"`(tests/\S+?\.py)::(test_\w+)`", TABLE.read_text() + SECURITY.read_text())
     assert len(named) >= 24
     missing = [f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text()]
     assert missing == []

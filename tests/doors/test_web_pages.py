@@ -13,11 +13,12 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
-from front_doors import ANSWER_TIMEOUT_S, MAX_MODEL_LEN, MODEL, Answer, Door, start_door
+from front_doors import ANSWER_TIMEOUT_S, GOOD, MAX_MODEL_LEN, MODEL, Answer, Door, start_door
 from waiting import wait_until
 
 from pagemill_operator.backends.local.ports import free_port
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.token_file import read_made_token
 
@@ -65,11 +66,11 @@ def start_engine(folder: Path, port: int = 0, control_port: int = 0) -> Door:
     return start_door("open", "pagemill_engine.server", folder, values)
 
 
-def start_gateway(folder: Path, engine: Door, **settings: object) -> Door:
+def start_gateway(folder: Path, engine: Door, headers: dict[str, str] | None = None, **settings: object) -> Door:
     endpoint = {"id": "engine-0", "data_url": engine.url, "control_url": engine.control_url}
     model = {"namespace": "ns", "deployment": MODEL, "name": MODEL, "endpoints": [endpoint]}
     values = {"port": 0, "control_port": 0, "catalog": {"models": [model]}, **settings}
-    return start_door("open-gateway", "pagemill_gateway", folder, values)
+    return start_door("open-gateway", "pagemill_gateway", folder, values, headers)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,53 @@ def right(door: Door) -> dict[str, str]:
 def status_of(door: Door, method: str, path: str) -> int:
     headers = {**right(door), "Content-Type": "application/json"}
     return ask(door, method, path, headers, content=b'{"models": 1}').status
+
+
+# -- data ports --------------------------------------------------------------------------------------------------------
+
+BOUND = {"Host": "page.example.com"}
+"""A page's own name that now leads to this machine; its requests have no foreign origin."""
+
+
+def test_a_page_whose_name_was_bound_to_this_machine_uses_no_model(engine: Door, gateway: Door) -> None:
+    for door in (engine, gateway):
+        asked = [door.post(GOOD, headers=BOUND), *(door.get(path, headers=BOUND) for path in ("/v1/models", "/nope"))]
+        for answer in asked:
+            assert (answer.status, answer.error()["code"]) == (403, "foreign_host")
+            assert "setting `allowed_hosts`" in answer.error()["message"]
+        for own in ("localhost:8080", "127.0.0.1", "[::1]:1", "gpu-box"):
+            assert door.post(GOOD, headers={"Host": own}).status == 200
+        assert door.get("/livez", headers=BOUND).status == 200
+
+
+def test_a_configured_name_and_keys_open_the_data_port(engine: Door, tmp_path: Path) -> None:
+    """With keys a page has none."""
+    (named := tmp_path / "named").mkdir()
+    (keyed := tmp_path / "keyed").mkdir()
+    key = {"Authorization": "Bearer k"}
+    for folder, settings, headers in (
+        (named, {"allowed_hosts": ["Page.example.com"]}, BOUND),
+        (keyed, {"api_keys": [hash_key("k")]}, BOUND | key),
+    ):
+        door = start_gateway(folder, engine, headers=key, **settings)
+        try:
+            assert door.post(GOOD, headers=headers).status == 200
+        finally:
+            door.stop()
+
+
+def test_an_engine_behind_a_gateway_asks_clients_for_the_internal_token(tmp_path: Path) -> None:
+    server = {"port": 0, "control_port": 0, "internal_token": "s3cret", "only_gateways": True}
+    right = {"Authorization": "Bearer s3cret"}
+    door = start_door("behind", "pagemill_engine.server", tmp_path, {"engine": ENGINE, "server": server}, right)
+    try:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            for wrong in ({"Authorization": ""}, {"Authorization": "Bearer other"}):
+                assert door.post(GOOD, path, wrong).error()["code"] == "invalid_api_key", path
+        assert door.get("/v1/models", {"Authorization": ""}).status == 401
+        door.serves()
+    finally:
+        door.stop()
 
 
 # -- web pages ---------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ class CheckingRunner:
         sound = {name: self._reads_well(name) for name in plan.num_scheduled_tokens}
         tokens = {}
         logprobs = {}
+        prompt_logprobs = {name: self._of_prompt(name, plan) for name in plan.prompt_targets if name not in failed}
         for name in plan.num_scheduled_tokens:
             row = self.rows[name]
             if (name in plan.samples) != (row["computed"] == len(row["tokens"])):
@@ -98,7 +99,19 @@ class CheckingRunner:
                     logprobs[name] = self._logprobs(digest, tokens[name], row["num_logprobs"])
                 self._append(row, tokens[name])
         token_ids = {name: token for name, token in tokens.items() if name not in failed}
-        return StepResult(token_ids, logprobs=logprobs, failed=failed)
+        return StepResult(token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs, failed=failed)
+
+    def _of_prompt(self, name: str, plan: StepPlan) -> list[TokenLogprobs]:
+        """Of tokens that each follow one that this step computes."""
+        row, targets = self.rows[name], plan.prompt_targets[name]
+        place = row["computed"] - plan.num_scheduled_tokens[name] + targets.offset
+        if place != targets.first or place + len(targets.token_ids) > row["computed"]:
+            raise DeviceFault(f"{name} reports tokens that follow none of this step")
+        if row["tokens"][place + 1 : place + 1 + len(targets.token_ids)] != targets.token_ids:
+            raise DeviceFault(f"{name} reports other tokens than its own")
+        digests = row["digests"][place : place + len(targets.token_ids)]
+        pairs = zip(digests, targets.token_ids, strict=True)
+        return [self._logprobs(digest, token_id, targets.num_top) for digest, token_id in pairs]
 
     def sleep(self) -> int:
         assert not self.sleeps

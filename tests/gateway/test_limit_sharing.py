@@ -81,45 +81,61 @@ histories = st.lists(step, max_size=40)
 def test_redis_decides_exactly_as_the_memory_of_one_gateway(
     server: RedisServer, limits: Limits, history: list[tuple[str, int]]
 ) -> None:
-    asyncio.run(_same_answers(server, limits, history))
+    asyncio.run(_same_answers(server, limits, history, num_gateways=1))
 
 
-async def _same_answers(server: RedisServer, limits: Limits, history: list[tuple[str, int]]) -> None:
+@settings(max_examples=30, deadline=None)
+@given(limits=limits, history=histories)
+def test_a_tenant_gets_no_more_from_three_gateways_than_from_one(
+    server: RedisServer, limits: Limits, history: list[tuple[str, int]]
+) -> None:
+    """Whichever of them it asks, its limits are those of one gateway, to the token."""
+    asyncio.run(_same_answers(server, limits, history, num_gateways=3))
+
+
+async def _same_answers(
+    server: RedisServer, limits: Limits, history: list[tuple[str, int]], *, num_gateways: int
+) -> None:
     now_ms = 1_795_391_000_000
 
     def clock() -> int:
         return now_ms
 
-    link = Link(RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=PATIENT_MS))
-    shared = RedisStore(link, now_ms=clock, now_unix_s=lambda: now_ms / 1000)
+    config = RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=PATIENT_MS)
+    gateways = [RedisStore(Link(config), now_ms=clock, now_unix_s=lambda: now_ms / 1000) for _ in range(num_gateways)]
     alone = MemoryStore(clock, lambda: now_ms / 1000)
-    shared.start()
+    for each in gateways:
+        each.start()
     try:
-        await eventually(lambda: shared.up)
-        held: dict[str, int] = {}
-        for kind, amount in history:
+        await eventually(lambda: all(each.up for each in gateways))
+        held: dict[str, tuple[RedisStore, int]] = {}
+        for number, (kind, amount) in enumerate(history):
             if kind == "wait":
                 # Leases would run out without their renewal, which goes by the server's own clock.
                 now_ms += min(amount, redis_store.LEASE_S * 1000 // 41)
             elif kind == "reserve":
+                shared = gateways[(number + amount) % num_gateways]
                 asked = ask(limits, amount)._replace(sequences=sequences_of(amount))
                 answer = await shared.reserve(asked)
                 assert answer == alone.decide(asked)
-                held |= {asked.lease: answer.granted} if answer.refused is None else {}
+                held |= {asked.lease: (shared, answer.granted)} if answer.refused is None else {}
             elif held and kind == "extend":
                 lease = next(reversed(held))
-                more = More("a", lease, held[lease] // 2, amount, limits)
+                shared, num_held = held[lease]
+                more = More("a", lease, num_held // 2, amount, limits)
                 granted = await shared.extend(more)
                 assert granted == alone.decide_more(more)
-                held[lease] += granted
+                held[lease] = shared, num_held + granted
             elif held:
-                held.pop(lease := next(iter(held)))
+                lease = next(iter(held))
+                shared, _ = held.pop(lease)
                 shared.settle(lease, amount)
                 alone.settle(lease, amount)
                 await shared.flush()
-                await eventually(lambda: shared.num_unpublished == 0)
+                await eventually(lambda: shared.num_unpublished == 0)  # noqa: B023
     finally:
-        await shared.close()
+        for each in gateways:
+            await each.close()
 
 
 # -- together ---------------------------------------------------------------------------------------------------------
@@ -359,6 +375,7 @@ async def test_keys_in_redis_are_accepted_and_outlive_it(
     own_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("pagemill_gateway.limits.redis.shared_keys.READ_INTERVAL_S", 0.02)
+    monkeypatch.setattr("pagemill_gateway.limits.redis.shared_keys.MAX_READ_SHARE", 1.0)
     own_server.command("HSET", "p:keys", hash_key("one"), "tenant=a concurrency=2", "sk-plain-key", "tenant=b")
     ring = KeyRing([], shared=True)
     async with stores(own_server, 1, prefix="p") as (store,):

@@ -266,6 +266,17 @@ async def test_prefix_caches_are_shared_inside_a_tenant_or_not_beyond_a_key(engi
     assert set(salts["deployment"]) == {""}
 
 
+@pytest.mark.layouts
+async def test_tenants_are_apart_by_default_and_no_answer_counts_the_requests_of_others(engines, gateways) -> None:
+    """The number of a decision counts those of all tenants, so a key is not shown it; the log has it."""
+    gateway = await gateways(engines[0], api_keys=[entry("tenant=a"), entry("tenant=b", "sk-two")])
+    answers = [await gateway.chat(headers=headers) for headers in (KEY, OTHER)]
+    one, two = (request.cache_salt for request in engines[0].requests)
+    assert len({one, two, ""}) == 3
+    routes = [answer.headers["x-pagemill-route"].split("; ") for answer in answers]
+    assert [[part.partition("=")[0] for part in route[2:]] for route in routes] == [["cached"], ["cached"]]
+
+
 async def test_the_log_names_the_tenant_and_never_the_key(engines, gateways, fake, caplog) -> None:
     caplog.set_level(logging.INFO)
     gateway = await gateways(engines[0], api_keys=[entry("tenant=team-a requests_per_minute=1")])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from pagemill_gateway.brain.resilience.recovery import FREE_RETRIES, WINDOW_S
+
 PIECES = tuple("abcdefghijkl")
 NUM_STREAMS = 12
+CALM = {"state_stale_after_s": 60.0}
+"""On a busy machine reports may be late; nothing here is about that."""
 """At each engine: more than are needed for a judgement."""
 
 
@@ -45,7 +50,7 @@ async def asked(gateway, engines, number: int) -> list[int]:
 @pytest.mark.layouts
 async def test_an_engine_far_slower_than_its_siblings_is_left_alone_and_comes_back(engines, gateways, fake) -> None:
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
-    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.1)
+    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.3, **CALM)
     slow = engines[0]
     for engine in engines:
         engine.behaviour = at_pace(fake, 120.0 if engine is slow else 2.0)
@@ -64,7 +69,7 @@ async def test_an_engine_far_slower_than_its_siblings_is_left_alone_and_comes_ba
 async def test_an_engine_whose_answers_turn_to_garbage_is_left_alone_and_comes_back(engines, gateways, fake) -> None:
     """No client sees anything of it: what it had begun goes on elsewhere."""
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
-    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=0.2)
+    gateway = await gateways(*engines, catalog=catalog, ejection_base_s=1.0, **CALM)
     bad = engines[0]
     for engine in engines:
         engine.behaviour = garbage_in_mid_answer(fake) if engine is bad else fake.says(*PIECES)
@@ -80,7 +85,7 @@ async def test_an_engine_whose_answers_turn_to_garbage_is_left_alone_and_comes_b
 
 async def test_of_three_engines_that_all_answer_garbage_one_is_left_alone(engines, gateways, fake) -> None:
     """At most 30 % and at least one: when everybody looks bad, the fault may be elsewhere."""
-    gateway = await gateways(*engines, ejection_base_s=60.0, max_attempts=2)
+    gateway = await gateways(*engines, ejection_base_s=60.0, max_attempts=2, **CALM)
     for engine in engines:
         engine.behaviour = fake.sends(b"\xff" * 64)
     for _ in range(6):
@@ -97,14 +102,17 @@ async def test_of_three_engines_that_all_answer_garbage_one_is_left_alone(engine
 @pytest.mark.layouts
 async def test_retries_do_not_become_the_load_when_every_engine_fails(engines, gateways, fake) -> None:
     """A fifth of the requests on top, and never fewer than ten tries; then whoever comes hears so at once."""
-    gateway = await gateways(*engines, ejection_base_s=60.0)
+    gateway = await gateways(*engines, ejection_base_s=60.0, **CALM)
     for engine in engines:
         engine.behaviour = fake.refuses(500)
+    began_s = time.monotonic()
     replies = [await gateway.chat() for _ in range(80)]
+    num_windows = int((time.monotonic() - began_s) / WINDOW_S)
     assert {(reply.status, reply.error["code"]) for reply in replies} == {
         (502, "bad_upstream"),
         (503, "retry_budget_exhausted"),
     }
     assert all(int(reply.headers["retry-after"]) == 1 for reply in replies if reply.status == 503)
     num_tries = sum(len(engine.requests) for engine in engines)
-    assert 80 + 10 <= num_tries <= 80 * 1.2 + len(engines), "what an engine's first failure brings about is free"
+    most = 80 * 1.2 + len(engines) + FREE_RETRIES * num_windows
+    assert 80 + FREE_RETRIES <= num_tries <= most, "what an engine's first failure brings about is free"

@@ -144,6 +144,38 @@ async def test_each_attempt_is_a_span_and_the_failed_ones_say_so(engines, gatewa
     ]
 
 
+async def test_a_migration_is_a_span_between_the_parts_of_two_engines(engines, gateways, fake, receiver) -> None:
+    async def ends_after_a_token(engine: Any, request: Any, response: Any, http: Any) -> None:
+        await response.prepare(http)
+        await response.write(fake.answer_frames(request, ("a", "b", "c"))[0])
+        await asyncio.sleep(0.01)  # so that its part is longer than a clock's step
+        await response.write_eof()
+
+    gateway = await gateways(*engines, tracing=TracingConfig(endpoint=receiver.url))
+    for engine in engines:
+        engine.behaviour = fake.says("a", "b", "c")
+        engine.behaviours.append(ends_after_a_token)
+    reply = await gateway.chat(stream=True)
+    assert reply.streamed_text == "abc"
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    (root,) = receiver.named("POST /v1/chat/completions")
+    attempts = sorted(receiver.named("chat tiny"), key=lambda span: span["start"])
+    migrations = sorted(receiver.named("migration"), key=lambda span: span["start"])
+    assert len(migrations) == len(attempts) - 1 == root["attributes"]["pagemill.num_migrations"]
+    for before, after, migration in zip(attempts, attempts[1:], migrations, strict=False):
+        assert migration["parent"] == root["id"]
+        assert migration["start"] == before["end"]
+        assert after["start"] <= migration["end"] <= after["end"]
+        assert migration["attributes"]["pagemill.migration.reason"] == "lost"
+        assert migration["attributes"]["pagemill.migration.from"] == before["attributes"]["pagemill.endpoint"]
+        assert migration["attributes"]["pagemill.migration.to"] == after["attributes"]["pagemill.endpoint"]
+        assert migration["attributes"]["pagemill.migration.num_tokens"] >= 1
+    decodes = receiver.named("decode", "pagemill-engine")
+    assert {span["parent"] for span in decodes} == {each["id"] for each in attempts[:-1]}, (
+        "the last one had only to end it"
+    )
+
+
 async def test_what_the_client_does_not_sample_is_not_told(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(headers=UNSAMPLED)).status == 200

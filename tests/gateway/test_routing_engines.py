@@ -28,7 +28,7 @@ NAME = "smol"
 TOKEN = "internal-secret"
 SYSTEM = "You are a careful assistant for the harbour office. " * 12
 NUM_CONVERSATIONS = 12
-NUM_TURNS = 9
+NUM_TURNS_AT_ONCE = 6
 WORDS = ["ship", "crane", "tide", "berth", "cargo", "pilot", "rope", "signal", "light", "storm", "anchor", "deck"]
 
 
@@ -113,8 +113,8 @@ class Conversation:
         self.seen_by: set[str] = set()
         self.misses: list[tuple[int, int, str]] = []
 
-    async def run(self, fake: Any) -> None:
-        for _ in range(NUM_TURNS):
+    async def run(self, fake: Any, *, num_turns: int) -> None:
+        for _ in range(num_turns):
             question = " ".join(self._draw.choices(WORDS, k=self._draw.randint(5, 60)))
             self._messages.append({"role": "user", "content": question})
             answer = await self._gateway.post(
@@ -165,11 +165,18 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     endpoints = gateway.gateway.control.brain.registry.endpoints
     await fake.until(lambda: all(record.usable for record in endpoints.values()), limit_s=START_LIMIT_S)
     conversations = [Conversation(number, gateway) for number in range(NUM_CONVERSATIONS)]
-    await asyncio.gather(*(conversation.run(fake) for conversation in conversations))
+    await asyncio.gather(*(conversation.run(fake, num_turns=NUM_TURNS_AT_ONCE) for conversation in conversations))
 
-    num_requests = NUM_CONVERSATIONS * NUM_TURNS
+    # Between a decision and its admission another request may evict what was predicted: more often on a busy machine.
     misses = [miss for conversation in conversations for miss in conversation.misses]
-    assert sum(each.num_exact for each in conversations) >= 0.99 * num_requests, misses
+    assert len(misses) <= 0.1 * NUM_CONVERSATIONS * NUM_TURNS_AT_ONCE, misses
+    assert all(predicted > actual for predicted, actual, _ in misses), misses
+
+    for conversation in conversations:
+        num_exact = conversation.num_exact
+        await conversation.run(fake, num_turns=1)
+        assert conversation.num_exact == num_exact + 1, conversation.misses
+    num_requests = NUM_CONVERSATIONS * (NUM_TURNS_AT_ONCE + 1)
 
     index = gateway.gateway.control.brain.placement.index
     seen_by = set().union(*(conversation.seen_by for conversation in conversations))
@@ -244,6 +251,9 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
             assert num_cached == again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == foretold, kind
             most = (num_prompt_tokens - 1) // 16 * 16 if model == "caching" else 0
             assert foretold == most, kind
+    scored = await ask("caching", {"prompt": SPELLED, "prompt_logprobs": 1})
+    assert "; cached=0;" in scored.headers["x-pagemill-route"]
+    assert scored.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "they are computed anew"
     assert await usage_of("caching", {"prompt": SPELLED}) == (len(SPELLED), 80), "an engine tokenizes nothing again"
 
     # Prompts of one request, and requests of one moment: none of them has been reported when the next one is placed.
@@ -256,7 +266,7 @@ async def test_whatever_a_client_sends_its_cached_tokens_are_foretold_and_its_to
     counted = re.findall(r"^pagemill_gateway_cached_token_predictions_total\{(.*)\} (\d+)", metrics, re.MULTILINE)
     num_asked = 3 * len(OF_ONE_PROMPT) + len(SEVERAL_PROMPTS["prompt"]) + 6
     assert {labels: int(number) for labels, number in counted if int(number)} == {
-        'model="caching",outcome="exact"': num_asked + 1,
+        'model="caching",outcome="exact"': num_asked + 2,
         'model="forgetful",outcome="exact"': num_asked,
     }
 

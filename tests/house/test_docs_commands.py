@@ -114,8 +114,8 @@ def test_bench_reports(server: str) -> None:
     assert report["prompt_tokens"] > 4 * 32
 
 
-@pytest.mark.parametrize("block", [block for block in fenced("python") if "openai" in block])
-def test_openai_snippets_run(server: str, block: str) -> None:
+@pytest.mark.parametrize("block", [block for block in fenced("python") if "openai" in block or "anthropic" in block])
+def test_snippets_with_a_client_run(server: str, block: str) -> None:
     done = run_python(at(server, block))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

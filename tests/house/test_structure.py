@@ -33,16 +33,7 @@ STRUCTURE = load()
 
 
 REMAINING: dict[str, list[list[str]]] = {
-    "pagemill_engine": [
-        [
-            "pagemill_engine.loading.gguf_weights",
-            "pagemill_engine.loading.safetensors_folder",
-            "pagemill_engine.loading.source",
-        ]
-    ],
-    "pagemill_kernels": [["pagemill_kernels.kv_store", "pagemill_kernels.rope"]],
     "pagemill_protocol": [
-        ["pagemill_protocol.model_spec", "pagemill_protocol.spec_from_config", "pagemill_protocol.spec_from_gguf"],
         [
             "pagemill_protocol.models.config_values",
             "pagemill_protocol.models.family",

@@ -12,7 +12,6 @@ from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.activation import triton_launch as activation
 from pagemill_kernels.kv_store import reference as kv_reference
 from pagemill_kernels.kv_store import storage
-from pagemill_kernels.kv_store import triton_launch as kv_store
 from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.norm import triton_launch as norm
 from pagemill_kernels.rope import reference as rope_reference
@@ -99,7 +98,7 @@ def rotated(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype
     """Heads, cos, sin and slots that jump through the cache."""
     angles = random(tokens, 1, head_dim // 2, seed=1)
     order = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
-    slots = kv_store.plan_slots(order[:tokens].to(DEVICE), 2 * num_kv_heads, BLOCK_SIZE)
+    slots = rope.plan_slots(order[:tokens].to(DEVICE), 2 * num_kv_heads, BLOCK_SIZE)
     heads = random(tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     return [heads, angles.cos().to(dtype), angles.sin().to(dtype), slots]
 

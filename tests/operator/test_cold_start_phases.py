@@ -72,7 +72,7 @@ class World:
         self.starts = ColdStarts(lambda key: self.told, self.metrics, now=lambda: now)
 
     def counts(self) -> dict[str, float]:
-        families = text_string_to_metric_families(self.metrics.text().decode())
+        families = text_string_to_metric_families(self.metrics.scrape().body.decode())
         samples = (sample for family in families for sample in family.samples)
         return {
             sample.labels["phase"]: sample.value

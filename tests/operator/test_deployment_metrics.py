@@ -22,7 +22,7 @@ REPLICAS = (
 
 def series(metrics: OperatorMetrics) -> dict[tuple[str, str], float]:
     """(name without the prefix, model) -> value."""
-    families = text_string_to_metric_families(metrics.text().decode())
+    families = text_string_to_metric_families(metrics.scrape().body.decode())
     samples = [sample for family in families for sample in family.samples]
     prefix = "pagemill_deployment_"
     return {(s.name[len(prefix) :], s.labels["model"]): s.value for s in samples if s.name.startswith(prefix)}

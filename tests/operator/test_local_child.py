@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_operator.backends.local.child import Child, explain_exit, tail
+from pagemill_operator.backends.local.child import Child, explain_exit, older, tail
 
 
 async def start(code: str, log: Path) -> Child:
@@ -53,6 +54,12 @@ def test_a_kill_by_the_kernel_hints_at_memory(tmp_path: Path) -> None:
     ended = explain_exit(-signal.SIGKILL, tmp_path / "missing")
     assert ended.reason == "Killed"
     assert "SIGKILL (the machine may be out of memory)" in ended.message
+
+
+def test_the_message_of_a_kill_quotes_the_last_lines(tmp_path: Path) -> None:
+    (log := tmp_path / "log").write_text("started\nloading weights\nbudget: 3 GiB\n\nallocating the KV cache\n")
+    message = explain_exit(-signal.SIGKILL, log).message
+    assert message.endswith(": loading weights | budget: 3 GiB | allocating the KV cache")
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_with_its_own_children(tmp_path: Path) -> None:
@@ -151,6 +158,24 @@ async def test_a_log_stays_bounded_while_its_process_writes_on(tmp_path: Path) -
     child.bound_log(max_bytes=10_000)
     await child.wait()
     assert log.read_text() == "end\n"
+    assert older(log).read_text().splitlines() == ["x" * 99] * 1000 + ["half"]
+
+
+async def test_the_log_of_the_process_before_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for word in ("first", "second", "third"):
+        await (await start(f"print({word!r})", log)).wait()
+    assert (older(log).read_text(), log.read_text()) == ("second\n", "third\n")
+
+
+async def test_a_line_of_json_ends_an_explanation_with_its_words(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = {"message": "cannot go on", "level": "error"}, {"message": "m", "exception": "Trace:\nValueError: no"}
+    said = []
+    for line in lines:
+        child = await start(f"print({json.dumps(line)!r}); raise SystemExit(3)", log)
+        said.append((await child.wait()).message)
+    assert said == ["ended with exit code 3: cannot go on", "ended with exit code 3: ValueError: no"]
 
 
 async def test_an_ended_child_is_never_signalled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -104,6 +105,14 @@ async def test_the_gateway_is_started_with_the_workers_that_were_asked_for(tmp_p
     async with telling(Control(), tmp_path, gateway_workers=3) as gateway:
         launch = gateway._prepare()
         assert load_config(Path(launch.command[-1])).workers == 3
+
+
+async def test_the_control_address_stays_after_a_restart_unless_something_else_took_it(tmp_path: Path) -> None:
+    async with telling(Control(), tmp_path) as gateway:
+        first = gateway._prepare().control_url
+        assert gateway._prepare().control_url == first
+        with socket.create_server(("127.0.0.1", int(first.rpartition(":")[2]))):
+            assert gateway._prepare().control_url != first
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])

@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from pagemill_crds.models import LLMDeployment
+from pagemill_crds.sections import model as spec_model
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.server.settings import Settings
 from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.extra_args import SETTINGS
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Queue
+from pagemill_protocol.text.generation_defaults import GenerationDefaults
 
 Make = Callable[..., LLMDeployment]
 
@@ -35,10 +37,10 @@ def test_the_default_plan_in_full(deployment: Make) -> None:
             "dtype": "auto",
             "block_size": 16,
             "enable_prefix_caching": True,
-            "prefix_scope": "deployment",
+            "prefix_scope": "tenant",
             "max_model_len": 2048,
         },
-        "server": {"port": 8000, "control_port": 8001, "drain_timeout_s": 60.0},
+        "server": {"port": 8000, "control_port": 8001, "only_gateways": True, "drain_timeout_s": 60.0},
     }
     probes = (group.process.startup, group.process.readiness, group.process.liveness)
     assert [probe.path for probe in probes if probe] == ["/livez", "/readyz", "/livez"]
@@ -138,6 +140,19 @@ def test_an_extra_argument_that_is_wrong_is_named(deployment: Make, argument: st
     assert message in problem.message
 
 
+def test_generation_defaults_reach_the_engine_that_hands_them_out(deployment: Make) -> None:
+    given = {"temperature": 0.5, "topK": 4, "repetitionPenalty": 1.1, "maxTokens": 64}
+    plan = make_plan(deployment(model__generationDefaults=given, engine__extraArgs=["--generation-config=vllm"]))
+    assert plan.problems == ()
+    content = plan.groups[0].process.settings
+    engine = msgspec.json.decode(msgspec.json.encode(content), type=Settings, strict=True).engine
+    expected = GenerationDefaults(temperature=0.5, top_k=4, repetition_penalty=1.1, max_tokens=64)
+    assert (engine.generation_defaults, engine.generation_config) == (expected, "vllm")
+    assert "generation_defaults" not in make_plan(deployment(model__generationDefaults={})).groups[0].process.settings
+    fields = set(spec_model.GenerationDefaults.model_fields)
+    assert fields == set(GenerationDefaults.__struct_fields__), "the resource and the engine have the same"
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -146,7 +161,6 @@ def test_an_extra_argument_that_is_wrong_is_named(deployment: Make, argument: st
         ({"resources__gpus": 2, "engine__tensorParallel": 2}, "spec.resources.gpus"),
         ({"resources__gpus": 1, "engine__deterministic": True}, "spec.engine.deterministic"),
         ({"model__adapters": [{"name": "a", "source": "hf://a/b"}]}, "spec.model.adapters"),
-        ({"model__generationDefaults": {"temperature": 0.5}}, "spec.model.generationDefaults"),
         (
             {"engine__env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
             "spec.engine.env[0].valueFrom",

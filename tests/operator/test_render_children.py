@@ -95,9 +95,52 @@ def test_the_operator_reaches_the_control_port_where_replicas_stand_by(deploymen
     assert [port["port"] for port in operator["ports"]] == [8001]
 
 
+def egress(manifests: list[Manifest]) -> list[Any]:
+    spec = one(manifests, "NetworkPolicy")["spec"]
+    assert spec["policyTypes"] == ["Ingress", "Egress"]
+    rules: list[Any] = spec["egress"]
+    return rules
+
+
+def ports_of(rule: Any) -> list[int | None]:
+    return [each.get("port") for each in rule["ports"]]
+
+
+def test_engines_reach_dns_and_their_model_source_and_nothing_else(deployment: Make) -> None:
+    (dns,) = egress(render(deployment()))
+    assert ports_of(dns) == [53, 53], "the source is in the image"
+    for fields in (HF, CACHED):
+        dns, hub = egress(render(deployment(**fields)))
+        assert ports_of(hub) == [443]
+        blocks = [each["ipBlock"] for each in hub["to"]]
+        assert [(each["cidr"], each["except"]) for each in blocks] == [
+            ("0.0.0.0/0", ["169.254.0.0/16"]),
+            ("::/0", ["fe80::/10"]),
+        ], "not the metadata service of the node's cloud"
+
+
+def test_mirrors_and_proxies_are_reached_at_their_ports(deployment: Make) -> None:
+    env = [
+        {"name": "HF_ENDPOINT", "value": "http://hub.models.svc:8090/"},
+        {"name": "https_proxy", "value": "proxy.example.com:3128"},
+        {"name": "HTTP_PROXY", "value": "http://proxy.example.com"},
+        {"name": "OTHER", "value": "http://x:1"},
+    ]
+    _, hub = egress(render(deployment(**HF, engine__env=env)))
+    assert ports_of(hub) == [80, 443, 3128, 8090]
+    secret = {"name": "HTTPS_PROXY", "valueFrom": {"secretKeyRef": {"name": "proxy", "key": "url"}}}
+    _, hub = egress(render(deployment(**HF, engine__env=[secret])))
+    assert ports_of(hub) == [None], "its port is not known"
+    *_, extra = egress(render(deployment(), replace(CONTEXT, engine_extra_egress=({"ports": [{"port": 4318}]},))))
+    assert ports_of(extra) == [4318]
+
+
 def test_a_pod_monitor_only_where_that_kind_exists(deployment: Make) -> None:
     monitored = render(deployment(), replace(CONTEXT, has_pod_monitors=True))
-    assert one(monitored, "PodMonitor")["spec"]["podMetricsEndpoints"] == [{"port": "control", "path": "/metrics"}]
+    (endpoint,) = one(monitored, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("control", "/metrics")
+    (relabeling,) = endpoint["relabelings"]
+    assert (relabeling["targetLabel"], relabeling["separator"]) == ("variant", "/"), "namespace/name, as gateways say"
 
 
 def test_every_child_belongs_to_its_owner(deployment: Make) -> None:
@@ -134,7 +177,7 @@ def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
     ]
     assert [port["port"] for port in gateways["ports"]] == [8000, 8001]
     assert [port["port"] for port in prometheus["ports"]] == [8001]
-    assert spec["policyTypes"] == ["Ingress"]
+    assert spec["policyTypes"] == ["Ingress", "Egress"]
 
 
 def test_without_a_known_prometheus_only_gateways_get_in(deployment: Make) -> None:
@@ -190,7 +233,7 @@ def test_what_does_not_concern_the_engine_leaves_the_pods(deployment: Make, chan
 
 def test_the_pod_template_is_the_one_of_earlier_versions(deployment: Make) -> None:
     """An upgrade of the operator restarts no engine: change this digest only together with the pods."""
-    assert _template_digest(render(deployment())) == "c1916ffacfaf2ffe"
+    assert _template_digest(render(deployment())) == "8a9e3db08c20ad25"
 
 
 def test_the_deployment_says_which_generation_it_was_made_from(deployment: Make) -> None:

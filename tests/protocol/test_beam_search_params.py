@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -30,14 +31,14 @@ def completion(tokenizer: Tokenizer, **fields: Any) -> GenerateRequest:
 
 def chat(tokenizer: Tokenizer, **fields: Any) -> GenerateRequest:
     raw = orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields})
-    return prepare.prepare_chat(
-        parse_body(raw, ChatCompletionRequest),
-        tokenizer,
-        max_model_len=100,
-        request_id="chatcmpl-1",
-        created_unix_s=7,
-        defaults={"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1},
-    )
+    request, tokenizer = parse_body(raw, ChatCompletionRequest), with_defaults(tokenizer)
+    return prepare.prepare_chat(request, tokenizer, max_model_len=100, request_id="chatcmpl-1", created_unix_s=7)
+
+
+@cache
+def with_defaults(tokenizer: Tokenizer) -> Tokenizer:
+    values = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+    return Tokenizer(msgspec.structs.replace(tokenizer.bundle, sampling_defaults=values))
 
 
 def test_best_of_is_what_runs_and_n_what_returns(byte_tokenizer: Tokenizer) -> None:

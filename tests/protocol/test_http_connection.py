@@ -188,18 +188,23 @@ async def test_a_refusal_in_mid_body_bears_the_id_of_its_request() -> None:
     assert b"\r\nx-request-id: mine\r\n" in answer
 
 
-async def test_garbage_behind_a_request_is_not_taken_for_its_answer() -> None:
-    """The first answer is still due: a refusal now would be read as that one."""
-    held = asyncio.Event()
+@pytest.mark.parametrize("rest", [b"GARBAGE\r\n\r\n", b"\x00\xff", b"}"])
+@pytest.mark.parametrize("num_requests", [1, 2])
+async def test_requests_before_garbage_are_answered_and_the_garbage_after_them(num_requests: int, rest: bytes) -> None:
+    """RFC 9112, 9.3.2: answers come in the order of the requests."""
+    arrived, held = asyncio.Event(), asyncio.Event()
 
     async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        arrived.set()
         await held.wait()
         await echo(scope, receive, send)
 
     async with serving(inner=wait) as port:
-        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GARBAGE\r\n\r\n")
+        answering = asyncio.create_task(exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * num_requests + rest))
+        await arrived.wait()
         held.set()
-    assert b"400" not in answer
+        answer = await answering
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200"] * num_requests + [b"400"]
 
 
 async def test_a_request_hears_of_its_client_leaving_though_another_was_pipelined_behind_it() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagemill_operator.backends import deployment_metrics
+from pagemill_operator.controller import metric_specs
 from pagemill_protocol import metrics
 
+ROOT = Path(__file__).resolve().parents[2]
 ALL = [*metrics.ENGINE_METRICS, *metrics.GATEWAY_METRICS]
 
 
@@ -96,12 +101,51 @@ def test_numbers_of_several_processes_are_added_up_series_by_series() -> None:
     one, two = metrics.Metrics(metrics.GATEWAY_METRICS), metrics.Metrics(metrics.GATEWAY_METRICS)
     for each, count in ((one, 3), (two, 4)):
         each.counter(metrics.GATEWAY_LIMITED, reason="tokens").inc(count)
-        each.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m").observe(count)
+        each.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m", variant="n/d").observe(count)
     two.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)
     both = metrics.Metrics(metrics.GATEWAY_METRICS)
     both.counter(metrics.GATEWAY_LIMITED, reason="tokens").inc(7)
     for count in (3, 4):
-        both.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m").observe(count)
+        both.histogram(metrics.GATEWAY_TTFT_SECONDS, model="m", variant="n/d").observe(count)
     both.gauge(metrics.GATEWAY_IN_FLIGHT, model="other").set(2)
     together = metrics.add_up([one.samples(), two.samples()])
-    assert metrics.render_samples(metrics.GATEWAY_METRICS, together) == both.render()
+    assert metrics.scrape_samples(metrics.GATEWAY_METRICS, together).body == both.render()
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "",
+        "text/plain;version=1.0.0;escaping=allow-utf-8",
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.6,text/plain;version=0.0.4;q=0.3",
+    ],
+)
+def test_names_are_the_same_in_every_format(accept: str) -> None:
+    made = metrics.Metrics(metrics.ENGINE_METRICS, model_name="m", engine="0")
+    made.counter(metrics.GENERATION_TOKENS).inc()
+    scrape = made.scrape(accept)
+    assert b'vllm:generation_tokens_total{engine="0",model_name="m"} 1.0' in scrape.body
+    assert b"vllm_" not in scrape.body
+    assert scrape.content_type.startswith("application/openmetrics-text" if "openmetrics" in accept else "text/plain")
+    assert scrape.body.endswith(b"# EOF\n") == ("openmetrics" in accept)
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "folders"),
+    [(metrics, ("engine", "gateway")), (metric_specs, ("operator",)), (deployment_metrics, ("operator",))],
+    ids=["engine and gateway", "operator", "deployments"],
+)
+def test_no_metric_is_without_code_that_sets_it(catalogue: ModuleType, folders: tuple[str, ...]) -> None:
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lines = [line for path in sources for line in path.read_text("utf-8").splitlines()]
+    code = "\n".join(line for line in lines if not re.match(r"[A-Z_]+ = |    [A-Z_]+,$|_?[A-Z_]+ = \[", line))
+    names = [name for name, value in vars(catalogue).items() if isinstance(value, metrics.MetricSpec)]
+    assert len(names) > 5
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
+
+
+@pytest.mark.parametrize("spec", [metrics.GATEWAY_TTFT_SECONDS, metrics.GATEWAY_REQUEST_SECONDS], ids=str)
+def test_gateways_measure_finely_around_50_milliseconds(spec: metrics.MetricSpec) -> None:
+    assert {0.05, 0.1, 0.2} <= set(spec.buckets)
+    assert any(0.02 <= bound < 0.05 for bound in spec.buckets)

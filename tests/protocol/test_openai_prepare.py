@@ -7,6 +7,7 @@ import time
 import weakref
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagemill_protocol.dialects.chat import ChatDialect
@@ -163,6 +164,66 @@ def test_token_ids_outside_the_vocabulary_are_refused(byte_tokenizer: Tokenizer)
         chat(byte_tokenizer, logit_bias={"999": 1.0})
 
 
+def test_an_echo_of_no_tokens_asks_the_engine_for_one(byte_tokenizer: Tokenizer) -> None:
+    (request,) = completions(byte_tokenizer, echo=True, logprobs=1, max_tokens=0)
+    assert (request.sampling.max_tokens, request.prompt_only, request.num_prompt_logprobs) == (1, True, 1)
+    with pytest.raises(PagemillError) as caught:
+        completions(byte_tokenizer, max_tokens=0)
+    assert caught.value.param == "max_tokens"
+
+
+def test_prompt_logprobs_are_asked_for_by_name_or_by_an_echo(byte_tokenizer: Tokenizer) -> None:
+    asked = [{"logprobs": 2}, {"echo": True}, {"prompt_logprobs": 0}, {"echo": True, "logprobs": 3}]
+    both = {"echo": True, "logprobs": 1, "prompt_logprobs": 4}
+    found = [completions(byte_tokenizer, **fields)[0].num_prompt_logprobs for fields in (*asked, both)]
+    assert found == [None, None, 0, 3, 4]
+    assert chat(byte_tokenizer, prompt_logprobs=2, logprobs=True).num_prompt_logprobs == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 20, "n": 128}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20, "n": 128}, "logprobs"),
+        ({"prompt": ["a" * 90] * 150, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt": ["a" * 99] * 60, "prompt_logprobs": 12, "echo": True, "logprobs": 12}, "prompt_logprobs"),
+    ],
+)
+def test_an_answer_holds_a_bounded_number_of_prompt_logprobs(
+    byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(PagemillError, match="at most 131072 are reported") as caught:
+        completions(byte_tokenizer, **{"prompt": "a" * 99, **fields, "max_tokens": 1})
+    assert caught.value.param == param
+
+
+def test_bad_words_become_tokens_as_they_begin_a_text_and_as_they_follow_a_space(byte_tokenizer: Tokenizer) -> None:
+    request = chat(byte_tokenizer, bad_words=[" ab", "c"])
+    spelled = ["ab", " ab", "c", " c"]
+    assert request.sampling.bad_word_token_ids == [byte_tokenizer.encode(text) for text in spelled]
+    assert request.sampling.bad_words == [" ab", "c"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"allowed_token_ids": [1, 1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [2**30]}, "allowed_token_ids"),
+        ({"logprob_token_ids": [-1], "logprobs": True}, "logprob_token_ids"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["a"], "use_beam_search": True}, "bad_words"),
+        ({"prompt_logprobs": 1, "use_beam_search": True}, "prompt_logprobs"),
+        ({"allowed_token_ids": [1], "use_beam_search": True}, "allowed_token_ids"),
+    ],
+)
+def test_values_about_tokens_are_refused_by_name(byte_tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(PagemillError) as caught:
+        chat(byte_tokenizer, **fields)
+    assert caught.value.param == param
+
+
 def test_echo_brings_the_prompts_text_along(byte_tokenizer: Tokenizer) -> None:
     ids = byte_tokenizer.encode("xyz")
     assert completions(byte_tokenizer, echo=True)[0].prompt_text == "hello"
@@ -226,11 +287,14 @@ def test_the_clients_seed_wins_over_the_assigned_one(byte_tokenizer: Tokenizer) 
 
 
 def test_the_models_defaults_count_where_the_client_is_silent(byte_tokenizer: Tokenizer) -> None:
-    options = {"defaults": {"temperature": 0.2, "top_p": 0.9}}
-    sampling = chat(byte_tokenizer, temperature=1.0, options=options).sampling
-    assert (sampling.temperature, sampling.top_p) == (1.0, 0.9)
-    sampling = chat(byte_tokenizer, temperature=None, options=options).sampling
-    assert sampling.temperature == 0.2
+    values = {"temperature": 0.2, "top_p": 0.9, "max_tokens": 7}
+    tokenizer = Tokenizer(msgspec.structs.replace(byte_tokenizer.bundle, sampling_defaults=values))
+    for prepared in (chat, completions):
+        found = prepared(tokenizer, temperature=1.0)
+        sampling = (found if prepared is chat else found[0]).sampling
+        assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (1.0, 0.9, 7)
+    sampling = chat(tokenizer, temperature=None, max_tokens=30).sampling
+    assert (sampling.temperature, sampling.max_tokens) == (0.2, 30)
 
 
 def test_the_salt_comes_from_the_door_never_from_the_client(byte_tokenizer: Tokenizer) -> None:

@@ -45,7 +45,13 @@ def test_a_stream_of_chat_chunks_is_what_the_client_expects() -> None:
     assert parsed[0].choices[0].delta.content == ""
     assert parsed[1].choices[0].delta.content == "Hé\n"
     assert parsed[1].choices[0].finish_reason is None
-    assert orjson.loads(chunks[2])["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert orjson.loads(chunks[2])["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
     assert orjson.loads(chunks[3])["choices"] == []
     assert orjson.loads(chunks[3])["usage"] == USAGE_OBJECT
 

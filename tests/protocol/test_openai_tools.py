@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from byte_bundle import byte_bundle
 
-from pagemill_protocol.answers.registry import ParserSettings
+from pagemill_protocol.answers import registry
+from pagemill_protocol.answers.events import CallArguments, CallBegin
+from pagemill_protocol.answers.hermes import HermesParser
+from pagemill_protocol.answers.parser import AnswerParser
+from pagemill_protocol.answers.registry import ParserSettings, ToolFormat, tool_formats
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.openai import prepare
@@ -97,6 +101,34 @@ def test_a_template_without_tools_gets_them_in_the_system_message_and_the_log_sa
     assert text.count("<user>") == 2, "neighbouring results are one message"
     assert request.answer_format.tools == "hermes"
     assert [("renders no tools" in record.getMessage()) for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("name", list(tool_formats()))
+def test_tools_are_described_in_the_format_of_the_parser_that_reads_the_calls(prepared: Any, name: str) -> None:
+    parsers = ParserSettings(tools=name)
+    text, request = prepared(PLAIN + "{# " + name + " #}", parsers, tools=[WEATHER], messages=[USER, ASKED, USER])
+    described, history = text.split("<user>hi<assistant>", 1)
+    assert json.dumps(WEATHER) in described
+    example = described.split("arguments as JSON:\n")[1]
+    for written, expected in (
+        (example, ("NAME", {"KEY": "VALUE"})),
+        (history.removesuffix("<user>hi<assistant>"), ("weather", {"city": "Rome"})),
+    ):
+        parser = AnswerParser(request.answer_format)
+        events = [*parser.push(written), *parser.finish()]
+        (begin, *arguments) = [each for each in events if isinstance(each, CallBegin | CallArguments)]
+        assert (begin.name, json.loads("".join(each.text for each in arguments))) == expected
+    assert request.answer_format.tools == name
+
+
+def test_a_parser_that_declares_no_syntax_refuses_tools_where_the_template_renders_none(
+    prepared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = {**tool_formats(), "foreign": ToolFormat("foreign", lambda _: HermesParser(), "^never$")}
+    monkeypatch.setattr(registry, "tool_formats", lambda: foreign)
+    with pytest.raises(PagemillError, match="declares no syntax") as caught:
+        prepared(PLAIN + "{# foreign #}", ParserSettings(tools="foreign"), tools=[WEATHER])
+    assert caught.value.param == "tools"
 
 
 def test_a_template_that_refuses_system_messages_gets_the_tools_in_the_first_user_message(prepared: Any) -> None:

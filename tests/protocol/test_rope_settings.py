@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pagemill_protocol.model_spec import UnsupportedModelArchitecture, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import UnsupportedModelArchitecture
 from pagemill_protocol.models.declaration import RopeSpec
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, RopeError, UnsupportedRopeError, YarnScaling
 from pagemill_protocol.rope_settings import read_gguf_scaling, read_rope

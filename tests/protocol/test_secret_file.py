@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hand_clock import Clock
 
+from pagemill_gateway.limits.redis.shared_keys import READ_INTERVAL_S
 from pagemill_protocol import secret_file
 from pagemill_protocol.secret_file import CHECK_INTERVAL_S, SecretFile
 
@@ -33,6 +34,17 @@ def test_a_swapped_folder_is_seen_within_the_interval(tmp_path: Path) -> None:
     assert file.lines() == ("old",), "looked at too often"
     clock.now += CHECK_INTERVAL_S
     assert file.lines() == ("new",)
+
+
+def test_a_revoked_secret_counts_no_more_within_a_second(tmp_path: Path) -> None:
+    clock = Clock()
+    (path := tmp_path / "keys").write_text("one\ntwo")
+    file = SecretFile(path, clock=clock)
+    assert "one" in file.lines()
+    path.write_text("two")
+    clock.now += 0.99
+    assert file.lines() == ("two",)
+    assert READ_INTERVAL_S < 1, "the same of keys in Redis"
 
 
 def test_a_file_written_in_place_is_seen(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pagemill_protocol.gguf_file import GGUFError, GGUFFile
 from pagemill_protocol.sources import SourceError, UnreadableModelError
 from pagemill_protocol.text import byte_level
 from pagemill_protocol.text.bundle import TokenizerBundle, bundle_digest, eos_ids
+from pagemill_protocol.text.generation_defaults import GenerationDefaults, with_defaults
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.pre_tokenizers import PRE_TOKENIZERS
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -353,6 +354,34 @@ def test_end_tokens_of_a_folder_come_from_all_its_files(folder):
     assert load_bundle(folder).eos_token_ids == [9, 257, 7]
     (folder / "generation_config.json").unlink()
     assert load_bundle(folder).eos_token_ids == [7, 257]
+
+
+def test_a_folders_own_sampling_values_are_those_that_vllm_reads(folder):
+    write(folder, "generation_config.json", {"temperature": 0.6, "top_k": 20, "max_new_tokens": 99, "do_sample": True})
+    bundle = load_bundle(folder)
+    assert bundle.sampling_defaults == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+    resolved = with_defaults(bundle, "auto", GenerationDefaults(temperature=0.0, min_p=0.1))
+    assert resolved.sampling_defaults == {"temperature": 0.0, "top_k": 20, "max_tokens": 99, "min_p": 0.1}
+    assert resolved.digest != bundle.digest
+    assert TokenizerBundle.from_bytes(resolved.to_bytes()) == resolved
+    assert with_defaults(bundle, "vllm", None).sampling_defaults == {}
+    write(folder, "generation_config.json", {"temperature": None})
+    assert load_bundle(folder).sampling_defaults == {}
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "field"),
+    [({"temperature": "hot"}, "temperature"), ({"top_p": 3}, "top_p"), ({"top_k": 1.5}, "top_k")],
+)
+def test_a_sampling_value_that_cannot_be_used_names_its_file_and_the_way_out(folder, generation_config, field):
+    write(folder, "generation_config.json", generation_config)
+    with pytest.raises(
+        PagemillError, match=f"generation_config.json of the model: {field} must .* set generation_config to vllm"
+    ):
+        with_defaults(load_bundle(folder), "auto", None)
+    assert with_defaults(load_bundle(folder), "vllm", None).sampling_defaults == {}
+    with pytest.raises(PagemillError, match="generation_defaults: max_tokens must"):
+        with_defaults(load_bundle(folder), "vllm", GenerationDefaults(max_tokens=0))
 
 
 def test_special_tokens_may_come_from_the_special_tokens_map(folder):

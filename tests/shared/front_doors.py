@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -66,7 +67,7 @@ class Answer:
 
 def error_of(body: bytes) -> dict[str, Any]:
     told = json.loads(body)
-    assert set(told) == {"error"}, told
+    assert set(told) == {"error"} or (set(told) == {"type", "error"} and told["type"] == "error"), told
     error: dict[str, Any] = told["error"]
     assert set(error) == {"message", "type", "param", "code"}, error
     assert isinstance(error["message"], str)
@@ -219,12 +220,12 @@ def growing_little(door: Door) -> Iterator[None]:
 
 
 def without_a_hang(ask: Callable[[], Asked]) -> Asked:
-    """What `ask` gives. Fails when it takes more than a second however often it is tried."""
+    """What `ask` gives. Fails when it takes more than a second of one core however often it is tried."""
     for _ in range(NUM_HANGS):
         began_s = time.monotonic()
         answer = ask()
         took_s = time.monotonic() - began_s
-        if took_s < HANG_S:
+        if took_s < HANG_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))):
             return answer
     raise AssertionError(f"{took_s:.2f} s for {answer}, the {NUM_HANGS}th time")
 

@@ -17,7 +17,7 @@ FIRST = "pagemill_gateway_time_to_first_token_seconds"
 WITHIN, FIRST_COUNT = f'{FIRST}_bucket{{le="2.5",{MODEL}}}', f"{FIRST}_count{{{MODEL}}}"
 FAILED = f'pagemill_gateway_requests_total{{status="500",{MODEL}}}'
 ANSWERED = f'pagemill_gateway_requests_total{{status="200",{MODEL}}}'
-DEPLOYMENT = f'{{deployment="chat",{MODEL},namespace="default"}}'
+DEPLOYMENT = f'{{{MODEL},variant="default/chat"}}'
 PRICE = f"pagemill_deployment_gpu_hour_price{DEPLOYMENT}"
 GPUS = f"pagemill_deployment_gpus{DEPLOYMENT}"
 MAX = f"pagemill_deployment_max_replicas{DEPLOYMENT}"

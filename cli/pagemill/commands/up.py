@@ -20,10 +20,18 @@ def up(
             "machines can reach.",
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which clients address the gateway, as behind a proxy; needed without keys."),
+    ] = None,
     gateway_workers: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
     ] = 1,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving where no terminal is attached.")] = False,
+    dashboards: Annotated[
+        bool,
+        typer.Option("--dashboards", help="Run Prometheus, and Grafana where it is installed, with all dashboards."),
+    ] = False,
 ) -> None:
     """Serve LLMDeployment files on this machine."""
     import asyncio
@@ -44,8 +52,14 @@ def up(
     except ValueError as error:
         report_errors([str(error)])
         raise typer.Exit(2) from None
-    settings = LocalSettings(host=host, port=port, api_keys_file=api_keys_file, gateway_workers=gateway_workers)
-    request = UpRequest(files, keep, psutil.Process().create_time(), settings)
+    settings = LocalSettings(
+        host=host,
+        port=port,
+        api_keys_file=api_keys_file,
+        allowed_hosts=tuple(allowed_host or ()),
+        gateway_workers=gateway_workers,
+    )
+    request = UpRequest(files, keep, psutil.Process().create_time(), settings, dashboards)
     raise typer.Exit(asyncio.run(run_up(request, result.loaded, make_screen())))
 
 

@@ -27,7 +27,8 @@ from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.cgroup import usable_cores
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.sources import SourceError, resolve_source
 from pagemill_protocol.state import StepTimeParams
 

@@ -20,7 +20,7 @@ from pagemill_crds.partial import broken_rules, read_partially
 from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.plan.planner import name_conflicts, partial_problems
 from pagemill_operator.plan.support import Backend
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sources import SourceError, resolve_source
 
 

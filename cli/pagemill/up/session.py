@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pagemill.up.answer import QUESTION, AnswerError, ask
 from pagemill.up.changes import describe_changes
+from pagemill.up.dashboards import Dashboards
 from pagemill.up.loading import Loaded, load_files
 from pagemill.up.screen import Screen, report_errors
 from pagemill_operator.backends.base import BackendError, Event
@@ -62,6 +63,8 @@ class UpRequest:
     started_at_s: float
     """`time.time()` when the command was started."""
     settings: LocalSettings
+    dashboards: bool = False
+    """Prometheus and Grafana run beside it."""
 
 
 class GivenUp(Exception):
@@ -73,10 +76,16 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
     session = Session(request, loaded, screen)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        if stop.is_set():
+            session.kill()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # `nohup` ignores SIGHUP, and that must stay so.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, interrupt)
     work = asyncio.create_task(session.run())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -112,12 +121,15 @@ class Session:
         if self._own_key:
             settings = replace(settings, api_keys=(*settings.api_keys, hash_key(self._own_key)))
         self._backend = LocalBackend(settings, on_event=self._show_event, on_change=self._news.set)
+        self._dashboards = Dashboards(self._backend, settings, screen) if request.dashboards else None
 
     async def run(self) -> None:
         """Runs until the first answer without a terminal, else until it is cancelled."""
         for line in _notes(self._loaded):
             self._screen.line(line)
         await self._backend.start()
+        if self._dashboards is not None:
+            await self._dashboards.start()
         await self._backend.apply(self._plans)
         # The first replica answers already while the others still load.
         await self._wait_for("Serving", [self._first_plan])
@@ -135,11 +147,17 @@ class Session:
             task.cancel()
         await asyncio.gather(work, stopping, return_exceptions=True)
         with contextlib.suppress(OSError):
-            self._screen.status("stopping the gateway, then the engines")
+            self._screen.status("stopping the gateway, then the engines; Ctrl-C again ends them at once")
+        if self._dashboards is not None:
+            await self._dashboards.stop()
         await self._backend.stop()
         with contextlib.suppress(OSError):
             self._screen.status("")
             self._screen.line("stopped")
+
+    def kill(self) -> None:
+        """A second Ctrl-C: nothing gets the time to end in order."""
+        self._backend.kill()
 
     @property
     def _plans(self) -> list[Plan]:

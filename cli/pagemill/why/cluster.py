@@ -5,13 +5,11 @@ Nothing reaches the operator's pod: neither a port forward nor a way through its
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import msgspec
-from kubernetes.aio import config as credentials
-from kubernetes.aio.client import Configuration
 
+from pagemill.cluster import HELP, ClusterError, connect
 from pagemill.why.sources import Found, WhyError
 from pagemill_operator.autoscaler.records import Record, decode_record
 from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
@@ -19,12 +17,13 @@ from pagemill_operator.backends.kubernetes.kinds import CONFIG_MAP, LLM_DEPLOYME
 from pagemill_operator.backends.kubernetes.render.records import lines_of, records_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 
-HELP = "run `pagemill why` where `kubectl get llmd` works, or name a file with --kubeconfig"
-
 
 async def from_cluster(name: str, namespace: str | None, context: str | None, kubeconfig: Path | None) -> Found:
     """Raises `WhyError`."""
-    configuration, chosen, default_namespace = await _connect(context, kubeconfig)
+    try:
+        configuration, chosen, default_namespace = await connect(context, kubeconfig)
+    except ClusterError as error:
+        raise WhyError(str(error)) from None
     namespace = namespace or default_namespace
     client = Client(configuration)
     try:
@@ -65,21 +64,3 @@ def _record(line: str, where: str) -> Record:
         raise WhyError(
             f"{where} records decisions otherwise: {error}; use the pagemill command of the operator's version"
         ) from None
-
-
-async def _connect(context: str | None, kubeconfig: Path | None) -> tuple[Configuration, str, str]:
-    """Credentials, the context's name and its namespace."""
-    file = None if kubeconfig is None else str(kubeconfig)
-    # It warns of a file that is not there; the error says so.
-    logging.getLogger("kubernetes").setLevel(logging.ERROR)
-    configuration = Configuration()
-    try:
-        contexts, active = credentials.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
-        chosen = next((each for each in contexts if each["name"] == context), None) if context else active
-        if chosen is None:
-            known = ", ".join(each["name"] for each in contexts)
-            raise WhyError(f"--context {context}: the kubeconfig has no such context; it has {known or 'none'}")
-        await credentials.load_kube_config(file, context=chosen["name"], client_configuration=configuration)  # type: ignore[no-untyped-call]
-    except (credentials.ConfigException, OSError) as error:
-        raise WhyError(f"no cluster is known here: {error}; {HELP}") from None
-    return configuration, chosen["name"], chosen["context"].get("namespace") or "default"

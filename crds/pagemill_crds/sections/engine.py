@@ -21,9 +21,10 @@ class PrefixCaching(Section):
 
     enabled: bool = True
     """Keep and reuse blocks of finished requests."""
-    scope: Literal["deployment", "tenant", "key"] = "deployment"
-    """Which requests share blocks: all of the deployment, those of one tenant, or those of one API key (no timing side
-    channel between them)."""
+    scope: Literal["deployment", "tenant", "key"] = "tenant"
+    """Which requests share blocks: those of one tenant (all API keys with its name; a key without one is by
+    itself), those of one API key, or all of the deployment. Who shares can see from times and `cached_tokens` what
+    others asked. Without API keys all share."""
 
 
 class Speculative(Section):

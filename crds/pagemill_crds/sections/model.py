@@ -30,7 +30,7 @@ class SecretRef(Section):
 
 
 class GenerationDefaults(Section):
-    """Sampling values for requests that send none. Reserved: this version reports the field as `Planned=False`."""
+    """Sampling values for requests that send none, before those of the model's generation_config.json."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 is greedy."""
@@ -43,7 +43,7 @@ class GenerationDefaults(Section):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     """Above 1 discourages tokens seen before."""
     max_tokens: Annotated[int, Field(ge=1, le=2_147_483_647)] | None = None
-    """Tokens generated at most."""
+    """Tokens generated at most; in completions in place of 16, in chats in place of what is left of the context."""
 
 
 class Adapter(Section):

@@ -1,4 +1,4 @@
-"""Compiles forms into grammars, on threads beside the engine's loop, and keeps those that were used last.
+"""Compiles forms into grammars, on a thread beside the engine's loop, and keeps those that were used last.
 
 Front doors have checked a form before (`pagemill_protocol.grammars.check`): that its compiler ends in time. What it may
 spend here is limited again; a form that cannot be compiled gets a 400.
@@ -10,15 +10,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from pagemill_engine.grammar.reasoning import LimitedReasoning, ReasoningLimit
+from pagemill_protocol.answers.events import AnswerFormat
+from pagemill_protocol.answers.registry import REASONING_ENDS
 from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from pagemill_engine.grammar.state import GrammarState
+    from pagemill_engine.grammar.token_state import TokenState, TokenStates
     from pagemill_protocol.text.tokenizer import Tokenizer
 
 MAX_GRAMMARS = 64
@@ -32,15 +35,30 @@ class Grammar:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
 
-    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> GrammarState:
-        """After these tokens of an answer. Raises `PagemillError` if they do not fit."""
+    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
         from pagemill_engine.grammar.state import GrammarState  # llguidance: only requests that have a form need it
 
-        state = GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, keeps_on)
-        for token_id in token_ids:
-            if fault := state.advance(token_id):
-                raise invalid_field("resume", f"The answer cannot be continued: {fault}. Send the request anew.")
-        return state
+        return _advanced(
+            GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, keeps_on), token_ids
+        )
+
+
+class Limited(NamedTuple):
+    """An answer whose reasoning has a budget, and a form or none."""
+
+    limit: ReasoningLimit
+    grammar: TokenStates | None
+
+    def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
+        form = None if self.grammar is None else self.grammar.state((), keeps_on=keeps_on)
+        return _advanced(LimitedReasoning(self.limit, form), token_ids)
+
+
+def _advanced(state: TokenState, token_ids: Sequence[int]) -> TokenState:
+    for token_id in token_ids:
+        if fault := state.advance(token_id):
+            raise invalid_field("resume", f"The answer cannot be continued: {fault}. Send the request anew.")
+    return state
 
 
 class GrammarCompiler:
@@ -50,23 +68,48 @@ class GrammarCompiler:
         self._load_tokenizer = load_tokenizer
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
+        self._loaded: Tokenizer | None = None
         self._compile: Callable[[StructuredOutputs], LLMatcher] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._grammars: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
         self._lock = threading.Lock()
 
-    def submit(self, outputs: StructuredOutputs) -> Future[Grammar]:
-        """The grammar, or `PagemillError` (400) with the reason."""
+    def submit(self, outputs: StructuredOutputs | None, reasoning: AnswerFormat | None = None) -> Future[TokenStates]:
+        """What a form and a format with a budget of reasoning prescribe, or `PagemillError` (400) with the reason."""
         with self._lock:
-            known = self._grammars.get(outputs)
-            if known is not None:
+            known = self._grammars.get(outputs) if outputs is not None and reasoning is None else None
+            if outputs is not None and known is not None:
                 self._grammars.move_to_end(outputs)
-                done: Future[Grammar] = Future()
+                done: Future[TokenStates] = Future()
                 done.set_result(known)
                 return done
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-            return self._thread.submit(self._make, outputs)
+            return self._thread.submit(self._prescribed, outputs, reasoning)
+
+    def _prescribed(self, outputs: StructuredOutputs | None, reasoning: AnswerFormat | None) -> TokenStates:
+        grammar = self._make(outputs) if outputs is not None else None
+        if reasoning is None or reasoning.reasoning_budget is None:
+            assert grammar is not None  # a request that prescribes nothing is not compiled
+            return grammar
+        begin, end = REASONING_ENDS[reasoning.reasoning]
+        tokenizer = self._tokenizer()
+        limit = ReasoningLimit(
+            reasoning.reasoning_budget,
+            begin.encode(),
+            end.encode(),
+            tokenizer.encode(end, add_special_tokens=False),
+            reasoning.starts_in_reasoning,
+            tokenizer.token_bytes,
+            self._vocab_size,
+        )
+        return Limited(limit, grammar)
+
+    def _tokenizer(self) -> Tokenizer:
+        """On the compiler's thread."""
+        if self._loaded is None:
+            self._loaded = self._load_tokenizer()
+        return self._loaded
 
     def _make(self, outputs: StructuredOutputs) -> Grammar:
         with self._lock:
@@ -95,12 +138,12 @@ class GrammarCompiler:
         from pagemill_protocol.grammars.parser import fault_of, parser_limits
         from pagemill_protocol.grammars.source import grammar_text
 
-        tokenizer = self._load_tokenizer()
+        tokenizer = self._tokenizer()
         try:
             vocabulary = llguidance_tokenizer(tokenizer, self._eos_token_ids, self._vocab_size)
         except ValueError as error:
             raise invalid_field("structured_outputs", f"This model cannot hold answers to a form: {error}.") from None
-        special = {tokenizer.token_text(token_id) for token_id in tokenizer.special_ids}
+        special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids}
 
         def compile(outputs: StructuredOutputs) -> LLMatcher:
             matcher = LLMatcher(vocabulary, grammar_text(outputs, special), log_level=0, limits=parser_limits())

@@ -7,6 +7,7 @@ preemption, because a sequence's tokens only grow; a sequence that comes from an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from llguidance import LLMatcher
@@ -14,41 +15,73 @@ from numpy.typing import NDArray
 
 
 class GrammarState:
+    """A `TokenState`."""
+
+    is_free = False
+
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int, keeps_on: bool) -> None:
         """`matcher` becomes this state's own. `keeps_on`: no end-of-sequence token while anything else may follow."""
-        self.mask: NDArray[np.int32] = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-        """A bit for each token that may follow."""
+        self.matcher = matcher
+        self.num_words = -(-vocab_size // 32)
         self.ended = False
-        """No text may follow."""
-        self._matcher = matcher
+        self._mask: NDArray[np.int32] = np.zeros(self.num_words, dtype=np.int32)
+        self._is_due = False
+        """The mask of the newest token is not computed yet."""
+        self._job: Future[None] | None = None
+        """That computes it."""
         self._keeps_on = keeps_on
-        self._ends = np.zeros_like(self.mask)
+        self._ends = np.zeros_like(self._mask)
         bits = self._ends.view(np.uint32)
         for token_id in eos_token_ids:
             bits[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._words = np.flatnonzero(bits)
-        self._find_mask()
+        self._settle()
+
+    @property
+    def mask(self) -> NDArray[np.int32]:
+        if self._job is not None:
+            self._job.result()
+            self._job = None
+        elif self._is_due:
+            self._compute()
+        self._is_due = False
+        return self._mask
+
+    @property
+    def due(self) -> GrammarState | None:
+        return self if self._is_due and self._job is None else None
+
+    def wait_for(self, job: Future[None], mask: NDArray[np.int32]) -> None:
+        """`mask` is this state's when the job is done, which must be before the next token is taken."""
+        self._job, self._mask = job, mask
 
     def advance(self, token_id: int) -> str:
-        """Take the next token. Returns what is wrong with it; empty: nothing."""
-        if not self._matcher.consume_token(token_id):
+        if self._job is not None:
+            self._job.result()
+        if not self.matcher.consume_token(token_id):
             return f"token {token_id} does not fit its form: {self._fault()}"
-        self._find_mask()
-        return f"its form became too complex: {self._fault()}" if self._matcher.is_error() else ""
+        self._settle()
+        return f"its form became too complex: {self._fault()}" if self.matcher.is_error() else ""
 
     def _fault(self) -> str:
-        return " ".join(self._matcher.get_error().split("<")[0].split())[:200]
+        return " ".join(self.matcher.get_error().split("<")[0].split())[:200]
 
-    def _find_mask(self) -> None:
-        if self._matcher.is_stopped():
+    def _settle(self) -> None:
+        """Find whether the answer has ended. Where it cannot end here, its mask may be computed later."""
+        self._job = None
+        if self.matcher.is_stopped():
             self.ended = True
             return
-        mask = self.mask
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        ends = mask[self._words]
-        if not (ends & self._ends[self._words]).any():
+        self._is_due = not self.matcher.is_accepting()
+        if self._is_due:
             return
+        self._compute()
+        mask = self._mask
+        ends = mask[self._words]
         mask[self._words] &= ~self._ends[self._words]
         self.ended = not mask.any()
         if not self._keeps_on:
             mask[self._words] = ends
+
+    def _compute(self) -> None:
+        self.matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)

@@ -121,6 +121,8 @@ class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     choice: int = 0
     token_ids: list[int] = []
     logprobs: list[LogprobsOut] | None = None
+    prompt_logprobs: list[LogprobsOut] = []
+    """Of the prompt's tokens but the first, if they were asked for; on the first output of a request."""
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; on the first output of a choice."""

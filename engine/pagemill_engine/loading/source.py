@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pagemill_engine.loading.codes import CodeKind
-from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 
 
@@ -58,19 +54,3 @@ def stored_bytes(source: WeightSource, name: str, dtype: torch.dtype, keep_store
     kind = source.code_kind(name) if keep_stored else None
     kept = torch.bfloat16 if keep_stored and source.is_bfloat16(name) else dtype
     return math.prod(source.shapes[name]) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
-
-
-def open_weights(
-    path: Path, early_digest: EarlyDigest | None = None, stacked: Mapping[str, str] = MappingProxyType({})
-) -> WeightSource:
-    """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
-
-    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`.
-    """
-    if path.is_dir():
-        from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
-
-        return SafetensorsFolder(path, stacked)
-    from pagemill_engine.loading.gguf_weights import GGUFWeights
-
-    return GGUFWeights(path, early_digest)

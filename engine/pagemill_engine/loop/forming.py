@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pagemill_engine.grammar.compiler import Grammar, GrammarCompiler
+from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.loop.refusals import aborts, refusals
 from pagemill_engine.runner.base import RunnerInfo
@@ -22,8 +22,11 @@ from pagemill_engine.scheduler.admission import already_served
 from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from pagemill_engine.grammar.token_state import TokenStates
+    from pagemill_protocol.answers.events import AnswerFormat
     from pagemill_protocol.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,7 @@ class FormingRequests:
         self._scheduler = scheduler
         self._masks_tokens = info.masks_tokens
         self._compiler = GrammarCompiler(lambda: self.load_tokenizer(), limits.eos_token_ids, limits.vocab_size)
-        self._forming: dict[str, tuple[GenerateRequest, Future[Grammar]]] = {}
+        self._forming: dict[str, tuple[GenerateRequest, Future[TokenStates]]] = {}
         self._ends: list[TokensOut] = []
 
     @property
@@ -51,16 +54,19 @@ class FormingRequests:
     def add(self, request: GenerateRequest) -> None:
         """Queue a request, now or when its form is compiled. Raises `PagemillError` if it cannot be served here."""
         outputs = request.sampling.structured_outputs
-        if outputs is None:
+        limited = _with_budget(request)
+        if not self._masks_tokens:
+            _check_restricts_nothing(request.sampling)
+            if limited is not None:
+                raise invalid_field("thinking_token_budget", "A simulated device cannot hold a budget. Remove it.")
+        if outputs is None and limited is None:
             self._scheduler.add(request)
             return
-        if not self._masks_tokens:
-            raise invalid_field("structured_outputs", "A simulated device cannot hold answers to a form. Remove it.")
         num_forming = sum(each.sampling.num_sequences for each, _ in self._forming.values())
         self._scheduler.check(request, num_forming)
         if request.request_id in self._forming:
             raise already_served(request.request_id)
-        self._forming[request.request_id] = (request, self._compiler.submit(outputs))
+        self._forming[request.request_id] = (request, self._compiler.submit(outputs, limited))
 
     def abort(self, request_id: str) -> None:
         """Drop a request whose form is not compiled yet; ids of others are ignored."""
@@ -96,6 +102,19 @@ class FormingRequests:
         return ends
 
 
+def _with_budget(request: GenerateRequest) -> AnswerFormat | None:
+    """The format of an answer whose reasoning has a budget; `None`: it has none."""
+    answer_format = request.answer_format
+    has_budget = answer_format is not None and answer_format.reasoning_budget is not None
+    return answer_format if has_budget else None
+
+
+def _check_restricts_nothing(sampling: SamplingParams) -> None:
+    for field in ("structured_outputs", "allowed_token_ids", "bad_words"):
+        if getattr(sampling, field):
+            raise invalid_field(field, f"A simulated device cannot hold answers to {field}. Remove it.")
+
+
 def _tokenizer_of(model: str) -> Tokenizer:
     from pagemill_protocol.sources import resolve_source  # few engines need what these import
     from pagemill_protocol.text.load_bundle import load_bundle
@@ -104,7 +123,7 @@ def _tokenizer_of(model: str) -> Tokenizer:
     return Tokenizer(load_bundle(resolve_source(model, field="model")))
 
 
-def _grammar_of(future: Future[Grammar]) -> Grammar:
+def _grammar_of(future: Future[TokenStates]) -> TokenStates:
     try:
         return future.result()
     except PagemillError:

@@ -46,6 +46,7 @@ from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner import factory
 from pagemill_engine.runner.lean_torch import import_torch
 from pagemill_engine.runner.sleep import SleepError
+from pagemill_protocol import logs
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sources import resolve_source
@@ -265,7 +266,7 @@ def main(argv: list[str]) -> int:
     if not argv:
         sys.stderr.write("usage: python -m pagemill_engine.loop.process FOLDER [MODULE ...]\n")
         return 2
-    logging.basicConfig(level=logging.WARNING, format="engine %(levelname)s %(name)s: %(message)s")
+    logs.configure(logging.WARNING, process="engine")
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = EngineLink(Path(argv[0]))

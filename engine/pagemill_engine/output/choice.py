@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pagemill_engine.ipc.messages import LogprobsOut
 from pagemill_engine.output.stops import StopMatcher
-from pagemill_protocol.answers.events import AnswerFormat, Event
+from pagemill_protocol.answers.events import AnswerFormat, Content, Event
 from pagemill_protocol.answers.parser import AnswerParser
 from pagemill_protocol.generate import ChoiceResume, FinishReason
 from pagemill_protocol.sampling import SamplingParams
@@ -60,6 +60,8 @@ class ChoiceOutput:
         self.parser = AnswerParser(answer_format) if answer_format is not None else None
         self.num_reasoning_tokens = 0
         self._events: list[Event] = []
+        self.delivered: list[Event] = []
+        """What the client had before a resume."""
         if resume is not None:
             self._replay(resume)
 
@@ -155,15 +157,19 @@ class ChoiceOutput:
             is_stop_token = taken == num_tokens > self._sampling.min_tokens and token_id in self._stop_ids
             text += self._take(token_id, is_stop_token)
             if len(text) <= resume.num_text_chars:
-                self._events.clear()
+                self.delivered += self.take_events() or ()
             if self.stopped_by_text:
                 break
         if resume.finished:
             text += self._replay_end(resume.finish_reason or "stop")
             self._end_events()
+            if len(text) <= resume.num_text_chars:
+                self.delivered += self.take_events() or ()
         else:
             self.finish_reason = None
         self._backlog = text[resume.num_text_chars :]
+        if self.parser is None and resume.num_text_chars:
+            self.delivered = [Content(text[: resume.num_text_chars])]
         self.num_text_chars = min(resume.num_text_chars, len(text))
 
     def _replay_end(self, finish_reason: FinishReason) -> str:

@@ -18,8 +18,8 @@ from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
 from pagemill_protocol.answers.events import Event
-from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued, has_begun
+from pagemill_protocol.dialects.base import FinishedChoice, Piece, PromptReport
 from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
@@ -65,6 +65,8 @@ class _Choice:
     """Kept when the client gets the best of several."""
     unreported: list[int] = field(default_factory=list)
     """Tokens that were in no frame yet; only if not streaming."""
+    token_ids: list[int] = field(default_factory=list)
+    """Tokens that the client did not get yet; only if it wants them."""
 
     def add(self, text: str, events: Sequence[Event] | None) -> None:
         self.text.append(text)
@@ -90,6 +92,8 @@ class OutputProcessor:
         self._num_cached_tokens = request.cached_tokens or 0
         self._cached_is_known = request.cached_tokens is not None
         self._queue_s = 0.0
+        self._reports_logprobs = request.sampling.num_alternatives is not None
+        self._prompt_logprobs: list[LogprobsOut] = []
 
     @property
     def usage(self) -> Usage:
@@ -129,8 +133,12 @@ class OutputProcessor:
         if out.choice == self._first and not self._cached_is_known:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
         self._queue_s = max(self._queue_s, out.queue_s)
+        self._prompt_logprobs += out.prompt_logprobs
         was_running = choice.output.finish_reason is None
-        delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
+        if self.request.prompt_only:
+            delta = choice.output.push((), (), "length")
+        else:
+            delta = choice.output.push(out.token_ids, out.logprobs, out.finish_reason)
         progress = Progress()
         if was_running:
             self._deliver(choice, delta, progress)
@@ -151,8 +159,10 @@ class OutputProcessor:
         return Frame(meta, payload)
 
     def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
-        if self.request.sampling.logprobs is not None:
+        if self._reports_logprobs:
             choice.positions += [self._position(entry) for entry in delta.logprobs]
+        if self.request.return_token_ids:
+            choice.token_ids += delta.token_ids
         if self._chooses:
             choice.likelihood.add(delta.logprobs)
         if self.request.stream:
@@ -176,7 +186,7 @@ class OutputProcessor:
             finish_reason=delta.finish_reason,
             cached_tokens=self._tell_cached(choice),
         )
-        if not (delta.text or choice.positions or delta.finish_reason):
+        if not (delta.text or choice.positions or choice.token_ids or delta.finish_reason):
             return Frame(meta, b"")
         return Frame(meta, self._chunk(choice, delta))
 
@@ -202,8 +212,9 @@ class OutputProcessor:
         return self.usage.cached_tokens
 
     def _chunk(self, choice: _Choice, delta: ChoiceDelta) -> bytes:
-        first, choice.started = not choice.started, True
+        first = not choice.started
         positions, num_chars_before = self._take_positions(choice)
+        choice.started = True
         usage = self._usage_so_far(choice)
         return self._renderer.chunk(
             Piece(
@@ -216,6 +227,9 @@ class OutputProcessor:
                 usage,
                 delta.events,
                 choice.output.parser.num_calls if choice.output.parser is not None else 0,
+                choice.output.stop_reason,
+                self._take_token_ids(choice),
+                self._prompt_report() if first else PromptReport(),
             )
         )
 
@@ -249,6 +263,9 @@ class OutputProcessor:
                 choice.output.finish_reason or "abort",
                 *self._take_positions(choice),
                 choice.events,
+                choice.output.stop_reason,
+                self._take_token_ids(choice),
+                self._prompt_report(),
             )
             for index, choice in enumerate(self._chosen(), choice_index(self.request, 0))
         ]
@@ -263,16 +280,46 @@ class OutputProcessor:
 
     def _take_positions(self, choice: _Choice) -> tuple[list[logprobs.PositionLogprobs] | None, int]:
         """Log probabilities to render now, and the characters of the choice's text before them."""
-        if self.request.sampling.logprobs is None:
+        if not self._reports_logprobs:
             return None, 0
         positions, choice.positions = choice.positions, []
+        if self.request.prompt_text is not None and not choice.started:
+            echoed = self._echoed_positions()
+            choice.logprob_chars -= sum(len(at.chosen.token) for at in echoed)
+            positions = [*echoed, *positions]
         num_chars_before = choice.logprob_chars
         choice.logprob_chars += sum(len(at.chosen.token) for at in positions)
         return positions, num_chars_before
 
     def _position(self, entry: LogprobsOut) -> logprobs.PositionLogprobs:
-        num_top = self.request.sampling.logprobs or 0
+        num_top = self.request.sampling.num_alternatives or 0
         return logprobs.position(self._tokenizer, entry.token_ids, entry.logprobs, num_top)
+
+    def _echoed_positions(self) -> list[logprobs.PositionLogprobs]:
+        """Of the prompt, which comes before the answer."""
+        first = logprobs.first_of_prompt(self._tokenizer, self.request.prompt_token_ids[0])
+        num_top = self.request.sampling.logprobs or 0
+        entries = self._prompt_logprobs
+        return [
+            first,
+            *(logprobs.position(self._tokenizer, each.token_ids, each.logprobs, num_top) for each in entries),
+        ]
+
+    def _take_token_ids(self, choice: _Choice) -> list[int] | None:
+        if not self.request.return_token_ids:
+            return None
+        token_ids, choice.token_ids = choice.token_ids, []
+        return token_ids
+
+    def _prompt_report(self) -> PromptReport:
+        request, num_top = self.request, self.request.sampling.prompt_logprobs
+        entries = None
+        if num_top is not None:
+            entries = [None] + [
+                logprobs.by_token_id(self._tokenizer, each.token_ids, each.logprobs, each.rank, num_top)
+                for each in self._prompt_logprobs
+            ]
+        return PromptReport(request.prompt_token_ids if request.return_token_ids else None, entries)
 
     def _new_choice(self, index: int) -> _Choice:
         request = self.request
@@ -284,11 +331,14 @@ class OutputProcessor:
         if resume is None:
             return choice
         if request.stream:
-            shows_tokens = request.sampling.logprobs is not None and bool(resume.token_ids)
-            choice.started = bool(resume.num_text_chars or resume.finished) or shows_tokens
+            choice.started = has_begun(resume, request)
+            if choice.started:
+                self._renderer.resume(index, output.delivered, output.finish_reason)
         elif resume.finished:
             choice.add(output.take_backlog(), output.take_events())
-        if request.sampling.logprobs is not None:
+        if request.return_token_ids and not request.stream:
+            choice.token_ids += resume.token_ids
+        if request.sampling.num_alternatives is not None:
             choice.logprob_chars += sum(len(self._tokenizer.token_text(token_id)) for token_id in resume.token_ids)
         return choice
 

@@ -71,6 +71,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """If asked for: `None` for the first token, then as `CompletionOutput.logprobs`."""
 
     @property
     def finished(self) -> bool:

@@ -29,14 +29,17 @@ class DeviceForward:
 
     def logits(self, inputs: StepInputs, longest: int) -> Tensor:
         """float32 [sampled, vocab]. longest: tokens of the request that has most of them."""
-        hidden = self._hidden(inputs, longest)
-        return self._model.compute_logits(self._ops.gather_rows(hidden, inputs.last_tokens))
+        return self.logits_of(self.hidden(inputs, longest), inputs.last_tokens)
+
+    def logits_of(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """float32 [rows, vocab]."""
+        return self._model.compute_logits(self._ops.gather_rows(hidden, rows))
 
     def decode_into(self, logits: Tensor, inputs: StepInputs) -> None:
         """Decode requests with one token each, all of which sample. logits: float32 [requests, vocab]."""
-        logits.copy_(self._model.raw_logits(self._hidden(inputs, longest=1)))
+        logits.copy_(self._model.raw_logits(self.hidden(inputs, longest=1)))
 
-    def _hidden(self, inputs: StepInputs, longest: int) -> Tensor:
+    def hidden(self, inputs: StepInputs, longest: int) -> Tensor:
         """Normalised, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
         context = ForwardContext(

@@ -27,15 +27,17 @@ from pagemill_engine.runner.eager import NON_FINITE
 from pagemill_engine.runner.errors import DeviceLostError, StepSkippedError
 from pagemill_engine.runner.graphs import DecodeGraphs, Recorder
 from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import by_row, masks_of
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
+from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowState, StepInputs, StepRows
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch, TokenMasks
-from pagemill_kernels.sampling.drawn import Drawn
+from pagemill_kernels.sampling.drawn import Drawn, Report, download_report, read_report
 from pagemill_protocol.sampling import SamplingParams
 
 
@@ -48,6 +50,8 @@ class InFlight:
     read: Callable[[], SampledTokens] | None = None
     """What they sampled, once the device has come so far; `None`: none of them does."""
     reports: Reports | None = None
+    read_prompts: Callable[[], dict[str, list[TokenLogprobs]]] | None = None
+    """Log probabilities of prompt tokens, likewise."""
     error: Exception | None = None
     """It could not be queued, or was not, because of `behind`."""
     behind: InFlight | None = None
@@ -77,6 +81,7 @@ class DeviceRunner:
         self._state = RowState(layout, kv_cache.padding_block, ops.device)
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
+        self._piece_rows = piece_rows(max_num_seqs)
         self._graphs: DecodeGraphs | None = None
         self._make_recorder: Callable[[], Recorder] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
@@ -100,13 +105,13 @@ class DeviceRunner:
             if self._unread_failure in (handle, handle.behind):
                 self._unread_failure = None
             raise handle.error
-        if handle.read is None:
-            return StepResult()
         try:
-            found = handle.read()
+            result = StepResult() if handle.read is None else _result(handle, handle.read())
+            if handle.read_prompts is not None:
+                result.prompt_logprobs = handle.read_prompts()
         except Exception as error:
             raise self._explained(error) from error
-        return _result(handle, found)
+        return result
 
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
         """Run a step of padding requests with this many tokens. The padding block is zero again afterwards."""
@@ -183,9 +188,26 @@ class DeviceRunner:
         self.kv_cache.copy_blocks(plan.block_copies)
         if not plan.num_scheduled_tokens:
             return InFlight([])
-        logits, settings = self._logits(at, step, size)
-        masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
-        return self._sample(at, step, logits, settings, masks)
+        if plan.prompt_targets:  # never in a decode
+            return self._report_and_sample(plan, at, step)
+        return self._sample(plan, at, step, *self._logits(at, step, size))
+
+    def _report_and_sample(self, plan: StepPlan, at: StepRows, step: DeviceStep) -> InFlight:
+        inputs = self._inputs(step)
+        self._build(at, step, inputs)
+        hidden = self._forward.hidden(inputs, step.longest)
+        starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
+        pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
+        downloads = [download_report(self._report(hidden, piece)) for piece in pieces]
+        handle = self._sample(plan, at, step, self._forward.logits_of(hidden, inputs.last_tokens), inputs.settings)
+        handle.read_prompts = partial(_read_prompts, plan, pieces, downloads, _mark(self._ops.device))
+        return handle
+
+    def _report(self, hidden: Tensor, piece: PromptRows) -> Report:
+        rows, token_ids = upload(piece.rows, self._ops.device), upload(piece.token_ids, self._ops.device)
+        logits = self._forward.logits_of(hidden, rows)
+        report: Report = self._on_device.report_logprobs(logits, token_ids, piece.reports)
+        return report
 
     def _upload(self, staging: Staging, step: DeviceStep) -> StepRows:
         """Everything that the step has from the host; the rows change at once."""
@@ -211,13 +233,12 @@ class DeviceRunner:
         build, block_size = self._on_device.build_inputs, self.info.block_size
         build(self._state, at, step.longest, len(step.sampling), block_size, inputs)
 
-    def _sample(
-        self, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor, masks: TokenMasks | None
-    ) -> InFlight:
+    def _sample(self, plan: StepPlan, at: StepRows, step: DeviceStep, logits: Tensor, settings: Tensor) -> InFlight:
         rows = step.rows[step.sampling]
         batch = SamplingBatch()
         if not self._sampling.plain[rows].all():
             batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
+        masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
         drawn = self._on_device.draw_tokens(logits, batch._replace(masks=masks), settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
         self._rows.advance(step)
@@ -278,6 +299,14 @@ def _read(drawn: Drawn, done: torch.cuda.Event | None) -> SampledTokens:
     if done is not None:
         done.synchronize()
     return drawn.read()
+
+
+def _read_prompts(
+    plan: StepPlan, pieces: list[PromptRows], downloads: list[Report], done: torch.cuda.Event | None
+) -> dict[str, list[TokenLogprobs]]:
+    if done is not None:
+        done.synchronize()
+    return by_request(plan.prompt_targets, pieces, [read_report(each) for each in downloads])
 
 
 def _first_line(error: Exception) -> str:

@@ -20,13 +20,15 @@ from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
-from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import Ops
+from pagemill_kernels.sampling.reference import report
 
 NON_FINITE = "The model produced values that are not finite for this request."
 
@@ -52,6 +54,7 @@ class EagerRunner:
         self._windows = model.spec.decoder.windows()
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
+        self._piece_rows = piece_rows(max_num_seqs)
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
 
     def launch(self, plan: StepPlan) -> StepResult:
@@ -60,8 +63,11 @@ class EagerRunner:
             if not plan.num_scheduled_tokens:
                 return StepResult()
             inputs = self._rows.gather(plan)
-            hidden = self._forward(inputs)
-            return self._sample(plan, inputs, hidden)
+            hidden: Tensor = self.model(self._upload(inputs.token_ids), self._context(inputs))
+            prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden) if plan.prompt_targets else {}
+            result = self._sample(plan, inputs, self._sampled_rows(inputs, hidden))
+            result.prompt_logprobs = prompt_logprobs
+            return result
 
     def wait(self, handle: Any) -> StepResult:
         result: StepResult = handle
@@ -84,9 +90,8 @@ class EagerRunner:
         self._rows.update_blocks(plan)
         self.kv_cache.copy_blocks(plan.block_copies)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def _sampled_rows(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
-        hidden: Tensor = self.model(self._upload(inputs.token_ids), self._context(inputs))
         if len(inputs.sampling) == len(hidden):
             return hidden
         last_tokens = inputs.query_start_loc[1:][inputs.sampling] - 1
@@ -113,6 +118,15 @@ class EagerRunner:
             kv_slots=self._ops.plan_slots(slots, 2 * self._num_kv_heads, self.info.block_size),
             attention_plans=plans,
         )
+
+    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
+        starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
+        pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
+        found = []
+        for piece in pieces:
+            logits = self.model.compute_logits(self._ops.gather_rows(hidden, self._upload(piece.rows)))
+            found.append(report(logits.cpu(), piece.token_ids, piece.reports))
+        return by_request(plan.prompt_targets, pieces, found)
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
         if len(inputs.sampling) == 0:

@@ -14,7 +14,7 @@ from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.lean_torch import import_torch
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sources import SourceError, resolve_source
 
 if TYPE_CHECKING:

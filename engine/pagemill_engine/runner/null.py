@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
+from pagemill_engine.scheduler.step import AdmittedSequence, PromptTargets, StepPlan, StepResult, TokenLogprobs
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -41,6 +41,7 @@ class PlanError(RuntimeError):
 class NullHandle(NamedTuple):
     token_ids: dict[str, int]
     logprobs: dict[str, TokenLogprobs]
+    prompt_logprobs: dict[str, list[TokenLogprobs]]
     done_at_s: float
 
 
@@ -52,6 +53,7 @@ class _Row:
     num_computed_tokens: int
     counter_key: int
     num_logprobs: int | None
+    named_tokens: list[int] | None
 
 
 class NullRunner:
@@ -115,13 +117,14 @@ class NullRunner:
         )
         self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
         logprobs = dict(self._logprobs(token_ids)) if self._telling else {}
-        return NullHandle(token_ids, logprobs, self._busy_until_s)
+        prompts = {name: self._of_prompt(targets) for name, targets in plan.prompt_targets.items()}
+        return NullHandle(token_ids, logprobs, prompts, self._busy_until_s)
 
     def wait(self, handle: NullHandle) -> StepResult:
         left_s = handle.done_at_s - self._clock()
         if left_s > 0:
             self._sleep(left_s)
-        return StepResult(token_ids=handle.token_ids, logprobs=handle.logprobs)
+        return StepResult(handle.token_ids, handle.logprobs, handle.prompt_logprobs)
 
     def sleep(self) -> int:
         self._sleeps = True
@@ -155,8 +158,9 @@ class NullRunner:
             num_computed_tokens=admitted.num_computed_tokens,
             counter_key=_mix((admitted.seed & _MASK) ^ _mix(admitted.choice)),
             num_logprobs=admitted.sampling.logprobs,
+            named_tokens=admitted.sampling.logprob_token_ids,
         )
-        if admitted.sampling.logprobs is not None:
+        if admitted.sampling.num_alternatives is not None:
             self._telling.add(admitted.request_id)
 
     def _compute(self, plan: StepPlan) -> dict[str, int]:
@@ -187,11 +191,22 @@ class NullRunner:
     def _logprobs(self, token_ids: dict[str, int]) -> Iterator[tuple[str, TokenLogprobs]]:
         """For rows that want them: the token is the most likely one, the ids after it follow at half the odds each."""
         for name, token_id in token_ids.items():
-            num_top = self._rows[name].num_logprobs
-            if num_top is not None:
-                top = [(token_id + place) % self._info.vocab_size for place in range(num_top)]
-                values = [-math.log(2) * (place + 1) for place in range(num_top)]
-                yield name, TokenLogprobs([token_id, *top], [-math.log(2), *values], 1)
+            row = self._rows[name]
+            if row.named_tokens is not None:
+                yield name, _halving(token_id, row.named_tokens)
+            elif row.num_logprobs is not None:
+                yield name, _halving(token_id, self._following(token_id, row.num_logprobs))
+
+    def _of_prompt(self, targets: PromptTargets) -> list[TokenLogprobs]:
+        return [_halving(token_id, self._following(token_id, targets.num_top)) for token_id in targets.token_ids]
+
+    def _following(self, token_id: int, num_top: int) -> list[int]:
+        return [(token_id + place) % self._info.vocab_size for place in range(num_top)]
+
+
+def _halving(token_id: int, others: list[int]) -> TokenLogprobs:
+    values = [-math.log(2) * (place + 1) for place in range(len(others))]
+    return TokenLogprobs([token_id, *others], [-math.log(2), *values], 1)
 
 
 def _mix(value: int) -> int:

@@ -16,7 +16,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.quantized import QuantizedWeights
-from pagemill_engine.loading.source import WeightSource, open_weights
+from pagemill_engine.loading.source import WeightSource
+from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.runner.budget import Sizes
 from pagemill_engine.runner.compute import Compute, check_gpu_features, choose_compute
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagemill_engine.scheduler.step import AdmittedSequence
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.sampling import randomness
-from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SamplingBatch
+from pagemill_kernels.sampling.batch import Draws, Edits, NamedTokens, Penalties, Reports, SamplingBatch
 
 CPU = torch.device("cpu")
 MIN_TEMPERATURE = 1e-5
@@ -65,7 +65,7 @@ class SamplingRows:
     repetition_penalty: NDArray[np.float32] = field(init=False)
     min_tokens: NDArray[np.int64] = field(init=False)
     num_logprobs: NDArray[np.int64] = field(init=False)
-    """-1: none wanted."""
+    """-1: none wanted; 0 where tokens are named, too."""
     seeds: NDArray[np.uint64] = field(init=False)
     choices: NDArray[np.int64] = field(init=False)
     penalised: NDArray[np.bool_] = field(init=False)
@@ -75,6 +75,8 @@ class SamplingRows:
     """By row: bias by token id."""
     stop_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
     """Tokens masked until `min_tokens`; only for rows that have such a minimum."""
+    named: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """By row: tokens whose log probabilities are wanted."""
     counts: TokenCounts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -95,7 +97,8 @@ class SamplingRows:
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
         self.repetition_penalty[row] = params.repetition_penalty
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        named = params.logprob_token_ids is not None
+        self.num_logprobs[row] = 0 if named else -1 if params.logprobs is None else params.logprobs
         self.seeds[row] = admitted.seed % 2**64
         self.choices[row] = admitted.choice
         self._admit_tokens(row, admitted)
@@ -103,13 +106,13 @@ class SamplingRows:
             params.greedy
             and not self.penalised[row]
             and not self.min_tokens[row]
-            and params.logprobs is None
+            and params.num_alternatives is None
             and row not in self.logit_bias
         )
 
     def release(self, row: int) -> None:
-        self.logit_bias.pop(row, None)
-        self.stop_ids.pop(row, None)
+        for values in (self.logit_bias, self.stop_ids, self.named):
+            values.pop(row, None)
 
     def batch(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
         """What these rows ask of a step. num_generated: tokens that each has generated before this one."""
@@ -163,13 +166,25 @@ class SamplingRows:
 
     def _reports(self, rows: NDArray[np.int64]) -> Reports | None:
         wanting = np.flatnonzero(self.num_logprobs[rows] >= 0)
-        return Reports(wanting, self.num_logprobs[rows[wanting]]) if len(wanting) else None
+        if len(wanting) == 0:
+            return None
+        return Reports(wanting, self.num_logprobs[rows[wanting]], self._named(rows[wanting]))
+
+    def _named(self, rows: NDArray[np.int64]) -> NamedTokens | None:
+        entries = [
+            (place, column, token_id)
+            for place, row in enumerate(rows.tolist())
+            for column, token_id in enumerate(self.named.get(row, ()))
+        ]
+        return NamedTokens(*np.array(entries, dtype=np.int64).T) if entries else None
 
     def _admit_tokens(self, row: int, admitted: AdmittedSequence) -> None:
         params = admitted.sampling
         self.release(row)
         if params.logit_bias:
             self.logit_bias[row] = params.logit_bias
+        if params.logprob_token_ids:
+            self.named[row] = params.logprob_token_ids
         stop_ids = sorted({*params.stop_token_ids, *admitted.eos_token_ids})
         self.min_tokens[row] = params.min_tokens if stop_ids else 0
         if self.min_tokens[row]:

@@ -7,7 +7,7 @@ tokens are chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import TokenLogprobs
 from pagemill_kernels.sampling import reference
 from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, SamplingBatch, TokenMasks
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.token_state import TokenState
 
 
 class Sampled(NamedTuple):
@@ -45,11 +48,15 @@ def sample(
     return by_row(sample_tokens(logits, batch), batch.reports)
 
 
-def masks_of(request_ids: Iterable[str], token_masks: Mapping[str, NDArray[np.int32]]) -> TokenMasks | None:
-    """request_ids: of the requests that sample, in the order of the batch."""
+def masks_of(
+    request_ids: Iterable[str], token_masks: Mapping[str, NDArray[np.int32] | TokenState]
+) -> TokenMasks | None:
+    """request_ids: of the requests that sample, in the order of the batch. Waits for masks that are being computed."""
     if not token_masks:
         return None
-    found = [(row, token_masks[name]) for row, name in enumerate(request_ids) if name in token_masks]
+    given = ((row, token_masks[name]) for row, name in enumerate(request_ids) if name in token_masks)
+    masks = ((row, each if isinstance(each, np.ndarray) else each.mask) for row, each in given)
+    found = [(row, mask) for row, mask in masks if mask is not None]
     return TokenMasks(np.array([row for row, _ in found]), np.stack([bits for _, bits in found])) if found else None
 
 
@@ -57,19 +64,20 @@ def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
     """`reports`: of the batch that was sampled."""
     logprobs: dict[int, TokenLogprobs] = {}
     if reports is not None and found.logprobs is not None:
-        reported = zip(reports.rows.tolist(), _reported(found, reports, found.logprobs), strict=True)
+        entries = token_logprobs(found.token_ids[reports.rows], reports.widths, found.logprobs)
+        reported = zip(reports.rows.tolist(), entries, strict=True)
         logprobs = {row: report for row, report in reported if found.finite[row]}
     return Sampled(found.token_ids, found.finite, logprobs)
 
 
-def _reported(found: SampledTokens, reports: Reports, logprobs: Logprobs) -> list[TokenLogprobs]:
-    """The chosen token first, then the row's `num_top` most likely ones."""
+def token_logprobs(token_ids: NDArray[np.int64], widths: NDArray[np.int64], logprobs: Logprobs) -> list[TokenLogprobs]:
+    """For each row of `logprobs` its token first, then its own number of alternatives."""
     columns = zip(
-        found.token_ids[reports.rows].tolist(),
+        token_ids.tolist(),
         logprobs.chosen.tolist(),
         logprobs.top_ids.tolist(),
         logprobs.top.tolist(),
-        reports.num_top.tolist(),
+        widths.tolist(),
         logprobs.ranks.tolist(),
         strict=True,
     )

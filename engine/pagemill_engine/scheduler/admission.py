@@ -11,14 +11,17 @@ import msgspec
 
 from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
 from pagemill_engine.scheduler.limits import SchedulerLimits
+from pagemill_engine.scheduler.prompt_logprobs import PromptReport
 from pagemill_engine.scheduler.sequence import Sequence
+from pagemill_engine.scheduler.token_masks import begin, restriction_of
 from pagemill_protocol import hashes
+from pagemill_protocol.continuing import needs_prompt_logprobs
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
-from pagemill_protocol.generate import ChoiceResume, GenerateRequest
+from pagemill_protocol.generate import ChoiceResume, GenerateRequest, check_prompt_logprobs
 from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
 if TYPE_CHECKING:
-    from pagemill_engine.grammar.compiler import Grammar
+    from pagemill_engine.grammar.token_state import TokenStates
 
 _SEED_BITS = 63
 
@@ -32,7 +35,7 @@ class Admission:
         self._cache_root = lru_cache(maxsize=4096)(self._compute_cache_root)
 
     def admit(
-        self, request: GenerateRequest, grammar: Grammar | None = None, *, now_s: float, num_waiting: int
+        self, request: GenerateRequest, grammar: TokenStates | None = None, *, now_s: float, num_waiting: int
     ) -> list[Sequence]:
         """One sequence per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
         self.check(request, num_waiting)
@@ -50,9 +53,14 @@ class Admission:
             for choice in range(first, first + sampling.num_sequences)
             if choice not in resumes or not resumes[choice].finished
         ]
-        if grammar is not None:
-            for sequence in sequences:
+        report = PromptReport(request.num_prompt_logprobs or 0) if needs_prompt_logprobs(request) else None
+        restriction = restriction_of(sampling, self._limits.vocab_size)
+        for sequence in sequences:
+            sequence.prompt_report = report
+            sequence.restriction = restriction
+            if grammar is not None:
                 self._form(sequence, grammar)
+            begin(sequence)
         return sequences
 
     def check(self, request: GenerateRequest, num_waiting: int) -> None:
@@ -110,7 +118,7 @@ class Admission:
             num_resumed_tokens=len(resumed),
         )
 
-    def _form(self, sequence: Sequence, grammar: Grammar) -> None:
+    def _form(self, sequence: Sequence, grammar: TokenStates) -> None:
         """Set where the sequence is in its form, after the tokens that another engine generated."""
         resumed = sequence.token_ids[sequence.num_prompt_tokens :]
         if resumed and resumed[-1] in sequence.stop_ids:
@@ -136,6 +144,7 @@ class Admission:
         if len(prompt) >= limits.max_total_tokens:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
+        check_prompt_logprobs([request])
 
     def _check_choosing(self, request: GenerateRequest) -> None:
         """Refuse what does not go with answers that are chosen at the end: nothing can be streamed or continued
@@ -181,7 +190,7 @@ def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: in
     if sampling.use_beam_search:
         num_top = num_candidates(sampling, num_stop_ids, vocab_size)
         return msgspec.structs.replace(sampling, temperature=0.0, min_tokens=0, logprobs=num_top)
-    if sampling.num_sequences > sampling.n and sampling.logprobs is None:
+    if sampling.num_sequences > sampling.n and sampling.num_alternatives is None:
         return msgspec.structs.replace(sampling, logprobs=0)
     return sampling
 

@@ -79,12 +79,12 @@ def may_follow(sequence: Sequence, held: HeldChoices) -> bool:
 
     It may not if the sequence certainly ends with that step, aborted or at its limit; if choices are about to fork from
     it, because they share its last block, which must not be written meanwhile; if a beam search decides which token it
-    continues with; or if its form decides what may follow a token that is not known yet. (Sequences that are probed run
-    alone: `Scheduler.schedule`.) Whether a stop token ends a sequence is known too late: the sequence is computed once
-    too often, and that result is discarded.
+    continues with; or if its form or its bad words decide what may follow a token that is not known yet. (Sequences
+    that are probed run alone: `Scheduler.schedule`.) Whether a stop token ends a sequence is known too late: the
+    sequence is computed once too often, and that result is discarded.
     """
     if sequence.aborted or len(sequence.token_ids) + sequence.num_pending_tokens >= sequence.max_total_tokens:
         return False
-    if sequence.num_pending_tokens and (sequence.search is not None or sequence.grammar is not None):
+    if sequence.num_pending_tokens and (sequence.search is not None or sequence.needs_last_token):
         return False
     return not (held.num_held and held.fork_is_due(sequence))

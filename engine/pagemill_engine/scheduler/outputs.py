@@ -117,6 +117,7 @@ def _full(
         token_ids=[token_id],
         logprobs=entry,
         finish_reason=finish_reason,
+        prompt_logprobs=sequence.prompt_report.take() if first and sequence.prompt_report is not None else [],
         num_cached_tokens=sequence.num_cached_tokens if first else 0,
         num_preemptions=sequence.num_preemptions,
         queue_s=_queue_s(sequence) if first else 0.0,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -33,14 +33,16 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.load import engine_load
 from pagemill_engine.scheduler.outputs import OutputQueue
 from pagemill_engine.scheduler.policies import POLICIES
+from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
+from pagemill_engine.scheduler.token_masks import advance
 from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad
 
 if TYPE_CHECKING:
-    from pagemill_engine.grammar.compiler import Grammar
+    from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
 
@@ -60,6 +62,8 @@ class Scheduler:
         self._held = HeldChoices()
         self._sequences: dict[str, Sequence] = {}
         self._clients: dict[str, dict[int, Sequence]] = {}
+        self._reporting: dict[str, Sequence] = {}
+        """Sequences of requests that report log probabilities of their prompts."""
         self._outputs = OutputQueue()
         self._step = 0
         self._in_flight = InFlightSteps()
@@ -76,7 +80,7 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, grammar: Grammar | None = None) -> None:
+    def add(self, request: GenerateRequest, grammar: TokenStates | None = None) -> None:
         """Queue a request, whose answers have the form of `grammar`. Raises `PagemillError` if it can never run or too
         many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
@@ -86,6 +90,8 @@ class Scheduler:
         mine = self._clients.setdefault(request.request_id, known)
         for seq in seqs:  # register all before any may leave: the last one to leave removes the client's entry
             mine[seq.choice] = self._sequences[seq.request_id] = seq
+            if seq.prompt_report is not None:
+                self._reporting[seq.request_id] = seq
         live = []
         for seq in seqs:
             reason = finish_reason(seq) if seq.num_resumed_tokens else None
@@ -150,13 +156,26 @@ class Scheduler:
 
     def _launch(self, plan: StepPlan) -> None:
         """Count the step as run; its sampled tokens are pending from now on."""
+        if self._reporting:
+            plan.prompt_targets = prompt_targets(plan, self._reporting)
         self.kv.launch(plan.num_scheduled_tokens)
         for name in plan.samples:
             seq = self._sequences[name]
             seq.num_pending_tokens += 1
-            if seq.grammar is not None:
-                plan.token_masks[name] = seq.grammar.mask
+            if seq.token_mask is not None:
+                plan.token_masks[name] = seq.token_mask
+        if plan.token_masks:
+            self._begin_masks(plan.token_masks)
         self._in_flight.launch(plan)
+
+    def _begin_masks(self, names: Iterable[str]) -> None:
+        """While the step runs, the masks are computed that its sampling needs. One alone is faster without a thread."""
+        states = (self._sequences[name].grammar for name in names)
+        due = [found for state in states if state is not None and (found := state.due) is not None]
+        if len(due) > 1:
+            from pagemill_engine.grammar import masks  # llguidance: only requests that have a form need it
+
+            masks.begin_masks(due)
 
     def _schedule_decodes(self, step: StepBuilder) -> list[Sequence]:
         """Schedule all decodes. Returns the running sequences that are still in their prefill."""
@@ -240,7 +259,8 @@ class Scheduler:
         """Admit a waiting sequence if enough blocks are free. If no other sequence runs, they always are."""
         kv = self.kv
         while True:
-            computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)
+            reusable = reusable_blocks(seq, kv.block_size)
+            computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)[:reusable]
             num_computed_tokens = seq.num_computed_tokens or len(computed_blocks) * kv.block_size
             num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
             undisturbed = alone or not self._running
@@ -331,6 +351,7 @@ class Scheduler:
             self._void(in_flight, broken)
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
         seqs, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
+        targets = plan.prompt_targets
         for name, num_tokens in plan.num_scheduled_tokens.items():
             seq = seqs.get(name)
             if seq is None or name in discarded:
@@ -339,6 +360,8 @@ class Scheduler:
                 kv.commit(seq, num_tokens)
                 if held.num_held and not kv.being_written(seq):
                     self._fork_choices(seq)
+            if name in targets and seq.prompt_report is not None:
+                seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
             if seq.aborted:
                 self._finish(seq, "abort")
             elif name in samples:
@@ -430,7 +453,7 @@ class Scheduler:
             return
         seq.token_ids.append(token_id)
         seq.num_pending_tokens -= 1
-        if seq.grammar is not None and token_id not in seq.stop_ids and (fault := seq.grammar.advance(token_id)):
+        if seq.needs_last_token and (fault := advance(seq)):
             self._fail(seq, f"The answer was broken off: {fault}.")
             return
         reason = finish_reason(seq)
@@ -472,6 +495,7 @@ class Scheduler:
         if seq in self._probing:
             self._probing.remove(seq)
         del self._sequences[seq.request_id]
+        self._reporting.pop(seq.request_id, None)
         mine = self._clients[seq.client_request_id]
         del mine[seq.choice]
         if not mine:

@@ -12,10 +12,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
+from pagemill_engine.scheduler.prompt_logprobs import PromptReport
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from pagemill_engine.grammar.state import GrammarState
+    from pagemill_engine.grammar.token_state import TokenState
+    from pagemill_engine.scheduler.token_masks import Mask, Restriction
 
 
 class SequenceState(IntEnum):
@@ -69,8 +71,16 @@ class Sequence:
     first_scheduled_s: float | None = None
     search: BeamSearch[Sequence] | None = None
     """The beam search that the sequence belongs to."""
-    grammar: GrammarState | None = None
-    """Where it is in the form that its request prescribes."""
+    grammar: TokenState | None = None
+    """Where it is in what its request prescribes: a form, a budget of reasoning."""
+    restriction: Restriction | None = None
+    """Which tokens its request allows beside that."""
+    token_mask: Mask | TokenState | None = None
+    """What may follow its known tokens, by both; the state alone computes its mask later. `None`: any token."""
+    needs_last_token: bool = False
+    """What may follow depends on tokens of the output."""
+    prompt_report: PromptReport | None = None
+    """What the client request reports of its prompt."""
 
     @property
     def num_tokens(self) -> int:

@@ -8,11 +8,15 @@ admitted sequence and applies the differences to it. Neither side imports the ot
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.token_state import TokenState
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +38,18 @@ class AdmittedSequence:
     eos_token_ids: list[int] = field(default_factory=list)
     """End-of-sequence tokens that apply to the sequence (none with `ignore_eos`): together with
     `sampling.stop_token_ids` they are masked until `min_tokens` tokens were generated."""
+
+
+@dataclass(slots=True, frozen=True)
+class PromptTargets:
+    """Prompt tokens whose log probabilities a step reports: each follows a token that the step computes."""
+
+    first: int
+    """Index of the first one among the prompt's tokens that have one, which are all but the first token."""
+    offset: int
+    """Index among the request's tokens of this step of the one that the first target follows."""
+    token_ids: list[int]
+    num_top: int
 
 
 @dataclass(slots=True)
@@ -61,9 +77,11 @@ class StepPlan:
     runner."""
     samples: set[str] = field(default_factory=set)
     """Requests that sample a token in this step. The runner appends the token to its sequence itself."""
-    token_masks: dict[str, NDArray[np.int32]] = field(default_factory=dict)
-    """For requests that sample and have a form: a bit for each token that may follow, 32 a word. Read it before `wait`
-    returns."""
+    token_masks: dict[str, NDArray[np.int32] | TokenState] = field(default_factory=dict)
+    """For requests that sample and may not take every token: a bit for each that may follow, 32 a word, or the state
+    that has it. Read it after the forward pass is under way and before `wait` returns."""
+    prompt_targets: dict[str, PromptTargets] = field(default_factory=dict)
+    """For requests that report log probabilities of their prompts."""
     decode_context_tokens: int = 0
     """Context tokens that the step's decodes read, summed; for the step-time model."""
     chunk_context_products: int = 0
@@ -91,5 +109,7 @@ class StepResult:
     token_ids: dict[str, int] = field(default_factory=dict)
     """One sampled token for each request in `StepPlan.samples` that did not fail."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    """One for each token of `StepPlan.prompt_targets`."""
     failed: dict[str, str] = field(default_factory=dict)
     """Requests that this step broke (non-finite logits and the like), with the reason; the others go on."""

@@ -23,13 +23,14 @@ def main(argv: list[str] | None = None) -> int:
     # A container's first process ignores the signal unless it says what to do, and imports take a while.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from pagemill_engine.ipc.process import EngineProcess
-    from pagemill_engine.server.failure import KUBERNETES_LOG, StartupError, write_termination
+    from pagemill_engine.server.failure import KUBERNETES_LOG, StartupError, disk_full, write_termination
     from pagemill_engine.server.settings import load_settings
+    from pagemill_protocol import logs
 
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.server", description="Serve one model.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file with `engine` and `server`.")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.WARNING, format="server %(levelname)s %(name)s: %(message)s")
+    logs.configure(logging.WARNING, process="server")
     termination_log = str(KUBERNETES_LOG) if KUBERNETES_LOG.exists() else None
     try:
         settings = load_settings(arguments.settings)
@@ -42,9 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(write_termination(error.termination, termination_log) + "\n")
         return 1
     except Exception as error:
-        # A fault of our own is reported in the object's status as well.
-        logging.getLogger(__name__).exception("the server ends by a fault of its own")
-        failure = StartupError("ServerFailed", f"{type(error).__name__}: {error}")
+        failure = disk_full(error) or StartupError("ServerFailed", f"{type(error).__name__}: {error}")
+        if failure.termination.reason == "ServerFailed":
+            # A fault of our own is reported in the object's status as well.
+            logging.getLogger(__name__).exception("the server ends by a fault of its own")
         sys.stderr.write(write_termination(failure.termination, termination_log) + "\n")
         return 1
     return 0

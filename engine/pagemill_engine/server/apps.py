@@ -12,18 +12,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill_engine.server import health, internal_routes, metrics, openai_routes, sleep_routes
+from pagemill_engine.server import health, internal_routes, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
+from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.door import Door, install_error_handlers
-from pagemill_protocol.http.guard import ControlGuard
-from pagemill_protocol.openai.openapi import OPENAPI_PATH, document
+from pagemill_protocol.http.guard import ControlGuard, HostGuard
+from pagemill_protocol.openapi import OPENAPI_PATH, document
 
 
 async def show_metrics(request: Request) -> Response:
     context: ServerContext = request.app.state.context
-    return Response(context.metrics.render(), media_type=metrics.CONTENT_TYPE)
+    scrape = context.metrics.scrape(request.headers.get("accept", ""))
+    return Response(scrape.body, headers={"content-type": scrape.content_type})
 
 
 async def show_version(request: Request) -> Response:
@@ -52,7 +55,7 @@ DATA_ROUTES = [
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
     *(Route(each.path, keyed(openai_routes.generate_route(each)), methods=["POST"]) for each in dialects().values()),
-    Route("/tokenize", keyed(openai_routes.tokenize), methods=["POST"]),
+    *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),
     Route("/internal/allowance", internal_routes.allowance, methods=["POST"]),
@@ -71,7 +74,9 @@ CONTROL_ROUTES = [
 
 def data_app(context: ServerContext) -> ASGIApp:
     """`/internal/generate` guards itself: all other routes are for clients."""
-    return _app(context, DATA_ROUTES, lambda app: app)
+    server = context.settings.server
+    is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
+    return _app(context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app)
 
 
 def control_app(context: ServerContext) -> ASGIApp:

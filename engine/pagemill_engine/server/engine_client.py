@@ -209,7 +209,9 @@ class EngineClient:
         try:
             progress = running.processor.push(output)
         except Exception:
-            logger.exception("request %s failed while its output was processed", running.request_id)
+            logger.exception(
+                "a request failed while its output was processed", extra={"request_id": running.request_id}
+            )
             self._fail(output.request_id, internal_error())
             return
         self._metrics.tokens(running.timing, output, len(running.processor.request.prompt_token_ids))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from pagemill_protocol.settings import full_disk_message
+
 MAX_TERMINATION_BYTES = 4096
 """Kubernetes keeps no more of a termination message."""
 
@@ -33,6 +35,12 @@ class StartupError(Exception):
     def __init__(self, reason: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.termination = Termination(reason, message, field)
+
+
+def disk_full(error: Exception) -> StartupError | None:
+    """The cause where `error` is that of a full disk, such as the one of the temporary folder."""
+    message = full_disk_message(error) if isinstance(error, OSError) else None
+    return StartupError("TemporaryFolderFull", message) if message else None
 
 
 def write_termination(termination: Termination, path: str | None) -> str:

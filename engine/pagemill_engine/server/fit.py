@@ -11,7 +11,8 @@ from pathlib import Path
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.memory import memory_limit
 from pagemill_engine.server.failure import StartupError
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 
 RUNTIME_BYTES = 256 * 1024**2
 """Memory of both processes without a model, a low estimate."""

@@ -65,6 +65,7 @@ async def state(request: Request) -> Response | StateResponse:
 
 async def bundle(request: Request) -> Response:
     context = context_of(request)
+    await read_body(request.receive)  # a sender that is cut off within its body may lose the answer
     tokenizer_bundle = context.loaded_tokenizer().bundle
     headers = {BUNDLE_DIGEST_HEADER: tokenizer_bundle.digest}
     return Response(tokenizer_bundle.to_bytes(), media_type=MSGPACK_CONTENT_TYPE, headers=headers)

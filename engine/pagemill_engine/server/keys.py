@@ -1,22 +1,29 @@
-"""The API keys that the OpenAI routes ask for, where a server has a file of them; else they ask for none.
+"""What the OpenAI routes ask for: API keys where a server has a file of them, the internal token behind a gateway
+(`only_gateways`), else nothing.
 
 Format and look-up are `pagemill_protocol.keys`'s, as at gateways. Limits are a gateway's: an entry that names one is
-refused here, since it would not be kept. Who may call `/internal/*` is `tokens`'s.
+refused here, since it would not be kept. Who may call `/internal/*` is `tokens`'s. Routes find
+the caller in `request.state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
 from pagemill_engine.config import ServerConfig
 from pagemill_engine.server.failure import StartupError
+from pagemill_protocol.http.guard import require_token
+from pagemill_protocol.keys.caller import ANONYMOUS
 from pagemill_protocol.keys.entries import EntryError, parse_entry
 from pagemill_protocol.keys.file import KeysFileError, check_keys_file, open_keys_file
 from pagemill_protocol.keys.ring import KeyRing
+
+if TYPE_CHECKING:
+    from pagemill_engine.server.context import ServerContext
 
 ENFORCED = "Leave it out, or serve through `pagemill gateway`, which keeps it."
 Result = TypeVar("Result")
@@ -44,7 +51,12 @@ def keyed(route: Callable[[Request], Awaitable[Result]]) -> Callable[[Request], 
     """The route for those who have a key; others get 401 before their body is read."""
 
     async def guarded(request: Request) -> Result:
-        request.app.state.context.keys.authenticate(request.scope)
+        context: ServerContext = request.app.state.context
+        if context.settings.server.only_gateways:
+            require_token(request.scope, context.tokens)
+            request.state.caller = ANONYMOUS
+        else:
+            request.state.caller = context.keys.authenticate(request.scope)
         return await route(request)
 
     return guarded

@@ -44,6 +44,7 @@ from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillErro
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
 from pagemill_protocol.text.bundle import TokenizerBundle
+from pagemill_protocol.text.generation_defaults import with_defaults
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
@@ -288,7 +289,7 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         path = resolve_source(config.model, field="model")
         if not config.null_runner:
             check_fits(config, path)
-        bundle = load_bundle(path)
+        bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
         return bundle, Tokenizer(bundle, chat_template=config.chat_template)
     except SourceError as error:

@@ -17,10 +17,9 @@ from pagemill_engine.output.processor import OutputProcessor
 from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.metrics import ENGINE_METRICS, Metrics
+from pagemill_protocol.metrics import ENGINE_METRICS, Metrics, Scrape
 from pagemill_protocol.state import EngineLoad
 
-CONTENT_TYPE = names.CONTENT_TYPE
 NO_PART_OF_THE_START = ("ready", "draining", "sleeping", "waking")
 
 
@@ -54,9 +53,8 @@ class ServerMetrics:
         ):
             self._metrics.gauge(spec).set(0)
 
-    def render(self) -> bytes:
-        """The text of a scrape."""
-        return self._metrics.render()
+    def scrape(self, accept: str) -> Scrape:
+        return self._metrics.scrape(accept)
 
     # -- the process ---------------------------------------------------------------------------------------------
 

@@ -18,12 +18,15 @@ from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_protocol.dialects.base import Dialect, Preparation
+from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.door import check_json_content_type, read_body
+from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.keys.scope import cache_salt
 from pagemill_protocol.openai import prepare, render
 from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
+from pagemill_protocol.openai.schemas import DetokenizeRequest
 
 
 def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResponse]]:
@@ -32,15 +35,21 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
     async def generate(request: Request) -> AnswerResponse:
         context: ServerContext = request.app.state.context
         raw = await _read(request)
-        return _answer(context, await context.off_loop(lambda: _prepare(context, dialect, raw), len(raw)))
+        caller: Caller = request.state.caller
+        return _answer(context, await context.off_loop(lambda: _prepare(context, dialect, raw, caller), len(raw)))
 
     return generate
 
 
-async def tokenize(request: Request) -> Response:
-    context: ServerContext = request.app.state.context
-    raw = await _read(request)
-    return _json(await context.off_loop(lambda: _tokenize(context, raw), len(raw)))
+def count_route(count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
+    """A route that counts the tokens of a prompt."""
+
+    async def route(request: Request) -> Response:
+        context: ServerContext = request.app.state.context
+        raw = await _read(request)
+        return _json(await context.off_loop(lambda: _tokenize(context, count, raw), len(raw)))
+
+    return route
 
 
 async def detokenize(request: Request) -> Response:
@@ -96,27 +105,31 @@ def _answer(context: ServerContext, requests: list[GenerateRequest]) -> AnswerRe
     return kind(requests, answer, lambda: abort(context, answer))
 
 
-def _prepare(context: ServerContext, dialect: Dialect, raw: bytes) -> list[GenerateRequest]:
+def _prepare(context: ServerContext, dialect: Dialect, raw: bytes, caller: Caller) -> list[GenerateRequest]:
     body = dialect.parse(raw)
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
-    sampling = prepare.within_vocabulary(body.sampling(), tokenizer)
+    sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
     prepare.check_form(body.fields)
-    preparation = Preparation(ready.max_model_len, dialect.new_request_id(), int(time.time()), parsers=context.parsers)
+    settings = context.settings.engine
+    salt = cache_salt(settings.prefix_scope, settings.model, caller)
+    preparation = Preparation(
+        ready.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=context.parsers
+    )
     requests = body.prepare(tokenizer, preparation, sampling, None)
     return [prepare.with_seed(request, lambda: _seed(context)) for request in requests]
 
 
-def _tokenize(context: ServerContext, raw: bytes) -> bytes:
-    body = parse_body(raw, TokenizeRequest)
+def _tokenize(context: ServerContext, count: TokenCount, raw: bytes) -> bytes:
+    body = count.parse(raw)
     if body.model:
         context.check_model(body.model)
     tokenizer = context.loaded_tokenizer()
     _, ready = context.ready_engine()
     token_ids = prepare.tokenize(body, tokenizer, ready.max_model_len)
     texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-    return render.tokenize_body(token_ids, ready.max_model_len, texts)
+    return count.body(token_ids, ready.max_model_len, texts)
 
 
 def _detokenize(context: ServerContext, raw: bytes) -> bytes:

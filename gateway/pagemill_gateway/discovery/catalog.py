@@ -9,6 +9,10 @@ import msgspec
 from pagemill_protocol.catalog import Catalog, CatalogModel
 from pagemill_protocol.errors import PagemillError, invalid_field
 
+MAX_MODELS = 10_000
+MAX_ENDPOINTS = 1024
+"""Of all models together: each has a state stream of its own."""
+
 
 def decode_catalog(raw: bytes) -> Catalog:
     """Raises `PagemillError` 400 that names the invalid part; nothing of an invalid catalogue is applied."""
@@ -22,6 +26,15 @@ def decode_catalog(raw: bytes) -> Catalog:
 
 def check_catalog(catalog: Catalog) -> None:
     """Raises `PagemillError` 400 for the first thing that cannot be served."""
+    num_endpoints = sum(len(model.endpoints) for model in catalog.models)
+    for what, number, most in (
+        ("models", len(catalog.models), MAX_MODELS),
+        ("endpoints", num_endpoints, MAX_ENDPOINTS),
+    ):
+        if number > most:
+            raise invalid_field(
+                "models", f"The catalogue has {number} {what}; at most {most} are taken. Use more gateways."
+            )
     deployments: set[tuple[str, str]] = set()
     endpoint_ids: set[str] = set()
     for index, model in enumerate(catalog.models):

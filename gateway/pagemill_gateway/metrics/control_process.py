@@ -6,6 +6,7 @@ A worker's counters are kept when it ends, so that totals do not fall when a wor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.queue import queues
@@ -20,17 +21,20 @@ class ControlProcessMetrics:
     def __init__(self) -> None:
         self._metrics = specs.Metrics(specs.GATEWAY_METRICS)
         self._endpoints: set[tuple[str, str]] = set()
-        self._models: set[str] = set()
+        self._variants: set[tuple[str, str]] = set()
+        """Models with the deployments that serve them."""
         self._queued_models: set[str] = set()
         self._counted: dict[tuple[str, str, str], int] = {}
         """By metric, deployment and outcome: the brain's value at the latest scrape."""
         self._departed: specs.Samples = {}
+        self._has_redis = False
 
     def decided_alone(self) -> None:
         """Redis could not be asked."""
         self._metrics.counter(specs.GATEWAY_LIMITS_ALONE).inc()
 
     def redis_up(self, up: bool) -> None:
+        self._has_redis = True
         self._metrics.gauge(specs.GATEWAY_REDIS_UP).set(int(up))
 
     def keys_file_valid(self, valid: bool) -> None:
@@ -45,8 +49,10 @@ class ControlProcessMetrics:
         self._metrics.counter(specs.GATEWAY_WORKERS_LOST).inc(int(lost))
         self._departed = specs.add_up([self._departed, _totals(samples)])
 
-    def render(self, brain: LocalBrain, workers: list[specs.Samples], *, ready: bool, current: bool) -> bytes:
-        """The text of a scrape, with current gauges."""
+    def scrape(
+        self, brain: LocalBrain, workers: list[specs.Samples], *, ready: bool, current: bool, accept: str
+    ) -> specs.Scrape:
+        """With current gauges, in the format that `accept` asks for."""
         self._metrics.gauge(specs.GATEWAY_READY).set(int(ready))
         self._metrics.gauge(specs.GATEWAY_CATALOG_CURRENT).set(int(current))
         self._metrics.gauge(specs.GATEWAY_WORKERS).set(len(workers))
@@ -54,21 +60,24 @@ class ControlProcessMetrics:
         self._set_deployments(brain)
         departed = _of_endpoints(self._departed, brain.registry.endpoints)
         together = specs.add_up([self._metrics.samples(), departed, *workers])
-        return specs.render_samples(specs.GATEWAY_METRICS, together)
+        if not self._has_redis:
+            # A gauge without labels has a value from the start, and 0 would say that Redis is away.
+            del together[specs.GATEWAY_REDIS_UP.name]
+        return specs.scrape_samples(specs.GATEWAY_METRICS, together, accept)
 
     def _set_deployments(self, brain: LocalBrain) -> None:
         deployments = brain.registry.deployments.values()
         self._metrics.gauge(specs.GATEWAY_CATALOG_MODELS).set(len({each.model.name for each in deployments}))
-        phases = dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0)
-        self._models = {deployment.model.name for deployment in deployments}
-        phases.update(dict.fromkeys(((model, phase) for model in self._models for phase in PHASES), 0))
+        variants = {(deployment.model.name, deployment.key) for deployment in deployments}
+        phases = dict.fromkeys(product(self._variants | variants, PHASES), 0)
+        self._variants = variants
         self._set_queues(brain)
         self._count(brain)
         endpoints: set[tuple[str, str]] = set()
         for deployment in deployments:
             model = deployment.model.name
             for record in deployment.records:
-                phases[model, brain.phase(record)] += 1
+                phases[(model, deployment.key), brain.phase(record)] += 1
                 endpoints.add((model, record.endpoint.id))
                 labels = {"model": model, "endpoint": record.endpoint.id}
                 self._metrics.gauge(specs.GATEWAY_ENDPOINT_IN_FLIGHT, **labels).set(record.in_flight)
@@ -76,15 +85,16 @@ class ControlProcessMetrics:
                 age_s = brain.state_age_s(record)
                 if age_s is not None:
                     self._metrics.gauge(specs.GATEWAY_STATE_AGE_SECONDS, **labels).set(age_s)
-        for (model, phase), count in phases.items():
-            self._metrics.gauge(specs.GATEWAY_ENDPOINTS, model=model, phase=phase).set(count)
+        for ((model, variant), phase), count in phases.items():
+            self._metrics.gauge(specs.GATEWAY_ENDPOINTS, model=model, variant=variant, phase=phase).set(count)
         self._forget(self._endpoints - endpoints)
         self._endpoints = endpoints
 
     def _set_queues(self, brain: LocalBrain) -> None:
         """Deployments that share a name share its series."""
-        waiting = {model: [QueueState()] for model in self._models | self._queued_models}
-        self._queued_models = set(self._models)
+        models = {model for model, _ in self._variants}
+        waiting = {model: [QueueState()] for model in models | self._queued_models}
+        self._queued_models = models
         for deployment in brain.registry.deployments.values():
             waiting[deployment.model.name].append(brain.queues.state(deployment.key))
         for model, states in waiting.items():

@@ -28,23 +28,26 @@ class WorkerMetrics:
 
     def finished(self, record: RequestRecord) -> None:
         """One request is over, served or not."""
-        model = record.model
-        self._metrics.counter(specs.GATEWAY_REQUESTS, model=model, route=record.route, status=str(record.status)).inc()
+        model, variant = record.model, record.deployment
+        labels = {"model": model, "variant": variant, "route": record.route, "status": str(record.status)}
+        self._metrics.counter(specs.GATEWAY_REQUESTS, **labels).inc()
         if record.status >= 400 and not record.endpoints:
             self._metrics.counter(specs.GATEWAY_REJECTED, code=record.error_code or str(record.status)).inc()
         if record.prepare_s is None:
             return
         self._metrics.gauge(specs.GATEWAY_IN_FLIGHT, model=model).dec()
-        self._metrics.histogram(specs.GATEWAY_REQUEST_SECONDS, model=model).observe(record.duration_s())
+        duration = self._metrics.histogram(specs.GATEWAY_REQUEST_SECONDS, model=model, variant=variant)
+        duration.observe(record.duration_s())
         if record.stream and record.ttft_s is not None:
-            self._metrics.histogram(specs.GATEWAY_TTFT_SECONDS, model=model).observe(record.ttft_s)
+            ttft = self._metrics.histogram(specs.GATEWAY_TTFT_SECONDS, model=model, variant=variant)
+            ttft.observe(record.ttft_s)
         usage = record.usage
         for kind, tokens in (
             ("prompt", usage.prompt_tokens),
             ("cached", usage.cached_tokens),
             ("completion", usage.completion_tokens),
         ):
-            self._metrics.counter(specs.GATEWAY_TOKENS, model=model, kind=kind).inc(tokens)
+            self._metrics.counter(specs.GATEWAY_TOKENS, model=model, variant=variant, kind=kind).inc(tokens)
 
     def routed(self, model: str, assignment: Assignment, seconds: float) -> None:
         self._metrics.histogram(specs.GATEWAY_ROUTING_SECONDS, model=model).observe(seconds)

@@ -49,7 +49,7 @@ async def serve_data(setup: Setup) -> None:
     stop = Stop()
     try:
         with stop.on_signals():
-            async with serving(data_app(worker), setup.listening_socket(), setup.config) as data:
+            async with serving(data_app(worker), setup.listening_socket(), setup.config, setup.config.tls) as data:
                 collect_seldom()
                 connected = asyncio.create_task(line.wait_connected())
                 connected.add_done_callback(lambda _: None if connected.cancelled() else say_up())

@@ -67,9 +67,11 @@ class Delivery:
     def begin(self, choice: Assignment) -> bytes:
         """The body of one attempt. Each has its own id: the engine may not know yet that the previous one has ended."""
         self.attempts.chose(choice.endpoint_id)
-        self.attempt = self.record.chosen(choice)
         request = self.journal.continuation()
         self.continues = bool(request.resume)
+        before = self.attempt if self.continues else None
+        self.attempt = self.record.chosen(choice)
+        self.attempt.continued, self.attempt.num_continued_tokens = before, self.journal.num_kept
         if self.attempts.count > 1:
             request_id = f"{request.request_id}-try{self.attempts.count}"
             response_id = request.response_id or request.request_id

@@ -14,12 +14,10 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import msgspec
-from pydantic import BaseModel
 
 from pagemill_gateway.brain.interface import Brain, QueueTicket, RoutingRequest, Target
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
-from pagemill_gateway.limits.scope import cache_salt
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
@@ -28,8 +26,8 @@ from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
-from pagemill_protocol.openai.parse import parse_body
-from pagemill_protocol.openai.prepare import check_form, with_seed, within_vocabulary
+from pagemill_protocol.keys.scope import cache_salt
+from pagemill_protocol.openai.prepare import check_form, needs_check, with_seed, within_vocabulary
 from pagemill_protocol.openai.schemas import SamplingFields
 from pagemill_protocol.preparation_threads import PreparationThreads
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -37,7 +35,6 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 INLINE_BODY_BYTES = 4096
 NUM_THREADS = 8
 
-Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 
@@ -61,9 +58,9 @@ class Preparation:
     def close(self) -> None:
         self._threads.close()
 
-    async def parse(self, raw: bytes, schema: type[Model]) -> Model:
-        """The body as `schema`. Raises `PagemillError` 400."""
-        return await self._inline_or_in_thread(lambda: parse_body(raw, schema), len(raw))
+    async def parse(self, raw: bytes, parse: Callable[[bytes], T]) -> T:
+        """The body, read by `parse`. Raises `PagemillError` 400."""
+        return await self._inline_or_in_thread(partial(parse, raw), len(raw))
 
     async def in_thread(self, work: Callable[[], T], body_bytes: int) -> T:
         """What `work` returns, which deals with a body of that size."""
@@ -85,10 +82,12 @@ class Preparation:
         """
         body = await self._inline_or_in_thread(partial(dialect.parse, raw), len(raw))
         sampling = body.sampling()
-        if sampling.structured_outputs is not None:
+        if needs_check(body.fields):
             await self.in_thread(partial(check_form, body.fields), len(raw))
         target = await self._find(body.fields, caller, ticket, write)
         tokenizer = await self.tokenizer(target)
+        if defaults := tokenizer.bundle.sampling_defaults:
+            sampling = body.sampling(defaults)
         sampling = within_vocabulary(sampling, tokenizer)
         salt = cache_salt(target.prefix_scope, target.deployment, caller)
         preparation = base.Preparation(

@@ -19,11 +19,14 @@ _KEY_BYTES = 16
 def make_routing_request(
     request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes
 ) -> RoutingRequest:
+    prefix_chunks: tuple[bytes, ...] = ()
+    if request.num_prompt_logprobs is None:  # otherwise an engine computes all of the prompt, whatever it has cached
+        prefix_chunks = hashes.hashes(
+            target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
+        )
     return RoutingRequest(
         num_prompt_tokens=len(request.prompt_token_ids),
-        prefix_chunks=hashes.hashes(
-            target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
-        ),
+        prefix_chunks=prefix_chunks,
         prefix_chunk_tokens=target.scheme.prefix_chunk_tokens,
         prompt_key=prompt_key,
         session=session,

@@ -16,14 +16,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.worker import Worker
+from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.door import request_id
 
 logger = logging.getLogger("pagemill.gateway.access")
 
-ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version"})
+ROUTES = {
+    *(each.path for each in dialects().values()),
+    *(each.path for each in TOKEN_COUNTS),
+    *("/v1/models", "/detokenize", "/version"),
+}
 ROUTE_HEADER = b"x-pagemill-route"
-"""On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; number of the decision. Not
-on a stream that had to begin with a comment, before the engine was known.
+"""On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; and for clients
+without a key, the number of the decision. Not on a stream that had to begin with a comment, before the engine was
+known.
 """
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """On an answer that another engine continued before its headers were sent."""
@@ -119,6 +126,7 @@ def _line(record: RequestRecord, method: str, trace_id: str) -> str:
         "response_id": record.response_id,
         "stream": record.stream,
         "endpoints": record.endpoints[:8],
+        "decision": record.decision,
         "retries": record.num_retries,
         "queued_ms": round(record.queued_s * 1000, 1),
         "migrations": record.num_migrations,

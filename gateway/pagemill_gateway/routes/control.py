@@ -18,7 +18,6 @@ from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
 from pagemill_protocol.http.door import read_body
-from pagemill_protocol.metrics import CONTENT_TYPE
 
 DEFAULT_DECISIONS = 20
 
@@ -50,7 +49,8 @@ class ControlRoutes:
         return LoadStream(self._head)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(await self._head.metrics_text(), headers={"content-type": CONTENT_TYPE})
+        scrape = await self._head.scrape(request.headers.get("accept", ""))
+        return Response(scrape.body, headers={"content-type": scrape.content_type})
 
     async def status(self, request: Request) -> Response:
         deployments = self._head.brain.registry.deployments.values()

@@ -46,7 +46,7 @@ class GenerateRoute:
         worker = self._worker
         record = record_of(scope)
         caller = worker.keys.authenticate(scope)
-        record.tenant = caller.tenant
+        record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
         timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
         check_json_content_type(scope)
         with worker.gate.enter() as slot:

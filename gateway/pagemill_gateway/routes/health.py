@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.ports import ControlProcessPort
-from pagemill_protocol.openai.openapi import document
+from pagemill_protocol.openapi import document
 
 VERSION = version("pagemill-gateway")
 

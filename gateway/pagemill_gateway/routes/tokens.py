@@ -1,11 +1,12 @@
-"""`POST /tokenize` and `/detokenize`, answered by the gateway itself with the model's tokenizer.
+"""The routes that count tokens, and `POST /detokenize`: answered by the gateway itself with the model's tokenizer.
 
 To a key's limits they are requests, and their tokens count like those of a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,11 +17,13 @@ from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.worker import Worker
+from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.http.door import check_json_content_type, error_response
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai import prepare, render
-from pagemill_protocol.openai.schemas import DetokenizeRequest, TokenizeRequest
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.schemas import DetokenizeRequest
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 CHARS_PER_TOKEN = 4
@@ -31,16 +34,20 @@ class TokenRoutes:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
-    async def tokenize(self, request: Request) -> Response:
+    def count_route(self, count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
+        """A route that counts the tokens of a prompt."""
+        return partial(self._tokenize, count)
+
+    async def _tokenize(self, count: TokenCount, request: Request) -> Response:
         caller = self._enter(request)
         with self._worker.gate.enter() as slot:
-            body = await self._worker.preparation.parse(await self._read(request, slot), TokenizeRequest)
+            body = await self._worker.preparation.parse(await self._read(request, slot), count.parse)
             target = await self._resolve(body.model, caller)
 
             def answer(tokenizer: Tokenizer) -> tuple[int, bytes]:
                 token_ids = prepare.tokenize(body, tokenizer, target.max_model_len)
                 texts = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
-                return len(token_ids), render.tokenize_body(token_ids, target.max_model_len, texts)
+                return len(token_ids), count.body(token_ids, target.max_model_len, texts)
 
             expected_tokens = body.num_chars // CHARS_PER_TOKEN + 1
             return await self._counted(caller, expected_tokens, target, slot, answer)
@@ -48,7 +55,9 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         caller = self._enter(request)
         with self._worker.gate.enter() as slot:
-            body = await self._worker.preparation.parse(await self._read(request, slot), DetokenizeRequest)
+            body = await self._worker.preparation.parse(
+                await self._read(request, slot), lambda raw: parse_body(raw, DetokenizeRequest)
+            )
             target = await self._resolve(body.model, caller)
 
             def answer(tokenizer: Tokenizer) -> tuple[int, bytes]:

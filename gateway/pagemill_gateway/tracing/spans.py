@@ -3,6 +3,7 @@
     POST /v1/chat/completions          gateway, server; GenAI attributes
       prepare                          checks, template, tokens
       queue                            each wait for capacity
+      migration                        from the end of an engine's part to the first token of the next one's
       chat smollm2                     one attempt at one engine, client
         queue, prefill, decode         that engine; its own queue time, the rest by the gateway's clock
 
@@ -79,7 +80,24 @@ def _record_parts(record: RequestRecord, within: Context, tracers: Tracers, cloc
         if attempt.queued_s:
             span = tracers.gateway.start_span("queue", within, start_time=clock(attempt.started_at - attempt.queued_s))
             span.end(clock(attempt.started_at))
+        _record_migration(attempt, within, tracers, clock)
         _record_attempt(record, attempt, within, tracers, clock)
+
+
+def _record_migration(attempt: AttemptRecord, within: Context, tracers: Tracers, clock: SpanClock) -> None:
+    """What the client waits for while another engine takes an answer over."""
+    before = attempt.continued
+    if before is None:
+        return
+    attributes: dict[str, AttributeValue] = {
+        "pagemill.migration.reason": before.outcome,
+        "pagemill.migration.from": before.endpoint_id,
+        "pagemill.migration.to": attempt.endpoint_id,
+        "pagemill.migration.num_tokens": attempt.num_continued_tokens,
+    }
+    start, end = _end(before), attempt.first_token_at or _end(attempt)
+    span = tracers.gateway.start_span("migration", within, attributes=attributes, start_time=clock(start))
+    span.end(clock(end))
 
 
 def _record_attempt(
@@ -106,8 +124,8 @@ def _record_attempt(
 
 
 def _phases(attempt: AttemptRecord) -> Iterator[tuple[str, float, float]]:
-    """The phases in the engine, for an answer that came to its end; for others they are unknown."""
-    if attempt.first_token_at is None or attempt.outcome != "served":
+    """The phases in the engine, as soon as a token came; before that they are unknown."""
+    if attempt.first_token_at is None:
         return
     scheduled_at = min(attempt.started_at + attempt.engine_queue_s, attempt.first_token_at)
     yield "queue", attempt.started_at, scheduled_at

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagemill_kernels.gpu.build_tools import why_not_built
 from pagemill_kernels.gpu.driver import why_no_device
 
 OLDEST_CAPABILITY = (8, 0)
@@ -44,7 +45,7 @@ def why_absent() -> str | None:
         name = torch.cuda.get_device_name()
         has = f"{name} has compute capability {capability[0]}.{capability[1]}"
         return f"{has}, 8.0 is the oldest supported; take another GPU"
-    return None
+    return why_not_built()
 
 
 def why_no_fp8() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch
@@ -29,3 +30,14 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
         cache.shape[2],
         launch.num_threads(),
     )
+
+
+def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
+    """The write alone, of keys that do not turn: their angle is zero, and all finite values stay as they are."""
+    angles = (len(heads), 1, heads.shape[2] // 2)
+    rope_and_store(heads, num_heads, torch.ones(angles), torch.zeros(angles), cache, slots)
+
+
+def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
+    """slot_mapping: int64 [tokens], block id * block_size + offset; as it is, since each head finds its own place."""
+    return slot_mapping.contiguous()

@@ -49,6 +49,17 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
     )
 
 
+def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
+    """The write alone, of keys that do not turn: their angle is zero, and all finite values stay as they are."""
+    angles = (len(heads), 1, heads.shape[2] // 2)
+    rope_and_store(heads, num_heads, heads.new_ones(angles), heads.new_zeros(angles), cache, slots)
+
+
+def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
+    """slot_mapping: int64 [tokens], block id * block_size + offset; as it is, since each head finds its own place."""
+    return slot_mapping.contiguous()
+
+
 def _check(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
     num_tokens, width, head_dim = heads.shape
     floats = {} if cache.dtype in LARGEST_CODES else {"cache": cache}

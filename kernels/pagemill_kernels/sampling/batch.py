@@ -58,12 +58,30 @@ class Penalties(NamedTuple):
     """int32 [places, vocab]: occurrences. The sampled tokens are added to them."""
 
 
+class NamedTokens(NamedTuple):
+    """Tokens whose log probabilities are wanted by name: one entry each."""
+
+    places: NDArray[np.int64]
+    """The report's place in `Reports`."""
+    columns: NDArray[np.int64]
+    """Its place among the alternatives of the report."""
+    token_ids: NDArray[np.int64]
+
+
 class Reports(NamedTuple):
     """Rows whose log probabilities are wanted."""
 
     rows: NDArray[np.int64]
     num_top: NDArray[np.int64]
-    """How many of the most likely tokens beside the chosen one."""
+    """How many of the most likely tokens beside the chosen one; 0 where tokens are named."""
+    named: NamedTokens | None = None
+
+    @property
+    def widths(self) -> NDArray[np.int64]:
+        """[reports]: alternatives of each."""
+        if self.named is None:
+            return self.num_top
+        return self.num_top + np.bincount(self.named.places, minlength=len(self.rows))
 
 
 class SamplingBatch(NamedTuple):
@@ -88,9 +106,10 @@ class Logprobs(NamedTuple):
     ranks: NDArray[np.int64]
     """[rows]: 1 and how many tokens are more likely than the chosen one."""
     top: NDArray[np.float32]
-    """[rows, most of `num_top`], falling; what lies beyond a row's own number means nothing."""
+    """[rows, most of `widths`], falling, or as the tokens are named; what lies beyond a row's own number means
+    nothing."""
     top_ids: NDArray[np.int64]
-    """[rows, most of `num_top`]."""
+    """[rows, most of `widths`]."""
 
 
 class SampledTokens(NamedTuple):

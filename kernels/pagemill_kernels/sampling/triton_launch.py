@@ -14,7 +14,16 @@ from torch import Tensor
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.sampling import arithmetic, triton_body
-from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SampledTokens, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.batch import (
+    Draws,
+    Edits,
+    NamedTokens,
+    Penalties,
+    Reports,
+    SampledTokens,
+    SamplingBatch,
+    TokenMasks,
+)
 from pagemill_kernels.sampling.drawn import Drawn
 from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
@@ -151,7 +160,7 @@ def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor
     launch.check_types("sampling", torch.int64, tokens=tokens)
     launch.check_shape("sampling", "tokens", tokens, (len(raw_logits),))
     vocab_size = raw_logits.shape[1]
-    shape = (len(reports.rows), 1 + int(reports.num_top.max()))
+    shape = (len(reports.rows), 1 + int(reports.widths.max()))
     values = torch.empty(shape, dtype=torch.float32, device=raw_logits.device)
     ids = torch.empty(shape, dtype=torch.int32, device=raw_logits.device)
     triton_body.report[(shape[0],)](
@@ -167,7 +176,20 @@ def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor
         enable_fp_fusion=True,
         num_warps=NUM_WARPS,
     )
+    if reports.named is not None:
+        _report_named(raw_logits, tokens, reports.rows, reports.named, values, ids)
     return values, ids
+
+
+def _report_named(
+    raw_logits: Tensor, tokens: Tensor, rows: NDArray[np.int64], named: NamedTokens, values: Tensor, ids: Tensor
+) -> None:
+    """Write the named tokens' places of a report, from their distance to the chosen token."""
+    arrays = (rows[named.places], named.places, 1 + named.columns, named.token_ids)
+    at, places, columns, wanted = _pack(raw_logits.device, *arrays).long()
+    distance = raw_logits[at, wanted] - raw_logits[at, tokens[at].clamp_(min=0)]
+    values[places, columns] = distance + values[places, 0]
+    ids[places, columns] = wanted.int()
 
 
 def _changed(logits: Tensor, batch: SamplingBatch) -> Tensor:

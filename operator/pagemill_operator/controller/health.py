@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from aiohttp import web
 
 from pagemill_operator.controller.metrics import OperatorMetrics
-from pagemill_protocol.metrics import CONTENT_TYPE
 
 STALLED_WATCH_S = 150.0
 """A watch is opened again after 70 s of silence; twice that means that it was not."""
@@ -79,8 +78,9 @@ async def serve(
     async def readyz(_: web.Request) -> web.Response:
         return _answer(health.troubles() + health.waits())
 
-    async def show_metrics(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+    async def show_metrics(request: web.Request) -> web.Response:
+        scrape = metrics.scrape(request.headers.get("Accept", ""))
+        return web.Response(body=scrape.body, headers={"Content-Type": scrape.content_type})
 
     async def show_decisions(request: web.Request) -> web.Response:
         body = decisions(request.query.get("deployment", ""))

@@ -193,6 +193,7 @@ class Leader:
             operator_selector=config.operator_selector,
             prometheus_namespace_selector=config.prometheus_namespace_selector,
             prometheus_pod_selector=config.prometheus_pod_selector,
+            engine_extra_egress=tuple(config.engine_extra_egress),
             tokens=self.keys.keys.keys.accepted(owner.namespace, owner.name),
             has_pod_monitors=self._pod_monitors.exist,
             loader_done=loader_done,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill_operator.backends.deployment_metrics import DEPLOYMENT_METRICS
 from pagemill_protocol.metrics import MetricSpec
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -67,47 +68,6 @@ WATCH_AGE_SECONDS = MetricSpec(
 LOOP_LAG_SECONDS = MetricSpec(
     "pagemill_operator_loop_lag_seconds", "gauge", "How late the event loop's latest turn was."
 )
-AUTOSCALER_REPLICAS = MetricSpec(
-    "pagemill_autoscaler_replicas",
-    "gauge",
-    "Replicas that the autoscaler has decided for, or advises.",
-    ("namespace", "deployment"),
-)
-
-_DEPLOYMENT = ("namespace", "deployment", "model")
-DEPLOYMENT_DESIRED = MetricSpec(
-    "pagemill_deployment_desired_replicas", "gauge", "Replicas that the operator keeps now.", _DEPLOYMENT
-)
-DEPLOYMENT_READY = MetricSpec(
-    "pagemill_deployment_ready_replicas", "gauge", "Replicas that accept requests.", _DEPLOYMENT
-)
-DEPLOYMENT_UPDATED = MetricSpec(
-    "pagemill_deployment_updated_replicas", "gauge", "Ready replicas that run the present spec.", _DEPLOYMENT
-)
-DEPLOYMENT_MAX = MetricSpec(
-    "pagemill_deployment_max_replicas",
-    "gauge",
-    "Replicas that the autoscaler may reach; without one in mode Active, those of the spec.",
-    _DEPLOYMENT,
-)
-DEPLOYMENT_GPUS = MetricSpec(
-    "pagemill_deployment_gpus", "gauge", "GPUs of all pods that exist, ready or not.", _DEPLOYMENT
-)
-DEPLOYMENT_GPU_HOUR_PRICE = MetricSpec(
-    "pagemill_deployment_gpu_hour_price",
-    "gauge",
-    "Price of one GPU for one hour, as `spec.cost.gpuHour` says; absent without it.",
-    _DEPLOYMENT,
-)
-DEPLOYMENT_METRICS = [
-    DEPLOYMENT_DESIRED,
-    DEPLOYMENT_READY,
-    DEPLOYMENT_UPDATED,
-    DEPLOYMENT_MAX,
-    DEPLOYMENT_GPUS,
-    DEPLOYMENT_GPU_HOUR_PRICE,
-]
-
 OPERATOR_METRICS = [
     RECONCILES,
     RECONCILE_ERRORS,
@@ -125,6 +85,5 @@ OPERATOR_METRICS = [
     COLD_START_SECONDS,
     WATCH_AGE_SECONDS,
     LOOP_LAG_SECONDS,
-    AUTOSCALER_REPLICAS,
     *DEPLOYMENT_METRICS,
 ]

@@ -7,20 +7,18 @@ from functools import partial
 
 from prometheus_client import ProcessCollector
 
+from pagemill_operator.backends.deployment_metrics import DeploymentMetrics
 from pagemill_operator.controller import metric_specs as specs
-from pagemill_operator.status.observation import Observation
-from pagemill_protocol.metrics import Metrics, MetricSpec
+from pagemill_protocol.metrics import Metrics
 
 CONTROLLER = "llmdeployment"
 
 
-class OperatorMetrics:
+class OperatorMetrics(DeploymentMetrics):
     """One registry per operator, so that tests do not share counts. Implements `queue.QueueObserver`."""
 
     def __init__(self) -> None:
-        self._metrics = Metrics(specs.OPERATOR_METRICS, controller=CONTROLLER, name=CONTROLLER)
-        self._deployments: dict[str, dict[str, str]] = {}
-        """Key -> labels of its series."""
+        super().__init__(Metrics(specs.OPERATOR_METRICS, controller=CONTROLLER, name=CONTROLLER))
         ProcessCollector(registry=self._metrics.registry)
         # Series exist before the first event, so that rates and alerts see the first one.
         for result in ("success", "error", "requeue"):
@@ -56,45 +54,6 @@ class OperatorMetrics:
     def wrote(self, kind: str, verb: str) -> None:
         self._metrics.counter(specs.WRITES, kind=kind, verb=verb).inc()
 
-    def scaled(self, key: str, replicas: int) -> None:
-        """The autoscaler has decided for so many, or advises them."""
-        namespace, _, deployment = key.partition("/")
-        self._metrics.gauge(specs.AUTOSCALER_REPLICAS, namespace=namespace, deployment=deployment).set(replicas)
-
-    def not_scaled(self, key: str) -> None:
-        """It is not scaled any more."""
-        namespace, _, deployment = key.partition("/")
-        self._metrics.forget(specs.AUTOSCALER_REPLICAS, namespace=namespace, deployment=deployment)
-
-    def observed(self, observation: Observation) -> None:
-        """Replicas, GPUs and price of one deployment; those of a spec that cannot be read stay as they were."""
-        plan = observation.plan
-        if plan is None:
-            return
-        labels = {"namespace": plan.namespace, "deployment": plan.name, "model": plan.model_name}
-        if self._deployments.get(plan.key) != labels or plan.gpu_hour_price is None:
-            self.forget_deployment(plan.key)
-        self._deployments[plan.key] = labels
-        num_live = sum(replica.live for replica in observation.replicas)
-        values: dict[MetricSpec, float | None] = {
-            specs.DEPLOYMENT_DESIRED: plan.replicas,
-            specs.DEPLOYMENT_READY: len(observation.ready()),
-            specs.DEPLOYMENT_UPDATED: len(observation.ready_current()),
-            specs.DEPLOYMENT_MAX: plan.max_replicas,
-            specs.DEPLOYMENT_GPUS: num_live * plan.gpus_per_replica,
-            specs.DEPLOYMENT_GPU_HOUR_PRICE: plan.gpu_hour_price,
-        }
-        for spec, value in values.items():
-            if value is not None:
-                self._metrics.gauge(spec, **labels).set(value)
-
-    def forget_deployment(self, key: str) -> None:
-        """It is gone, or serves another model."""
-        labels = self._deployments.pop(key, None)
-        if labels is not None:
-            for spec in specs.DEPLOYMENT_METRICS:
-                self._metrics.forget(spec, **labels)
-
     def leads(self, leads: bool) -> None:
         self._metrics.gauge(specs.LEADS).set(int(leads))
 
@@ -120,7 +79,3 @@ class OperatorMetrics:
 
     def finished(self, worked_s: float) -> None:
         self._metrics.histogram(specs.WORK_SECONDS).observe(worked_s)
-
-    def text(self) -> bytes:
-        """In Prometheus' text format."""
-        return self._metrics.render()

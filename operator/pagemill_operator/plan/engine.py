@@ -10,6 +10,7 @@ from typing import Any
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
+from pagemill_crds.sections.model import GenerationDefaults
 from pagemill_operator.plan.types import CONTROL_PORT, DATA_PORT
 
 
@@ -35,10 +36,15 @@ def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
         "kv_cache_memory_bytes": _optional_bytes(engine.kv_cache_memory),
         "num_threads": _num_threads(deployment),
         "chat_template": model.chat_template,
+        "generation_defaults": _defaults(model.generation_defaults),
         "tool_call_parser": _unless_auto(model.tool_call_parser),
         "reasoning_parser": _unless_auto(model.reasoning_parser),
     }
     return settings | {name: value for name, value in optional.items() if value is not None}
+
+
+def _defaults(defaults: GenerationDefaults | None) -> dict[str, float] | None:
+    return None if defaults is None else defaults.model_dump(by_alias=False, exclude_none=True) or None
 
 
 def _unless_auto(parser: str) -> str | None:
@@ -50,6 +56,7 @@ def server_settings(deployment: LLMDeployment) -> dict[str, Any]:
     return {
         "port": DATA_PORT,
         "control_port": CONTROL_PORT,
+        "only_gateways": True,
         "drain_timeout_s": duration_seconds(deployment.spec.rollout.drain_timeout),
     }
 

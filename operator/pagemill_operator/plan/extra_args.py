@@ -50,11 +50,18 @@ def _policy(text: str) -> str:
     return text
 
 
+def _generation_config(text: str) -> str:
+    if text not in ("auto", "vllm"):
+        raise ValueError("write auto or vllm")
+    return text
+
+
 SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "policy": ("engine", _policy),
     "max_num_waiting": ("engine", _count),
     "overlap": ("engine", _flag),
     "cuda_graphs": ("engine", _flag),
+    "generation_config": ("engine", _generation_config),
     "num_threads": ("engine", _count),
     "num_kv_blocks": ("engine", _count),
     "seed": ("engine", int),

@@ -30,7 +30,7 @@ GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
     """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
-    checks += [_gpu_problems, _adapter_problems, _default_problems, _policy_problems]
+    checks += [_gpu_problems, _adapter_problems, _policy_problems]
     if backend == "local":
         checks += [_env_problems, _credentials_problems]
     else:
@@ -116,15 +116,6 @@ def _adapter_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     if spec.model.adapters:
         yield Problem(
             "spec.model.adapters", len(spec.model.adapters), "adapters are not served in this version; remove them"
-        )
-
-
-def _default_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.model.generation_defaults is not None:
-        yield Problem(
-            "spec.model.generationDefaults",
-            "",
-            "defaults are not applied in this version; remove them and send the values with each request",
         )
 
 

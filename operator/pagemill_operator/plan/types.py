@@ -136,7 +136,7 @@ class Plan:
     """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
     queue: Queue | None = None
     """`None`: as gateways are set."""
-    prefix_scope: str = "deployment"
+    prefix_scope: str = "tenant"
     routing_policy: str = "Auto"
     session_header: str = ""
     chat_template: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.json_text import ValueScanner
 from pagemill_protocol.answers.markup import MarkupParser
 
@@ -9,6 +10,20 @@ BEGIN = "<｜tool▁calls▁begin｜>"
 _END = "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```json"
+_V3 = CallSyntax(
+    begin=f"function{_SEPARATOR}%s\n{_FENCE}\n",
+    end="\n```" + _CALL_END,
+    opening=BEGIN + _CALL,
+    separator="\n" + _CALL,
+    closing=_END,
+    trigger=BEGIN,
+)
+_V31 = _V3._replace(begin="%s" + _SEPARATOR, end=_CALL_END, separator=_CALL)
+
+
+def syntax(template: str) -> CallSyntax:
+    return _V3 if _FENCE in template else _V31
 
 
 class DeepSeekParser(MarkupParser):

@@ -59,7 +59,11 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     starts_in_reasoning: bool = False
     """The prompt ends with the marker that opens the reasoning."""
     shows_reasoning: bool = True
+    reasoning_budget: int | None = None
+    """Tokens between the markers at most; then the engine forces the end. `None`: no limit."""
     parallel: bool = True
     """False: the client gets the first call only."""
+    named: bool = False
+    """The client named the function to call: the answer then ends with `stop`, as OpenAI's does."""
     string_parameters: dict[str, list[str]] = {}
     """By tool, the parameters whose values are text, for formats that do not quote text."""

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import re
 
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.markup import MarkupParser
+from pagemill_protocol.structural_tags import AnyText, Tag
 
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+REASONING = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+_FINAL = "<|channel|>final<|message|>"
+SYNTAX = CallSyntax(
+    begin="<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
+    end="",
+    text=Tag(begin=_FINAL, content=AnyText(), end=""),
+    text_opening=_FINAL,
+    single=True,
+)
 
 
 class HarmonyParser(MarkupParser):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.json_text import CallObject
 from pagemill_protocol.answers.markup import MarkupParser
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+SYNTAX = CallSyntax(
+    begin='\n{"name": "%s", "arguments": ',
+    end="}\n" + _END,
+    opening=_BEGIN,
+    separator="\n" + _BEGIN,
+    trigger=_BEGIN,
+)
 
 
 class HermesParser(MarkupParser):

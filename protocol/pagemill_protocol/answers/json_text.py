@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 from pagemill_protocol.answers.events import CallArguments, CallBegin, Event
 
@@ -154,6 +155,12 @@ class CallObject:
         self.failed = not self.begun
         if self.begun and self._arguments is None:
             self._events.append(CallArguments("{}"))
+
+
+def json_of(value: Any) -> str:
+    """As text that can be encoded: halves of characters outside the basic plane are joined, single ones replaced."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _text(raw: str) -> str:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.hermes import HermesParser
+from pagemill_protocol.structural_tags import Optional, Regex
 
 _TAG = "<|python_tag|>"
 _SEPARATORS = ";,[]"
+SYNTAX = CallSyntax(
+    begin='{"name": "%s", "parameters": ',
+    end="}",
+    separator="; ",
+    text=Optional(content=Regex(pattern=r"\s*[^\s{<](.|\n)*")),
+)
 
 
 class Llama3JsonParser(HermesParser):

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.hermes import HermesParser
 from pagemill_protocol.answers.json_text import ValueScanner
 
 _BEGIN, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_LIST = CallSyntax(
+    begin='{"name": "%s", "arguments": ',
+    end="}",
+    opening=_BEGIN + "[",
+    separator=", ",
+    closing="]",
+    trigger=_BEGIN,
+)
+_NAMED = CallSyntax(begin="%s" + _ARGS, end="", opening=_BEGIN, separator=_BEGIN, trigger=_BEGIN)
+
+
+def syntax(template: str) -> CallSyntax:
+    return _NAMED if _ARGS in template else _LIST
 
 
 class MistralParser(HermesParser):

@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 import ast
-import json
+import keyword
 import re
 from typing import Any
 
-from pagemill_protocol.answers.json_text import ValueScanner
+from pagemill_protocol.answers.call_syntax import CallSyntax, Schema
+from pagemill_protocol.answers.json_text import ValueScanner, json_of
 from pagemill_protocol.answers.markup import MarkupParser
+from pagemill_protocol.answers.one_by_one import Argument, arguments_of
+from pagemill_protocol.structural_tags import ConstString, Format, JsonSchema, Optional, Or, Regex, Sequence
 
 _TAGS = ("<|python_start|>", "<|python_tag|>")
 _OPENING = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _PARTIAL_OPENING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?\Z")
+
+
+def _keywords(schema: Schema) -> Format:
+    """`key=value, ...`: those that are required come first. JSON's values are read as Python's."""
+    arguments = arguments_of(schema)
+    for each in arguments:
+        if not each.name.isidentifier() or keyword.iskeyword(each.name):
+            raise ValueError(f"the property {each.name[:80]!r} cannot be a keyword of a Python call; rename it")
+    required = [_keyword(each) for each in arguments if each.required]
+    others = [_keyword(each) for each in arguments if not each.required]
+    if required:
+        first, *rest = required
+        return Sequence(elements=[first, *map(_further, rest), *(Optional(content=_further(each)) for each in others)])
+    starts: list[Format] = [
+        Sequence(elements=[each, *(Optional(content=_further(other)) for other in others[at:])])
+        for at, each in enumerate(others, start=1)
+    ]
+    return Optional(content=Or(elements=starts)) if starts else ConstString(value="")
+
+
+def _written(arguments: Any) -> str:
+    if not isinstance(arguments, dict):
+        return json_of(arguments)
+    return ", ".join(f"{name}={json_of(value)}" for name, value in arguments.items())
+
+
+def _keyword(argument: Argument) -> Format:
+    return Sequence(elements=[ConstString(value=f"{argument.name}="), JsonSchema(json_schema=argument.schema)])
+
+
+def _further(argument: Format) -> Format:
+    return Sequence(elements=[ConstString(value=", "), argument])
+
+
+SYNTAX = CallSyntax(
+    begin="%s(",
+    end=")",
+    opening="[",
+    separator=", ",
+    closing="]",
+    arguments=_keywords,
+    write=_written,
+    text=Optional(content=Regex(pattern=r"\s*[^\s\[<](.|\n)*")),
+)
 
 
 class PythonicParser(MarkupParser):
@@ -101,7 +148,7 @@ def _parsed(source: str) -> tuple[str, str] | None:
             if each.arg is None:
                 return None
             arguments[each.arg] = ast.literal_eval(_with_json_names(each.value))
-        return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+        return ast.unparse(call.func), json_of(arguments)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -6,19 +6,88 @@ Values are not quoted: one that the tool declares as text stays text, any other 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as AnySequence
+from typing import Any
 
+from pagemill_protocol.answers.call_syntax import CallSyntax, Schema
+from pagemill_protocol.answers.json_text import json_of
 from pagemill_protocol.answers.markup import MarkupParser
+from pagemill_protocol.answers.one_by_one import Argument, arguments_of
+from pagemill_protocol.structural_tags import (
+    AnyText,
+    ConstString,
+    Format,
+    JsonSchema,
+    Optional,
+    Or,
+    Regex,
+    Sequence,
+    Tag,
+)
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_COMMENTS = frozenset({"type", "title", "description", "default", "examples", "$defs", "definitions"})
+
+
+def _parameters_of(schema: Schema) -> Format:
+    """Those that are required, and others, in the order of the schema."""
+    arguments = arguments_of(schema)
+    for each in arguments:
+        if not re.fullmatch(r"[^<>\s]+", each.name):
+            raise ValueError(f"the property {each.name[:80]!r} cannot be written in a tag; rename it")
+    return Sequence(
+        elements=[_parameter(each) if each.required else Optional(content=_parameter(each)) for each in arguments]
+    )
+
+
+def _written(arguments: Any) -> str:
+    if not isinstance(arguments, dict):
+        return json_of(arguments)
+    values = {name: value if isinstance(value, str) else json_of(value) for name, value in arguments.items()}
+    return "".join(f"{_PARAMETER}{name}>\n{value}\n{_PARAMETER_END}\n" for name, value in values.items())
+
+
+def _parameter(argument: Argument) -> Format:
+    value = _value(argument)
+    end = "" if isinstance(value, AnyText) else "\n"  # free text ends where the parser finds its end
+    return Tag(begin=f"{_PARAMETER}{argument.name}>\n", content=value, end=f"{end}{_PARAMETER_END}\n")
+
+
+def _value(argument: Argument) -> Format:
+    """Text is not quoted, so its schema is written as an expression; all other values are JSON."""
+    schema = argument.schema
+    if not isinstance(schema, dict) or schema.get("type") != "string":
+        return JsonSchema(json_schema=schema)
+    held = {key: value for key, value in schema.items() if key not in _COMMENTS}
+    texts = [held.pop("const")] if "const" in held else held.pop("enum", None)
+    if texts is not None and not held:
+        return Or(elements=[ConstString(value=str(each)) for each in texts])
+    least, most = held.pop("minLength", 0), held.pop("maxLength", "")
+    if texts is not None or held:
+        keys = ", ".join(held) or "enum with a length"
+        raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot be held to {keys}")
+    return Regex(pattern=f"[^<]{{{least},{most}}}") if least or most != "" else AnyText()
+
+
+SYNTAX = CallSyntax(
+    begin=f"\n{_FUNCTION}%s>\n",
+    end=f"{_FUNCTION_END}\n{_CALL_END}",
+    opening=_CALL,
+    separator="\n" + _CALL,
+    trigger=_CALL,
+    arguments=_parameters_of,
+    write=_written,
+)
 
 
 class Qwen3CoderParser(MarkupParser):
     """A value is given as a whole, once its parameter closes."""
 
-    def __init__(self, string_parameters: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, string_parameters: Mapping[str, AnySequence[str]]) -> None:
         super().__init__()
         self._string_parameters = string_parameters
         self._held = ""
@@ -76,8 +145,8 @@ class Qwen3CoderParser(MarkupParser):
             return False
         is_text = self._parameter in self._string_parameters.get(self._name, ())
         value = raw.removeprefix("\n").removesuffix("\n")
-        self._arguments(("{" if not self._num_parameters else ", ") + json.dumps(self._parameter) + ": ")
-        self._arguments(json.dumps(value, ensure_ascii=False) if is_text else _as_json(value))
+        self._arguments(("{" if not self._num_parameters else ", ") + json_of(self._parameter) + ": ")
+        self._arguments(json_of(value) if is_text else _as_json(value))
         self._num_parameters += 1
         self._state = self._parameters
         return True
@@ -106,6 +175,6 @@ class Qwen3CoderParser(MarkupParser):
 
 def _as_json(value: str) -> str:
     try:
-        return json.dumps(json.loads(value), ensure_ascii=False)
+        return json_of(json.loads(value))
     except (ValueError, RecursionError):
-        return json.dumps(value, ensure_ascii=False)
+        return json_of(value)

@@ -12,7 +12,8 @@ from functools import cache, lru_cache
 from importlib.metadata import entry_points
 from typing import NamedTuple
 
-from pagemill_protocol.answers import deepseek
+from pagemill_protocol.answers import deepseek, harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.deepseek import DeepSeekParser
 from pagemill_protocol.answers.events import AnswerFormat, Parser
 from pagemill_protocol.answers.harmony import HarmonyParser
@@ -42,19 +43,28 @@ class ToolFormat(NamedTuple):
     make: Callable[[StringParameters], Parser]
     sign: str
     """Expression that occurs in the chat templates of models that write this format."""
+    syntax: Callable[[str], CallSyntax] | None = None
+    """How a model with this chat template writes calls; `None`: calls cannot be forced, nor held to a schema."""
 
 
 BUILT_IN = (
-    ToolFormat(HARMONY, lambda _: HarmonyParser(), r"<\|channel\|>"),
-    ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.BEGIN)),
-    ToolFormat("qwen3-coder", Qwen3CoderParser, r"<function=[\s\S]*<parameter="),
-    ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>(?![\s\S]*<arg_key>)"),
-    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]"),
-    ToolFormat("pythonic", lambda _: PythonicParser(), r"\[\w+\(\w+="),
-    ToolFormat("llama3-json", lambda _: Llama3JsonParser(), r'<\|python_tag\|>|"name": function name'),
+    ToolFormat(HARMONY, lambda _: HarmonyParser(), r"<\|channel\|>", lambda _: harmony.SYNTAX),
+    ToolFormat("deepseek", lambda _: DeepSeekParser(), re.escape(deepseek.BEGIN), deepseek.syntax),
+    ToolFormat("qwen3-coder", Qwen3CoderParser, r"<function=[\s\S]*<parameter=", lambda _: qwen3_coder.SYNTAX),
+    ToolFormat(HERMES, lambda _: HermesParser(), r"<tool_call>(?![\s\S]*<arg_key>)", lambda _: hermes.SYNTAX),
+    ToolFormat("mistral", lambda _: MistralParser(), r"\[TOOL_CALLS\]", mistral.syntax),
+    ToolFormat("pythonic", lambda _: PythonicParser(), r"\[\w+\(\w+=", lambda _: pythonic.SYNTAX),
+    ToolFormat(
+        "llama3-json",
+        lambda _: Llama3JsonParser(),
+        r'<\|python_tag\|>|"name": function name',
+        lambda _: llama3_json.SYNTAX,
+    ),
 )
 """In the order in which they are looked for."""
 MARKERS = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
+REASONING_ENDS = {**MARKERS, HARMONY: harmony.REASONING}
+"""What stands before reasoning and behind it."""
 
 
 @cache
@@ -73,6 +83,12 @@ def reasoning_parser_names() -> list[str]:
 
 def tool_parser(name: str, string_parameters: StringParameters) -> Parser:
     return tool_formats()[name].make(string_parameters)
+
+
+def call_syntax(name: str, template: str) -> CallSyntax | None:
+    """How a model with this chat template writes calls; `None`: not declared, or there is no such parser."""
+    declared = tool_formats()[name].syntax if name else None
+    return None if declared is None else declared(template)
 
 
 def reasoning_parser(answer_format: AnswerFormat) -> Parser:

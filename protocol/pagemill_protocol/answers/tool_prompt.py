@@ -1,10 +1,12 @@
-"""Tools and calls as plain messages in Hermes' format, for models whose chat template renders none."""
+"""Tools and calls as plain messages in the format of a parser, for models whose chat template renders none."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pagemill_protocol.answers.call_syntax import CallSyntax
 
 _NO_SYSTEM = "System role not supported"
 """What templates without system messages say when they refuse one."""
@@ -17,47 +19,47 @@ You may call these functions, one JSON object a line:
 </tools>
 
 To call a function, answer with its name and arguments as JSON:
-<tool_call>
-{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}
-</tool_call>"""
+{example}"""
+_EXAMPLE = [("NAME", {"KEY": "VALUE"})]
 
 
 def with_tool_prompt(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: str
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: str, syntax: CallSyntax
 ) -> list[dict[str, Any]]:
     """`messages` with the tools described at their start, and with calls and results as text."""
     plain: list[dict[str, Any]] = []
     for message in messages:
-        shown = _plain(message)
+        shown = _plain(message, syntax)
         if message["role"] == "tool" and plain and plain[-1].get("holds_results"):
             plain[-1]["content"] += "\n" + shown["content"]
         else:
             plain.append(shown)
     plain = [{key: value for key, value in each.items() if key != "holds_results"} for each in plain]
-    return _introduced(plain, tools, "user" if _NO_SYSTEM in template else "system") if tools else plain
+    if not tools:
+        return plain
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    introduction = _INTRODUCTION.format(tools=lines, example=syntax.example(_EXAMPLE))
+    return _introduced(plain, introduction, "user" if _NO_SYSTEM in template else "system")
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], syntax: CallSyntax) -> dict[str, Any]:
     if message["role"] == "tool":
         content = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": content, "holds_results": True}
-    calls = [_call(each["function"]) for each in message.get("tool_calls", ())]
-    content = "\n".join(part for part in (message["content"], *calls) if part)
+    calls = [(each["function"]["name"], _arguments(each["function"])) for each in message.get("tool_calls", ())]
+    content = "\n".join(part for part in (message["content"], syntax.example(calls) if calls else "") if part)
     return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
 
 
-def _call(function: Mapping[str, Any]) -> str:
+def _arguments(function: Mapping[str, Any]) -> Any:
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
+        return json.loads(function.get("arguments") or "{}")
     except (ValueError, RecursionError):
-        arguments = function["arguments"]
-    call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+        return function["arguments"]
 
 
-def _introduced(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:
-    """With the tools in the first message of `role`, which is made where the messages do not start with one."""
-    introduction = _INTRODUCTION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+def _introduced(messages: list[dict[str, Any]], introduction: str, role: str) -> list[dict[str, Any]]:
+    """With the introduction in the first message of `role`, which is made where the messages do not start with one."""
     first = messages[0]
     if first["role"] != role:
         return [{"role": role, "content": introduction}, *messages]

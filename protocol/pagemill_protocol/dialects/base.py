@@ -1,13 +1,13 @@
 """What a dialect is: from a client's body to engine requests, and from tokens and text to the client's bytes.
 
-Implementations are `chat` and `completions`; `registry` lists them. They neither open sockets nor sample tokens; the
-order of events (which chunk when) is `pagemill_engine.output`'s, the transport is the routes'.
+Implementations are `chat`, `completions`, `messages` and `responses`; `registry` lists them. They neither open sockets
+nor sample tokens; the order of events (which chunk when) is `pagemill_engine.output`'s, the transport is the routes'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
 
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+
+class PromptReport(NamedTuple):
+    """What the client wants to know of its prompt; once for each choice, in a stream with its first piece."""
+
+    token_ids: Sequence[int] | None = None
+    """`None`: not asked for."""
+    logprobs: Sequence[Mapping[str, Any] | None] | None = None
+    """`prompt_logprobs`: by token id for each token, `None` for the first; `None`: not asked for."""
 
 
 class Piece(NamedTuple):
@@ -42,6 +51,11 @@ class Piece(NamedTuple):
     """What `text` adds to reasoning, content and calls; `None`: the request has no answer format."""
     num_calls: int = 0
     """Tool calls that the choice has begun so far."""
+    stop_reason: str | int | None = None
+    """The stop string or the stop token that ended the choice, if one did."""
+    token_ids: Sequence[int] | None = None
+    """Tokens that no piece before it had; `None` if the client did not ask for them."""
+    prompt: PromptReport = PromptReport()
 
 
 class FinishedChoice(NamedTuple):
@@ -53,10 +67,17 @@ class FinishedChoice(NamedTuple):
     positions: Sequence[PositionLogprobs] | None
     num_chars_before: int
     events: Sequence[Event] | None = None
+    stop_reason: str | int | None = None
+    token_ids: Sequence[int] | None = None
+    prompt: PromptReport = PromptReport()
 
 
 class AnswerRenderer(Protocol):
     """Renders one answer. Streams consist of complete server-sent events."""
+
+    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+        """Another engine has begun the stream of this choice and delivered `events`; called before anything else."""
+        ...
 
     def chunk(self, piece: Piece) -> bytes: ...
 
@@ -98,8 +119,9 @@ class ParsedBody(Protocol):
         """The beginning of each prompt, for routing by prompt."""
         ...
 
-    def sampling(self) -> SamplingParams:
-        """Checked as far as no model is needed. Raises `PagemillError` 400."""
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        """Checked as far as no model is needed. `defaults`: the model's (`TokenizerBundle.sampling_defaults`), once it
+        is known. Raises `PagemillError` 400."""
         ...
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:

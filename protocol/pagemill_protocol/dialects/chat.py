@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
+from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
-from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts, logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest
@@ -43,8 +44,8 @@ class ChatBody:
         """The first user message: system prompts are often the same for all users."""
         return [next((each.content for each in self.fields.messages if each.role == "user"), "")[:max_chars]]
 
-    def sampling(self) -> SamplingParams:
-        return prepare.sampling_of(self.fields)
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        return prepare.sampling_of(self.fields, defaults=defaults)
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return await prepare.render_soon(self.fields, tokenizer, parsers)
@@ -61,13 +62,17 @@ class ChatRenderer:
     def __init__(self, request: GenerateRequest, system_fingerprint: str | None) -> None:
         self._head = render.head(request, system_fingerprint)
         self._include_usage = request.include_usage
+        self._named = request.answer_format is not None and request.answer_format.named
+
+    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+        """Every chunk says all that its client needs."""
 
     def chunk(self, piece: Piece) -> bytes:
         if piece.events is None:
             return self._chunk(piece, piece.text, {}, role=piece.is_first, ends=True)
         found = (call_parts.delta(event, self._head.id, piece.choice) for event in piece.events)
         deltas = [each for each in found if each is not None]
-        if not deltas and not (piece.is_first or piece.positions or piece.finish_reason):
+        if not deltas and not (piece.is_first or piece.positions or piece.token_ids or piece.finish_reason):
             return b""
         if piece.is_first:
             deltas.insert(0, {"content": ""})
@@ -85,25 +90,41 @@ class ChatRenderer:
                 piece.choice,
                 text,
                 role=role,
-                finish_reason=call_parts.finish_reason(piece.finish_reason, piece.num_calls) if ends else None,
+                finish_reason=self._reason(piece.finish_reason, piece.num_calls) if ends else None,
                 logprobs=logprobs.chat(piece.positions) if ends and piece.positions is not None else None,
                 include_usage=self._include_usage,
                 usage=piece.usage if ends else None,
                 added=added,
+                stop_reason=piece.stop_reason if ends else None,
+                token_ids=piece.token_ids if ends else None,
+                prompt=_prompt(piece.prompt) if role else None,
             )
         )
+
+    def _reason(self, reason: FinishReason | None, num_calls: int) -> FinishReason | render.ToolReason | None:
+        return call_parts.finish_reason(reason, num_calls, named=self._named)
 
     def end(self, usage: Usage) -> bytes:
         return stream_end(self._head, ChatDialect.chunk_object, usage if self._include_usage else None)
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        return render.chat_body(self._head, [self._choice(each) for each in choices], usage)
+        rendered = [self._choice(each) for each in choices]
+        return render.chat_body(self._head, rendered, usage, _prompt(choices[0].prompt))
 
     def _choice(self, choice: FinishedChoice) -> render.Choice:
         shown = None if choice.positions is None else logprobs.chat(choice.positions)
+        tokens = None if choice.token_ids is None else {"token_ids": choice.token_ids}
         if choice.events is None:
-            return render.Choice(choice.choice, choice.text, choice.finish_reason, shown)
+            return render.Choice(
+                choice.choice, choice.text, choice.finish_reason, shown, choice.stop_reason, added=tokens
+            )
         message = call_parts.message(choice.events, self._head.id, choice.choice)
-        reason = call_parts.finish_reason(choice.finish_reason, len(message.get("tool_calls", ())))
+        reason = self._reason(choice.finish_reason, len(message.get("tool_calls", ())))
         assert reason is not None  # the choice is finished
-        return render.Choice(choice.choice, choice.text, reason, shown, message)
+        return render.Choice(choice.choice, choice.text, reason, shown, choice.stop_reason, message, tokens)
+
+
+def _prompt(report: PromptReport) -> dict[str, Any]:
+    """vLLM's fields of an answer about its prompt, as far as they were asked for."""
+    found = {"prompt_token_ids": report.token_ids, "prompt_logprobs": report.logprobs}
+    return {name: value for name, value in found.items() if value is not None}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
-from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import CompletionRequest
@@ -43,8 +44,8 @@ class CompletionsBody:
         prompts = (prompt[:max_chars] for prompt in self.fields.prompt)
         return [prompt if isinstance(prompt, str) else repr(prompt) for prompt in prompts]
 
-    def sampling(self) -> SamplingParams:
-        return prepare.sampling_of(self.fields)
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        return prepare.sampling_of(self.fields, defaults=defaults)
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return None
@@ -63,6 +64,9 @@ class CompletionsRenderer:
         self._include_usage = request.include_usage
         self._echo = request.prompt_text or ""
 
+    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+        """Every chunk says all that its client needs."""
+
     def chunk(self, piece: Piece) -> bytes:
         return render.sse(
             render.completion_chunk(
@@ -75,6 +79,8 @@ class CompletionsRenderer:
                 else logprobs.completions(piece.positions, piece.num_chars_before),
                 include_usage=self._include_usage,
                 usage=piece.usage,
+                stop_reason=piece.stop_reason,
+                added=_tokens(piece),
             )
         )
 
@@ -88,7 +94,19 @@ class CompletionsRenderer:
                 self._echo + each.text,
                 each.finish_reason,
                 None if each.positions is None else logprobs.completions(each.positions, each.num_chars_before),
+                each.stop_reason,
+                added=_tokens(each),
             )
             for each in choices
         ]
         return render.completion_body(self._head, rendered, usage)
+
+
+def _tokens(part: Piece | FinishedChoice) -> dict[str, Any]:
+    """vLLM's fields of a choice about its tokens and its prompt's, as far as they were asked for."""
+    found = {
+        "token_ids": part.token_ids,
+        "prompt_token_ids": part.prompt.token_ids,
+        "prompt_logprobs": part.prompt.logprobs,
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -13,10 +13,12 @@ from importlib.metadata import entry_points
 from pagemill_protocol.dialects.base import Dialect, Factory
 from pagemill_protocol.dialects.chat import ChatDialect
 from pagemill_protocol.dialects.completions import CompletionsDialect
+from pagemill_protocol.dialects.messages import MessagesDialect
+from pagemill_protocol.dialects.responses import ResponsesDialect
 from pagemill_protocol.errors import invalid_field
 
 GROUP = "pagemill.dialects"
-BUILT_IN: tuple[Factory, ...] = (ChatDialect, CompletionsDialect)
+BUILT_IN: tuple[Factory, ...] = (ChatDialect, CompletionsDialect, MessagesDialect, ResponsesDialect)
 
 
 @cache

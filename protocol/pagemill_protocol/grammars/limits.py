@@ -7,10 +7,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pagemill_protocol.grammars.endless import is_endless
+from pagemill_protocol.structural_tags import (
+    Format,
+    Grammar,
+    JsonSchema,
+    Optional,
+    Or,
+    Regex,
+    Sequence,
+    Tag,
+    TagsWithSeparator,
+    TriggeredTags,
+    read_tag,
+)
 from pagemill_protocol.structured_outputs import StructuredOutputs
 
 MAX_DEPTH = 64
@@ -20,7 +33,7 @@ MAX_LITERAL_CHARS = 8192
 """Of one text in a schema: what a grammar prescribes letter by letter is tokenized in one step."""
 MAX_EXPANDED = 10_000
 """Characters of a regular expression with its repetitions written out."""
-MAX_STRUCTURES = 128
+MAX_ELEMENTS = 4096
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}|~ ?(\d+)(?:\.\.(\d+))?")
 
 
@@ -33,7 +46,7 @@ def check_limits(outputs: StructuredOutputs) -> None:
     if outputs.grammar:
         _check_grammar(outputs.grammar)
     if outputs.structural_tag:
-        _check_tag(_parsed(outputs.structural_tag))
+        _check_tag(read_tag(_parsed(outputs.structural_tag)))
 
 
 def _parsed(text: str) -> Any:
@@ -94,18 +107,39 @@ def _check_grammar(grammar: str) -> None:
         )
 
 
-def _check_tag(tag: Any) -> None:
-    if not isinstance(tag, dict) or not isinstance(tag.get("structures"), list) or not tag["structures"]:
-        raise ValueError('it must be an object such as {"structures": [{"begin", "schema", "end"}], "triggers": [...]}')
-    if len(tag["structures"]) > MAX_STRUCTURES:
-        raise ValueError(f"it has {len(tag['structures'])} structures; at most {MAX_STRUCTURES} are allowed")
-    triggers = tag.get("triggers")
-    if not isinstance(triggers, list) or not triggers or not all(isinstance(each, str) and each for each in triggers):
-        raise ValueError("`triggers` must be a list of strings that are not empty")
-    for structure in tag["structures"]:
-        if not isinstance(structure, dict) or not all(isinstance(structure.get(key), str) for key in ("begin", "end")):
-            raise ValueError("each structure must have `begin` and `end`, both strings, and `schema`")
-        _check_schema(structure.get("schema"))
+def _check_tag(form: Format) -> None:
+    for num_elements, (element, depth) in enumerate(_elements(form, 0), start=1):
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; use fewer levels")
+        if num_elements > MAX_ELEMENTS:
+            raise ValueError(f"it has more than {MAX_ELEMENTS} elements; send fewer")
+        match element:
+            case JsonSchema(json_schema=schema):
+                _check_schema(schema)
+            case Regex(pattern=pattern):
+                _check_regex(pattern)
+            case Grammar(grammar=grammar):
+                _check_grammar(grammar)
+            case TriggeredTags(triggers=triggers) if not all(triggers):
+                raise ValueError("`triggers` must be a list of strings that are not empty")
+
+
+def _elements(form: Format, depth: int) -> Iterator[tuple[Format, int]]:
+    """This one and all within it, with their depths. No deeper than just beyond the limit."""
+    yield form, depth
+    if depth > MAX_DEPTH:
+        return
+    match form:
+        case Sequence(elements=elements) | Or(elements=elements):
+            within: Iterable[Format] = elements
+        case TriggeredTags(tags=tags) | TagsWithSeparator(tags=tags):
+            within = tags
+        case Optional(content=content) | Tag(content=content):
+            within = [content]
+        case _:
+            return
+    for each in within:
+        yield from _elements(each, depth + 1)
 
 
 def expanded_size(pattern: str) -> int:

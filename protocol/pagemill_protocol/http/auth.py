@@ -33,6 +33,15 @@ def bearer_token(scope: Scope) -> str | None:
     return token if scheme.lower() == "bearer" and 0 < len(token) <= MAX_KEY_CHARS else None
 
 
+def api_key(scope: Scope) -> str | None:
+    """The bearer token, or the header `x-api-key` that clients of Anthropic's API send."""
+    token = bearer_token(scope)
+    if token is not None:
+        return token
+    value = header(scope, b"x-api-key")
+    return value if value is not None and 0 < len(value) <= MAX_KEY_CHARS else None
+
+
 def same_secret(given: str, expected: str) -> bool:
     """Compare in time that does not depend on where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode("utf-8", "replace"))

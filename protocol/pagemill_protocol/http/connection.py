@@ -48,6 +48,9 @@ class _BoundedProtocol(HttpToolsProtocol):
     _current: RequestResponseCycle | None = None
     """The request that is being answered; uvicorn's `cycle` is the last one received."""
 
+    _refusal: PagemillError | None = None
+    """Of what follows the requests that are still being answered: sent after their answers."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_head_timer()
@@ -58,13 +61,15 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         self._unparsed_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except httptools.HttpParserError:
             self._refuse(PagemillError("The request is not valid HTTP.", code="invalid_http"))
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         if self._unparsed_bytes > self.max_header_bytes:
             self._refuse(headers_too_large(self.max_header_bytes))
@@ -95,6 +100,12 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._unparsed_bytes = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        refusal = None if self.pipeline else self._refusal
+        super().on_response_complete()
+        if refusal is not None and not self.transport.is_closing():
+            self._refuse(refusal)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._current = cycle
@@ -163,7 +174,10 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: PagemillError) -> None:
-        """Answer and close; only close if the answer could be mistaken for that of another request."""
+        """Answer and close, after the answers that are due before. Only close where one of those has a broken body."""
+        if self._answering and not self.cycle.more_body:
+            self._refusal = error
+            return
         if self._may_answer:
             self._write_refusal(error)
         self.transport.close()

@@ -3,7 +3,8 @@
 A page that a browser shows can send requests to every port of its user's machine, and read the answers once its own
 name leads there (DNS rebinding). So a guarded request must not come from a page of another origin, must name a host
 that no page can have, and must carry a token, which a page does not know. Engine and gateway wrap their control apps
-in `ControlGuard`, inside `door`. Tokens that servers make for themselves are `token_file`'s.
+in `ControlGuard`, inside `door`, and data apps that ask for nothing in `HostGuard`. Tokens that servers make for
+themselves are `token_file`'s.
 """
 
 from __future__ import annotations
@@ -79,17 +80,39 @@ class ControlGuard:
         await self._app(scope, receive, send)
 
 
+class HostGuard:
+    """ASGI middleware for the data port of a server on loopback that asks for no key; put it inside `Door`.
+
+    A page whose name was bound to this machine could use the models and read the answers. Where there are keys, it
+    has none; beyond loopback, who opened the port to all has said so.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()) -> None:
+        self._app = app
+        self._allowed_hosts = allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope):
+            check_host(scope, self._allowed_hosts, "allowed_hosts")
+        await self._app(scope, receive, send)
+
+
 def require_control(scope: Scope, tokens: ControlTokens, allowed_hosts: Collection[str] = ()) -> None:
     """Let programs pass that hold a token. Raises `PagemillError` 403 for web pages and foreign hosts, else 401."""
     check_same_origin(scope, "send it from a program, without that header")
+    check_host(scope, allowed_hosts, "control_allowed_hosts")
+    require_token(scope, tokens)
+
+
+def check_host(scope: Scope, allowed_hosts: Collection[str], setting: str) -> None:
+    """Raises `PagemillError` 403 for a request by a name that a web page can have; `setting` holds further names."""
     for host in header_values(scope, b"host"):
         if not _is_own_host(host, allowed_hosts):
             raise forbidden(
                 f"The header Host names {shown(host)}, which is not known as a name of this server. Call it by its IP "
-                "address or as localhost, or add the name to the setting `control_allowed_hosts`.",
+                f"address or as localhost, or add the name to the setting `{setting}`.",
                 "foreign_host",
             )
-    require_token(scope, tokens)
 
 
 def require_token(scope: Scope, tokens: ControlTokens) -> None:

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from starlette.types import Scope
 
 from pagemill_protocol.errors import PagemillError, unauthorized, unavailable
-from pagemill_protocol.http.auth import bearer_token, hash_key
+from pagemill_protocol.http.auth import api_key, hash_key
 from pagemill_protocol.keys.caller import ANONYMOUS, Caller
 from pagemill_protocol.keys.entries import parse_entry
 from pagemill_protocol.secret_file import SecretFile
@@ -51,10 +51,10 @@ class KeyRing:
         self._index()
 
     def authenticate(self, scope: Scope) -> Caller:
-        """The caller by its bearer token. Raises `PagemillError` 401, or 503 while not all keys are known."""
+        """The caller by its API key. Raises `PagemillError` 401, or 503 while not all keys are known."""
         if self.open:
             return ANONYMOUS
-        token = bearer_token(scope)
+        token = api_key(scope)
         if token is None:
             raise unauthorized()
         if self._file is not None and self._file.lines() is not self._file_lines:

@@ -48,8 +48,9 @@ def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str,
     return rendered
 
 
-def finish_reason(reason: FinishReason | None, num_calls: int) -> FinishReason | ToolReason | None:
-    return "tool_calls" if reason == "stop" and num_calls else reason
+def finish_reason(reason: FinishReason | None, num_calls: int, *, named: bool) -> FinishReason | ToolReason | None:
+    """`named`: the client named the function to call."""
+    return "tool_calls" if reason == "stop" and num_calls and not named else reason
 
 
 def _reasoning(text: str) -> dict[str, Any]:
@@ -57,6 +58,11 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call(response_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+def call_id(response_id: str, choice: int, index: int, *, prefix: str = "call") -> str:
     digest = hashlib.blake2b(f"{response_id}/{choice}/{index}".encode(), digest_size=12).hexdigest()
-    return {"id": f"call_{digest}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return f"{prefix}_{digest}"
+
+
+def _call(response_id: str, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id(response_id, choice, index), "type": "function", "function": function}

@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from pagemill_protocol.answers.call_syntax import CallSyntax
 from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.answers.registry import (
+    AUTO,
     HARMONY,
     HERMES,
     MARKERS,
     NONE,
     ParserSettings,
+    call_syntax,
     detect_reasoning,
     detect_tools,
     hides_markers,
 )
 from pagemill_protocol.answers.tool_prompt import with_tool_prompt
-from pagemill_protocol.errors import PagemillError, unavailable
+from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
 from pagemill_protocol.sources import SourceError
 
@@ -41,6 +44,10 @@ class ChatFormat(NamedTuple):
     tools: list[dict[str, Any]] | None
     """For the template."""
     answer: AnswerFormat | None
+    syntax: CallSyntax | None = None
+    """How the model writes calls; `None`: not declared."""
+    reasoning: str = ""
+    """The parser of the model's reasoning."""
 
     def answer_behind(self, prompt: str) -> AnswerFormat | None:
         """How to read an answer to the rendered `prompt`."""
@@ -78,11 +85,19 @@ def chat_format(
     if template and (tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)):
         reason = _lacking(template, tool_format)
         if reason is not None:
-            _log_default(template, reason)
-            messages = with_tool_prompt(messages, tools or [], template)
-            tools, tool_format = None, HERMES
+            tool_format = parsers.tools if parsers.tools not in (AUTO, NONE) else HERMES
+            messages = _with_default_tools(messages, tools or [], template, tool_format, reason)
+            tools = None
+    if isinstance(req, ChatCompletionRequest) and req.reasoning_budget is not None and not reasoning:
+        raise invalid_field(
+            "thinking_token_budget",
+            "`thinking_token_budget` needs a model whose reasoning is read; `model.reasoningParser` of this one is "
+            "none, or found none in its chat template. Remove it, or have the parser set.",
+        )
     used = tool_format if req.prompt_tools else ""
-    return ChatFormat(messages, tools, _answer_format(req, used, reasoning))
+    reasoning = HARMONY if used == HARMONY else reasoning
+    syntax = call_syntax(HARMONY if reasoning == HARMONY else used, template)
+    return ChatFormat(messages, tools, _answer_format(req, used, reasoning), syntax, reasoning)
 
 
 def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> AnswerFormat | None:
@@ -90,9 +105,11 @@ def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> Answe
         return None
     return AnswerFormat(
         tools=tools,
-        reasoning=reasoning if tools != HARMONY else HARMONY,
+        reasoning=reasoning,
         shows_reasoning=req.include_reasoning,
+        reasoning_budget=req.reasoning_budget,
         parallel=req.parallel_tool_calls,
+        named=bool(req.names_function),
         string_parameters=_string_parameters(req.prompt_tools) if tools == "qwen3-coder" else {},
     )
 
@@ -104,14 +121,29 @@ def _lacking(template: str, tool_format: str) -> str | None:
     return None if tool_format else "asks for calls in a format that no parser reads"
 
 
+def _with_default_tools(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str, tool_format: str, reason: str
+) -> list[dict[str, Any]]:
+    syntax = call_syntax(tool_format, template)
+    if syntax is None:
+        raise PagemillError(
+            f"`tools` is not supported: the chat template of this model {reason}, and its parser {tool_format!r} "
+            "declares no syntax to describe calls in. Remove it, or have `model.toolCallParser` set to another one.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    _log_default(template, tool_format, reason)
+    return with_tool_prompt(messages, tools, template, syntax)
+
+
 @lru_cache(maxsize=64)
-def _log_default(template: str, reason: str) -> None:
+def _log_default(template: str, tool_format: str, reason: str) -> None:
     """Once for each template."""
     logger.warning(
-        "The chat template %s: tools are described in the system message, and calls are read in the format %r. "
+        "The chat template %s: tools are described in the system message in the format %r. "
         "Set model.chatTemplate or model.toolCallParser where the model was trained on another one. Template: %.60r",
         reason,
-        HERMES,
+        tool_format,
         template,
     )
 

@@ -20,7 +20,8 @@ LOWEST_LOGPROB = -9999.0
 class TokenLogprob(NamedTuple):
     token: str
     token_bytes: bytes
-    logprob: float
+    logprob: float | None
+    """`None`: of the prompt's first token, which nothing comes before."""
 
 
 class PositionLogprobs(NamedTuple):
@@ -41,6 +42,23 @@ def position(
     return PositionLogprobs(entries[0], entries[1:])
 
 
+def first_of_prompt(tokenizer: Tokenizer, token_id: int) -> PositionLogprobs:
+    """The token that has none."""
+    return PositionLogprobs(TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), None), [])
+
+
+def by_token_id(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], rank: int, num_top: int
+) -> dict[str, Any]:
+    """One position of `prompt_logprobs`, in vLLM's shape. Arguments as those of `position`; `rank`: of the first."""
+    entries = zip(token_ids[: num_top + 1], logprobs, range(num_top + 1), strict=False)
+    found: dict[str, Any] = {}
+    for token_id, logprob, place in entries:
+        entry = {"logprob": _finite(logprob), "rank": place or rank, "decoded_token": tokenizer.token_text(token_id)}
+        found.setdefault(str(token_id), entry)
+    return found
+
+
 def chat(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
     """`choices[].logprobs` of a chat chunk or body."""
     content = [{**_entry(at.chosen), "top_logprobs": [_entry(top) for top in at.top]} for at in positions]
@@ -50,12 +68,13 @@ def chat(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
 def completions(positions: Sequence[PositionLogprobs], text_offset: int = 0) -> dict[str, Any]:
     """`choices[].logprobs` of a completions chunk or body.
 
-    `text_offset`: characters of the choice's text (the echoed prompt included) before the first position. With no
-    alternatives asked for, `top_logprobs` is null; else each entry also holds the chosen token.
+    `text_offset`: characters of the choice's text (the echoed prompt included) before the first position; below 0 where
+    the prompt begins with tokens that its text does not have. With no alternatives asked for, `top_logprobs` is null;
+    else each entry also holds the chosen token.
     """
     offsets: list[int] = []
     for at in positions:
-        offsets.append(text_offset)
+        offsets.append(max(0, text_offset))
         text_offset += len(at.chosen.token)
     tops = [_top_dict(at) for at in positions] if any(at.top for at in positions) else None
     return {
@@ -70,8 +89,9 @@ def _entry(item: TokenLogprob) -> dict[str, Any]:
     return {"token": item.token, "logprob": item.logprob, "bytes": list(item.token_bytes)}
 
 
-def _top_dict(at: PositionLogprobs) -> dict[str, float]:
-    return {item.token: item.logprob for item in (*at.top, at.chosen)}
+def _top_dict(at: PositionLogprobs) -> dict[str, float] | None:
+    entries = {item.token: item.logprob for item in (*at.top, at.chosen) if item.logprob is not None}
+    return entries or None
 
 
 def _finite(logprob: float) -> float:

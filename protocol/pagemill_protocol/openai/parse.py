@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.openai.fields import shorten
@@ -57,7 +58,7 @@ def parse_body(raw: bytes, schema: type[Model]) -> Model:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise _from_validation(error) from None
+        raise from_validation(error) from None
     except RecursionError:
         raise _invalid(None, "The request body is nested too deeply. Use fewer levels.", "invalid_json") from None
 
@@ -172,7 +173,7 @@ def _last_key(raw: bytes) -> str | None:
     return head[start + 1 : colon].decode("utf-8", "replace")[:_MAX_PARAM_CHARS]
 
 
-def _from_validation(error: ValidationError) -> PagemillError:
+def from_validation(error: ValidationError) -> PagemillError:
     """The first of pydantic's errors as one sentence: field, what it must be, what it was."""
     first = error.errors(include_url=False)[0]
     path = ""
@@ -186,6 +187,12 @@ def _from_validation(error: ValidationError) -> PagemillError:
     kind = "int_size" if first["type"] == "int_type" and _was_integer(first["input"]) else first["type"]
     expectation = _expectation(kind, context, first["msg"])
     return _invalid(path, f"`{path}` {expectation}, got {shorten(first['input'])}.", "invalid_value")
+
+
+def from_refusal(error: PydanticCustomError) -> PagemillError:
+    """Of `fields.refusal`, raised outside a schema's validation."""
+    context: dict[str, Any] = error.context or {}
+    return _invalid(context["field"], context["message"], context["code"])
 
 
 def _was_integer(value: Any) -> bool:

@@ -14,8 +14,9 @@ import msgspec
 
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, beyond_context, context_length_exceeded, invalid_field
-from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.generate import GenerateRequest, check_prompt_logprobs
 from pagemill_protocol.openai.chat_format import ChatFormat, chat_format
+from pagemill_protocol.openai.held_answers import check_schemas, prescribed
 from pagemill_protocol.openai.schemas import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
@@ -25,6 +26,7 @@ from pagemill_protocol.openai.schemas import (
     TokenizeRequest,
 )
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.bad_words import with_bad_words
 from pagemill_protocol.text.fitting import LARGEST_CONTEXT
 
 if TYPE_CHECKING:
@@ -48,27 +50,35 @@ def sampling_of(
     req: ChatCompletionRequest | CompletionRequest,
     *,
     seed: int | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] = {},
 ) -> SamplingParams:
     """What is asked of the sampler, checked as far as no model is needed for it: before anything that costs.
 
-    Arguments as in `prepare_chat`. Raises `PagemillError` 400.
+    `defaults`: the model's. Arguments as in `prepare_chat`. Raises `PagemillError` 400.
     """
     if isinstance(req, CompletionRequest):
-        return _sampling(req, req.max_tokens, "max_tokens", req.logprobs, seed, defaults or {})
+        return _sampling(req, req.requested_tokens, "max_tokens", req.logprobs, seed, defaults)
     logprobs = req.top_logprobs if req.logprobs else None
-    return _sampling(req, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults or {})
+    return _sampling(req, req.requested_tokens, req.max_tokens_field, logprobs, seed, defaults)
 
 
 def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """`sampling`, checked for this model as well: before its prompt is rendered. Raises `PagemillError` 400."""
-    if sampling.stop_token_ids or sampling.logit_bias or sampling.use_beam_search:
-        return sampling.validate(tokenizer.vocab_size)
-    return sampling
+    named = sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids, sampling.logprob_token_ids
+    if any(named) or sampling.use_beam_search:
+        sampling.validate(tokenizer.vocab_size)
+    return with_bad_words(sampling, tokenizer)
+
+
+def needs_check(fields: SamplingFields) -> bool:
+    """Whether `check_form` has something to compile."""
+    return fields.form is not None or (isinstance(fields, ChatCompletionRequest) and fields.holds_calls)
 
 
 def check_form(fields: SamplingFields) -> None:
     """Refuse a form of answers that cannot be compiled; takes the compiler's time. Raises `PagemillError` 400."""
+    if isinstance(fields, ChatCompletionRequest) and fields.holds_calls:
+        check_schemas(fields)
     if fields.form is None:
         return
     from pagemill_protocol.grammars.check import CHECKS  # few requests need what it imports
@@ -86,7 +96,6 @@ def prepare_chat(
     created_unix_s: int,
     cache_salt: str = "",
     seed: int | None = None,
-    defaults: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
     text: str | None = None,
     parsers: ParserSettings = _AUTO,
@@ -95,26 +104,36 @@ def prepare_chat(
 
     `sampling` and `text`: what `within_vocabulary` and `render_soon` made of it, if they were asked.
 
-    `seed` and `defaults` (sampling values of the model, such as `temperature`) count where the client sent none.
+    `seed` and the model's own sampling values count where the client sent none.
     `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
     """
+    defaults = tokenizer.bundle.sampling_defaults
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
     form = chat_format(req, tokenizer, parsers)
     if form.hides_markers:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     if text is None:
         text = _render(form, req, tokenizer)
+    outputs = prescribed(req, form.syntax, form.reasoning, text)
+    if outputs is not sampling.structured_outputs:
+        sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
     token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
     max_tokens = _answer_budget(
-        len(token_ids), req.requested_tokens, None, max_model_len, "messages", req.max_tokens_field
+        len(token_ids),
+        req.requested_tokens,
+        defaults.get("max_tokens"),
+        max_model_len,
+        "messages",
+        req.max_tokens_field,
     )
-    return GenerateRequest(
+    request = GenerateRequest(
         request_id=request_id,
         model=req.model,
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
         dialect="chat",
         answer_format=form.answer_behind(text),
+        return_token_ids=req.return_token_ids,
         created_unix_s=created_unix_s,
         stream=req.stream,
         include_usage=req.include_usage,
@@ -122,6 +141,8 @@ def prepare_chat(
         priority=req.priority,
         cache_salt=cache_salt,
     )
+    check_prompt_logprobs([request])
+    return request
 
 
 def prepare_completions(
@@ -133,7 +154,6 @@ def prepare_completions(
     created_unix_s: int,
     cache_salt: str = "",
     seed: int | None = None,
-    defaults: Mapping[str, Any] | None = None,
     sampling: SamplingParams | None = None,
 ) -> list[GenerateRequest]:
     """One request per prompt, in order; several get ids `REQUEST_ID-INDEX` and share `response_id`.
@@ -141,7 +161,9 @@ def prepare_completions(
     Arguments as in `prepare_chat`. Raises `PagemillError` 400 before any of them is sent.
     """
     several = len(req.prompt) > 1
+    defaults = tokenizer.bundle.sampling_defaults
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
+    usual_tokens = defaults.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
     requests: list[GenerateRequest] = []
     num_tokens = 0
     for index, prompt in enumerate(req.prompt):
@@ -151,7 +173,7 @@ def prepare_completions(
         if several and num_tokens > MAX_TOKENS_OF_SEVERAL:
             raise _too_many_together(index + 1, len(req.prompt), num_tokens)
         max_tokens = _answer_budget(
-            len(token_ids), req.max_tokens, DEFAULT_COMPLETION_TOKENS, max_model_len, param, "max_tokens"
+            len(token_ids), req.requested_tokens, usual_tokens, max_model_len, param, "max_tokens"
         )
         requests.append(
             GenerateRequest(
@@ -167,10 +189,13 @@ def prepare_completions(
                 continuous_usage=req.continuous_usage,
                 priority=req.priority,
                 prompt_text=_echo_text(prompt, req, tokenizer),
+                prompt_only=req.prompt_only,
+                return_token_ids=req.return_token_ids,
                 prompt_index=index,
                 cache_salt=cache_salt,
             )
         )
+    check_prompt_logprobs(requests)
     return requests
 
 
@@ -281,7 +306,8 @@ def _sampling(
         raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
     values = {name: getattr(req, name) for name in _SHARED_FIELDS}
     if not req.use_beam_search:  # a model's defaults say how to draw tokens; beam search draws none
-        values |= {name: value for name, value in defaults.items() if name not in req.model_fields_set}
+        missing = defaults.keys() - req.model_fields_set
+        values |= {name: defaults[name] for name in missing if name in values}
     return SamplingParams(
         **{
             **values,
@@ -289,6 +315,8 @@ def _sampling(
             "seed": req.seed if req.seed is not None else seed,
             "logit_bias": req.logit_bias or None,
             "logprobs": logprobs,
+            "logprob_token_ids": req.logprob_token_ids or None,
+            "allowed_token_ids": req.allowed_token_ids or None,
             "max_tokens": max_tokens,
             "structured_outputs": req.form[1] if req.form is not None else None,
         }

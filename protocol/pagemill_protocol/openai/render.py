@@ -21,6 +21,8 @@ SSE_KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, proxies see traffic."""
 
 ToolReason = Literal["tool_calls"]
+StopReason = str | int | None
+"""vLLM's field: the stop string or the stop token that ended a choice, if one did."""
 Logprobs = Mapping[str, Any]
 """Made by `openai.logprobs.chat` or `.completions`."""
 
@@ -41,8 +43,11 @@ class Choice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: FinishReason | ToolReason
     logprobs: Logprobs | None = None
+    stop_reason: StopReason = None
     message: Mapping[str, Any] | None = None
     """Of a chat, in place of `text`: content, reasoning and tool calls."""
+    added: Mapping[str, Any] | None = None
+    """Further fields: vLLM's about tokens."""
 
 
 class ModelCard(NamedTuple):
@@ -95,10 +100,14 @@ def chat_chunk(
     include_usage: bool = False,
     usage: Usage | None = None,
     added: Mapping[str, Any] | None = None,
+    stop_reason: StopReason = None,
+    token_ids: Sequence[int] | None = None,
+    prompt: Mapping[str, Any] | None = None,
 ) -> bytes:
     """One chunk of a chat. `role`: the first of its choice. `text` None: no text, as in a chunk that only finishes.
 
-    `include_usage`: the chunk says `usage: null` unless there is one. `added`: reasoning or a tool call.
+    `include_usage`: the chunk says `usage: null` unless there is one. `added`: reasoning or a tool call. `prompt`:
+    fields about the prompt.
     """
     delta: dict[str, Any] = {}
     if role:
@@ -106,8 +115,10 @@ def chat_chunk(
     if text is not None:
         delta["content"] = text
     delta.update(added or {})
-    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-    return _chunk(head, "chat.completion.chunk", choice, include_usage, usage)
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, **_end(finish_reason, stop_reason)}
+    if token_ids is not None:
+        choice["token_ids"] = token_ids
+    return _chunk(head, "chat.completion.chunk", choice, include_usage, usage, prompt)
 
 
 def completion_chunk(
@@ -119,9 +130,12 @@ def completion_chunk(
     logprobs: Logprobs | None = None,
     include_usage: bool = False,
     usage: Usage | None = None,
+    added: Mapping[str, Any] | None = None,
+    stop_reason: StopReason = None,
 ) -> bytes:
-    """One chunk of a completion; `include_usage` and `usage` as in `chat_chunk`."""
-    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    """One chunk of a completion; `include_usage` and `usage` as in `chat_chunk`. `added`: fields of the choice."""
+    end = _end(finish_reason, stop_reason)
+    choice = {"index": index, "text": text, "logprobs": logprobs, **end, **(added or {})}
     return _chunk(head, "text_completion", choice, include_usage, usage)
 
 
@@ -130,17 +144,19 @@ def usage_chunk(head: Head, chunk_object: str, usage: Usage) -> bytes:
     return orjson.dumps({**_envelope(head, chunk_object), "choices": [], "usage": usage_object(usage)})
 
 
-def chat_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:
+def chat_body(head: Head, choices: Iterable[Choice], usage: Usage, prompt: Mapping[str, Any] | None = None) -> bytes:
     rendered = [
         {
             "index": choice.index,
             "message": {"role": "assistant", "refusal": None, **(choice.message or {"content": choice.text})},
             "logprobs": choice.logprobs,
-            "finish_reason": choice.finish_reason,
+            **_end(choice.finish_reason, choice.stop_reason),
+            **(choice.added or {}),
         }
         for choice in choices
     ]
-    return orjson.dumps({**_envelope(head, "chat.completion"), "choices": rendered, "usage": usage_object(usage)})
+    body = {**_envelope(head, "chat.completion"), "choices": rendered, "usage": usage_object(usage), **(prompt or {})}
+    return orjson.dumps(body)
 
 
 def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> bytes:
@@ -149,7 +165,8 @@ def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> byte
             "index": choice.index,
             "text": choice.text,
             "logprobs": choice.logprobs,
-            "finish_reason": choice.finish_reason,
+            **_end(choice.finish_reason, choice.stop_reason),
+            **(choice.added or {}),
         }
         for choice in choices
     ]
@@ -206,9 +223,23 @@ def detokenize_body(text: str) -> bytes:
     return orjson.dumps({"prompt": text})
 
 
-def _chunk(head: Head, kind: str, choice: dict[str, Any], include_usage: bool, usage: Usage | None) -> bytes:
+def _end(finish_reason: FinishReason | ToolReason | None, stop_reason: StopReason) -> dict[str, Any]:
+    if finish_reason is None:
+        return {"finish_reason": None}
+    return {"finish_reason": finish_reason, "stop_reason": stop_reason}
+
+
+def _chunk(
+    head: Head,
+    kind: str,
+    choice: dict[str, Any],
+    include_usage: bool,
+    usage: Usage | None,
+    added: Mapping[str, Any] | None = None,
+) -> bytes:
     chunk = _envelope(head, kind)
     chunk["choices"] = [choice]
+    chunk.update(added or {})
     if usage is not None or include_usage:
         chunk["usage"] = _token_counts(usage) if usage is not None else None
     return orjson.dumps(chunk)

@@ -30,7 +30,11 @@ from pagemill_protocol.openai.fields import (
 from pagemill_protocol.openai.form_fields import FormFields
 from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_protocol.sampling import (
+    INT32_MAX,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_PRIORITY,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -126,6 +130,12 @@ class SamplingFields(RequestModel, FormFields):
     max_tokens: int | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] = Field([], max_length=MAX_LOGPROB_TOKEN_IDS)
+    """With `logprobs`: these tokens in place of the most likely ones."""
+    bad_words: list[str] = Field([], max_length=MAX_BAD_WORDS)
+    allowed_token_ids: list[int] = Field([], max_length=MAX_ALLOWED_TOKEN_IDS)
+    return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Priority = 0
@@ -204,6 +214,8 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     """A variable of the chat template; "none" also sets `enable_thinking` and `thinking` to false."""
+    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
+    """Tokens of reasoning at most; -1: no limit."""
     include_reasoning: bool = True
     """False: reasoning is read and left out of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -212,6 +224,24 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
         return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def names_function(self) -> str:
+        """The only function that the model may call, and must; "" if the client named none."""
+        return "" if isinstance(self.tool_choice, str) else str(self.tool_choice["function"]["name"])
+
+    @property
+    def reasoning_budget(self) -> int | None:
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    @property
+    def forces_calls(self) -> bool:
+        return self.tool_choice == "required" or bool(self.names_function)
+
+    @property
+    def holds_calls(self) -> bool:
+        """Whether calls are held to the schema of their function."""
+        return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -226,9 +256,11 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
         if self.top_logprobs and not self.logprobs:
             raise refusal("top_logprobs", "`top_logprobs` is only allowed with `logprobs: true`.")
         errors = (
+            _alternatives_error(self, wants_logprobs=self.logprobs),
             _continuation_error(self, self.messages),
             choice_error(self.tool_choice, self.tools),
             _history_error(self.messages),
+            _held_beams_error(self),
         )
         for error in errors:
             if error is not None:
@@ -255,14 +287,21 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     add_special_tokens: bool = True
 
+    @property
+    def prompt_only(self) -> bool:
+        """Nothing is asked for but the prompt, usually for its log probabilities."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """Tokens to generate: an engine generates one at least."""
+        return 1 if self.prompt_only else self.max_tokens
+
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
-            raise refusal(
-                "echo",
-                "`echo` with `logprobs` is not supported: log probabilities of the prompt are not available.",
-                "unsupported_parameter",
-            )
+        error = _alternatives_error(self, wants_logprobs=self.logprobs is not None)
+        if error is not None:
+            raise error
         if len(self.prompt) * self.num_sequences > MAX_TOTAL_CHOICES:
             name = "n" if self.num_sequences == self.n else "best_of" if self.beam_width is None else "beam_width"
             raise refusal(
@@ -315,6 +354,19 @@ class DetokenizeRequest(RequestModel):
 
     model: str = Field("", max_length=512)
     tokens: TokenIds
+
+
+def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
+    if not request.use_beam_search or not (request.holds_calls or request.reasoning_budget is not None):
+        return None
+    message = "Forced and strict tool calls and budgets of reasoning do not go with `use_beam_search`. Remove it."
+    return refusal("use_beam_search", message)
+
+
+def _alternatives_error(request: SamplingFields, *, wants_logprobs: bool) -> PydanticCustomError | None:
+    if not request.logprob_token_ids or wants_logprobs:
+        return None
+    return refusal("logprob_token_ids", "`logprob_token_ids` needs `logprobs`. Send `logprobs`, or remove it.")
 
 
 def _continuation_error(request: ChatTemplateFields, messages: list[ChatMessage]) -> PydanticCustomError | None:

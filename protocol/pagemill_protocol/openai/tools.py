@@ -22,13 +22,6 @@ _NAME_REMEDY = "Use 1 to 128 letters, digits, underscores, hyphens and dots."
 CHOICES = ("none", "auto", "required")
 
 
-_NOT_FORCED = refusal(
-    "tool_choice",
-    '`tool_choice` that forces a call is not supported yet. Send "auto", and ask for the call in the messages.',
-    "unsupported_parameter",
-)
-
-
 def _tools(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise refusal("", f"`tools` must be a list of functions, got {shorten(value)}.")
@@ -77,12 +70,6 @@ def _check_tool(function: Mapping[str, Any], field: str) -> None:
         given = function.get(key)
         if given is not None and not isinstance(given, kind):
             raise refusal(f"{field}.{key}", f"`{key}` must be {words}, got {shorten(given)}.")
-    if function.get("strict"):
-        raise refusal(
-            f"{field}.strict",
-            "`strict` is true: arguments cannot be held to their schema yet. Send false, and check them.",
-            "unsupported_parameter",
-        )
 
 
 def _tool_choice(value: Any) -> str | dict[str, Any]:
@@ -119,10 +106,10 @@ def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, A
     if not tools:
         return refusal("tool_choice", f"`tool_choice` is {shorten(choice)} and there are no `tools`. Send some.")
     if isinstance(choice, str):
-        return _NOT_FORCED
+        return None
     name = choice["function"]["name"]
     if name in {tool["function"]["name"] for tool in tools}:
-        return _NOT_FORCED
+        return None
     return refusal(
         "tool_choice.function.name", f"`tool_choice` names {shorten(name)}, which is not among `tools`. Add it there."
     )

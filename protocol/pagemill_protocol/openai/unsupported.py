@@ -23,19 +23,14 @@ class Unsupported(NamedTuple):
 
 _NO_FUNCTIONS = "It is OpenAI's older form; send `tools` and `tool_choice`."
 _TEXT_ONLY = "This server reads and writes text only; remove it."
-_NO_PROMPT_LOGPROBS = "Log probabilities of the prompt are not available; remove it."
 _REMOVE = "Remove it."
 
 COMMON: Mapping[str, Unsupported] = {
-    "prompt_logprobs": Unsupported(_NO_PROMPT_LOGPROBS),
     "prompt_embeds": Unsupported("Send the prompt as text or token ids."),
     "truncate_prompt_tokens": Unsupported("Shorten the prompt before sending it."),
     "logits_processors": Unsupported("Use `logit_bias`.", ([],)),
-    "allowed_token_ids": Unsupported("Use `logit_bias`.", ([],)),
-    "bad_words": Unsupported("Use `logit_bias` with a negative bias.", ([],)),
     "spaces_between_special_tokens": Unsupported(_REMOVE, (True,)),
-    "return_tokens_as_token_ids": Unsupported("Use /tokenize on the answer.", (False,)),
-    "return_token_ids": Unsupported("Use /tokenize on the answer.", (False,)),
+    "return_tokens_as_token_ids": Unsupported("Send `return_token_ids` to get token ids.", (False,)),
     "cache_salt": Unsupported("The operator isolates prefix caches with `engine.prefixCaching.scope`; remove it."),
     "kv_transfer_params": Unsupported("KV transfer is arranged by the platform; remove it."),
 }
@@ -55,6 +50,7 @@ CHAT: Mapping[str, Unsupported] = {
 
 COMPLETIONS: Mapping[str, Unsupported] = {
     **COMMON,
+    "thinking_token_budget": Unsupported("Only chats have reasoning; send it to /v1/chat/completions.", (-1,)),
     "suffix": Unsupported("Filling in the middle is not available; put all text into `prompt`.", ("",)),
 }
 

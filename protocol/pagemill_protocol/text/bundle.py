@@ -7,6 +7,7 @@ encodes, decodes and renders with it. `load_bundle` builds it from a model's fil
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import msgspec
 
@@ -44,6 +45,9 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Further named tokens that templates may use, for example `pad_token`."""
     vocab_size: int = 0
     """Rows of the logits; at least the number of tokens, often padded."""
+    sampling_defaults: dict[str, Any] = {}
+    """By name of `SamplingParams`, for requests that send none: as the model's folder has them, and as an engine
+    resolved them (`generation_defaults`) in what it hands out."""
 
     @property
     def digest(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from pagemill_protocol.json_file import parse_object, read_optional, read_text
 from pagemill_protocol.sources import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle, eos_ids
+from pagemill_protocol.text.generation_defaults import values_of_model
 
 _NAMED_TOKENS = ("pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -36,6 +37,7 @@ class _Folder:
         self._settings = read_optional(folder / "tokenizer_config.json")
         self._special_map = read_optional(folder / "special_tokens_map.json")
         self._config = read_optional(folder / "config.json")
+        self._generation = read_optional(folder / "generation_config.json")
         self._ids = self._vocabulary()
 
     def bundle(self) -> TokenizerBundle:
@@ -53,6 +55,7 @@ class _Folder:
             add_bos_token=bos_id is not None and _adds(self._tokenizer.get("post_processor"), bos_id),
             special_tokens={name: token for name in _NAMED_TOKENS if (token := self._named(name)) is not None},
             vocab_size=self._logit_rows(),
+            sampling_defaults=values_of_model(self._generation),
         )
 
     def _chat_templates(self) -> tuple[str | None, str | None]:
@@ -79,7 +82,7 @@ class _Folder:
         return templates.get("default"), templates.get("tool_use")
 
     def _declared_eos_ids(self, eos_token: str | None) -> list[int | None]:
-        generation = read_optional(self._path / "generation_config.json").get("eos_token_id")
+        generation = self._generation.get("eos_token_id")
         config = self._config.get("eos_token_id")
         own = self._ids.get(eos_token) if eos_token is not None else None
         return [*_as_ids(generation), *_as_ids(config), own]

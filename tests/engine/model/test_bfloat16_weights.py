@@ -17,13 +17,13 @@ import transformers
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
-from pagemill_engine.loading.source import open_weights
+from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.models.fusing import FusedDecoderLayers
 from pagemill_engine.models.layers import Linear
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import cpu, native, onednn, reference
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 

@@ -16,7 +16,7 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.models.experts import MoE
 from pagemill_kernels.cpu import library
 from pagemill_kernels.experts.reference import route
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]

@@ -15,7 +15,7 @@ from moe_gguf import write_moe_gguf
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.loading.errors import LoadError
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]

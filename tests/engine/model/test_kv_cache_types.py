@@ -13,7 +13,8 @@ from tiny_llama import write_tiny_llama
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import storage
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 

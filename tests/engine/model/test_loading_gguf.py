@@ -17,7 +17,7 @@ from pagemill_engine.loading.dequantize import dequantize_into, supported_types
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import GGUFWeights
-from pagemill_engine.loading.source import open_weights
+from pagemill_engine.loading.weights import open_weights
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups, native
 from pagemill_kernels.registry import ops_for

@@ -15,7 +15,7 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.safetensors_header import INDEX_FILE, SINGLE_FILE
 
 Loader = Callable[..., Any]

@@ -23,7 +23,8 @@ from pagemill_engine.runner.memory import MemoryState, measure_memory
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import sample
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.sampling import SamplingParams
 
 MIB, GIB = 1024**2, 1024**3

@@ -13,11 +13,11 @@ import transformers
 from gguf_model import write_gguf
 
 from pagemill_engine.loading.quantized import QuantizedWeights
-from pagemill_engine.loading.source import open_weights
+from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.models.layers import Linear
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear.quantize import quantize
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 NUM_TOKENS = 24

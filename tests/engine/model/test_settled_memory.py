@@ -20,7 +20,8 @@ from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measu
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_engine.runner.settling import CudaMeter, settle
-from pagemill_protocol.model_spec import ModelSpec, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_spec import ModelSpec
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES = Sizes(weight_bytes=16 * GIB, kv_bytes_per_token=131_072, item_bytes=2, gathers=False)
@@ -154,13 +155,16 @@ def test_the_cache_is_sized_by_steps_that_were_run(
     assert make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2) == before
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")], ids=["allocator", "driver"]
+)
 def test_a_device_without_memory_for_recordings_names_the_setting(
-    folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     runner = runner_loader(folder, device="cuda", num_kv_blocks=16, max_num_seqs=2)
 
     def full(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(runner, "record_decodes", full)
     with pytest.raises(LoadError, match=r"up to 2 requests .* Lower maxNumSeqs \(now 2\) or kvCacheMemory") as caught:

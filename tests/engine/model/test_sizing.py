@@ -13,7 +13,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.sizing import held_by_gpu, sizes_here, sizes_on_gpu
 from pagemill_kernels.registry import ops_for
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 
 pytestmark = [pytest.mark.model]
 

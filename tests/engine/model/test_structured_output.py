@@ -15,12 +15,18 @@ from json_schemas import schemas
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.grammar.compiler import GrammarCompiler
+from pagemill_engine.grammar.masks import begin_masks
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.sampling import sampler
+from pagemill_protocol.answers.call_syntax import Function, behind_reasoning, calls_only
+from pagemill_protocol.answers.events import AnswerFormat
+from pagemill_protocol.answers.hermes import SYNTAX as HERMES
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.grammars.check import FormChecks
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.structural_tags import JsonSchema, write_tag
 from pagemill_protocol.structured_outputs import StructuredOutputs
 from pagemill_protocol.structured_params import StructuredOutputsParams
 from pagemill_protocol.text.load_bundle import load_bundle
@@ -56,7 +62,14 @@ class Engine:
         return core
 
     def add(
-        self, name: str, form: StructuredOutputs | None, *, resume: Any = (), prompt: Any = (1,), **sampling: Any
+        self,
+        name: str,
+        form: StructuredOutputs | None,
+        *,
+        resume: Any = (),
+        prompt: Any = (1,),
+        answer_format: AnswerFormat | None = None,
+        **sampling: Any,
     ) -> None:
         params = {"max_tokens": 400, "seed": 7, "temperature": 1.0, "logit_bias": self.bias, **sampling}
         self.core.add(
@@ -66,6 +79,7 @@ class Engine:
                 prompt_token_ids=list(prompt),
                 sampling=SamplingParams(structured_outputs=form, **params),
                 resume=list(resume),
+                answer_format=answer_format,
             )
         )
 
@@ -268,6 +282,85 @@ def test_another_engine_continues_an_answer_at_any_token(engine: Engine) -> None
         assert (whole[:cut] + answer.token_ids, answer.finish_reason) == (whole, "stop")
 
 
+def test_another_engine_continues_a_forced_call_behind_reasoning_at_any_token(engine: Engine) -> None:
+    call = calls_only(HERMES, [Function("get", JsonSchema(json_schema=PERSON))], parallel=False)
+    form = behind_reasoning("<think>", "</think>", call, is_open=True)
+    outputs = StructuredOutputs(structural_tag=write_tag(form))
+    thought = engine.tokenizer.encode("I think.</think>", add_special_tokens=False)
+    engine.add("r", outputs, resume=[ChoiceResume(0, thought, 0)])
+    whole = thought + engine.run()["r", 0].token_ids
+    text = engine.tokenizer.decode(whole)
+    written = json.loads(text.split("<tool_call>")[1].removesuffix("</tool_call>"))
+    assert written["name"] == "get"
+    jsonschema.validate(written["arguments"], PERSON)
+    for cut in range(len(thought), len(whole) + 1, 5):
+        engine.use()
+        engine.add("r", outputs, resume=[ChoiceResume(0, whole[:cut], 0)])
+        answer = engine.run()["r", 0]
+        assert (whole[:cut] + answer.token_ids, answer.finish_reason) == (whole, "stop")
+
+
+def budget(num_tokens: int, *, is_open: bool = True) -> AnswerFormat:
+    return AnswerFormat(reasoning="think", starts_in_reasoning=is_open, reasoning_budget=num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(engine: Engine, num_tokens: int) -> None:
+    engine.add("r", None, answer_format=budget(num_tokens), max_tokens=30, ignore_eos=True, logit_bias=None, n=3)
+    answers = engine.run()
+    end = engine.tokenizer.encode("</think>")
+    for choice in range(3):
+        token_ids = answers["r", choice].token_ids
+        assert token_ids[num_tokens : num_tokens + len(end)] == end
+        assert len(token_ids) == 30
+
+
+def test_reasoning_that_ends_by_itself_is_left_alone(engine: Engine) -> None:
+    ended = engine.tokenizer.encode("Yes.</think>Paris", add_special_tokens=False)
+    resume = [ChoiceResume(0, ended, 0)]
+    engine.add("r", None, resume=resume, max_tokens=30, ignore_eos=True)
+    expected = list(engine.run()["r", 0].token_ids)
+    engine.use()
+    engine.add("r", None, resume=resume, answer_format=budget(10), max_tokens=30, ignore_eos=True)
+    assert engine.run()["r", 0].token_ids == expected
+
+
+def test_an_answer_that_does_not_begin_with_reasoning_has_no_budget(engine: Engine) -> None:
+    begun = [ChoiceResume(0, engine.tokenizer.encode("Paris"), 0)]
+    engine.add("r", None, resume=begun, answer_format=budget(0, is_open=False), max_tokens=20, ignore_eos=True)
+    assert "</think>" not in engine.tokenizer.decode(engine.run()["r", 0].token_ids)
+    engine.use()
+    begun = [ChoiceResume(0, engine.tokenizer.encode("<think>", add_special_tokens=False), 0)]
+    engine.add("r", None, resume=begun, answer_format=budget(0, is_open=False), max_tokens=20, ignore_eos=True)
+    assert engine.tokenizer.decode(engine.run()["r", 0].token_ids).startswith("</think>")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_form_follows_reasoning_that_ended_at_its_budget_on_any_engine(engine: Engine, overlap: bool) -> None:
+    form = behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True)
+    outputs = StructuredOutputs(structural_tag=write_tag(form))
+    engine.use(overlap=overlap)
+    engine.add("r", outputs, answer_format=budget(12), logit_bias=engine.bias)
+    whole = list(engine.run()["r", 0].token_ids)
+    thought, answer = engine.tokenizer.decode(whole).split("</think>")
+    assert thought
+    jsonschema.validate(json.loads(answer), PERSON)
+    for cut in range(1, len(whole), 6):
+        engine.use()
+        engine.add("r", outputs, answer_format=budget(12), resume=[ChoiceResume(0, whole[:cut], 0)])
+        assert whole[:cut] + engine.run()["r", 0].token_ids == whole
+
+
+def test_a_character_is_completed_before_its_reasoning_is_ended(engine: Engine) -> None:
+    pieces = next(ids for letter in "🜚𐍈𒀀🂡" if len(ids := engine.tokenizer.encode(letter, add_special_tokens=False)) > 2)
+    outputs = StructuredOutputs(
+        structural_tag=write_tag(behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True))
+    )
+    engine.add("r", outputs, answer_format=budget(1), resume=[ChoiceResume(0, pieces, 0)])
+    answer = engine.run()["r", 0]
+    assert (answer.error, engine.text("r").startswith("</think>")) == (None, True)
+
+
 def test_tokens_that_do_not_fit_the_form_are_not_continued(engine: Engine) -> None:
     engine.add("r", json_form(PERSON), resume=[ChoiceResume(0, engine.tokenizer.encode("Hello"), 0)])
     answer = engine.run()["r", 0]
@@ -330,6 +423,22 @@ def test_a_form_that_cannot_be_compiled_refuses_its_request_alone(engine: Engine
 def test_beams_are_refused_by_name(engine: Engine) -> None:
     with pytest.raises(PagemillError, match="structured_outputs does not go with use_beam_search"):
         engine.add("r", json_form(PERSON), use_beam_search=True, n=2, temperature=0, logit_bias=None)
+
+
+def test_masks_that_are_computed_beside_the_step_are_the_same(engine: Engine) -> None:
+    compiler = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
+    forms = [json_form(PERSON), StructuredOutputs(regex="[0-9]+!"), StructuredOutputs(choice=("yes", "no"))]
+    texts = ['{"name": "Ada", "age": 36}', "12345!", "yes"]
+    beside, alone = ([compiler.submit(form).result().state((), keeps_on=False) for form in forms] for _ in range(2))
+    spelled = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    for position in range(max(map(len, spelled))):
+        running = [at for at, token_ids in enumerate(spelled) if position < len(token_ids)]
+        begin_masks([due for at in running if (due := beside[at].due) is not None])
+        for at in running:
+            assert np.array_equal(beside[at].mask, alone[at].mask)
+            for state in (beside[at], alone[at]):
+                assert state.advance(spelled[at][position]) == ""
+    assert all(state.ended for state in (*beside, *alone))
 
 
 def test_masks_forbid_what_has_no_bit() -> None:

@@ -17,7 +17,7 @@ from triton_device import DEVICE, HAS_GPU, NO_FP8
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.quantized import QuantizedWeights
-from pagemill_engine.loading.source import open_weights
+from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.models.layers import Linear
 from pagemill_engine.runner import budget, compute, device_runner, load_eager
 from pagemill_engine.runner.compiling import compile_kernels, run_largest, step_shapes
@@ -29,7 +29,7 @@ from pagemill_kernels.registry import ops_for
 from pagemill_kernels.sampling import triton_launch as sampling
 from pagemill_kernels.scaled_linear.reference import ScaledReference
 from pagemill_kernels.scaled_linear.triton_launch import ScaledLinear
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sampling import SamplingParams
 
 NUM_TOKENS = 3

@@ -7,9 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_bundle import byte_bundle
+from tiny_llama import write_tiny_llama
 
 from pagemill import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagemill_protocol.errors import PagemillError
@@ -189,6 +192,36 @@ def test_importing_pagemill_and_its_llm_imports_no_torch() -> None:
     assert done.stdout.strip() == "False", done.stderr
 
 
+def test_prompt_logprobs_are_those_of_the_prompts_tokens(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    (output,) = llm.generate("The capital of France is Paris", sampling, use_tqdm=False)
+    entries = output.prompt_logprobs
+    assert entries is not None
+    assert entries[0] is None
+    assert [next(iter(at)) for at in entries[1:] if at is not None] == output.prompt_token_ids[1:]
+    last = entries[-1]
+    assert last is not None
+    chosen = last[output.prompt_token_ids[-1]]
+    assert (chosen.rank, chosen.decoded_token) == (1, " Paris")
+    assert len(last) == 2, "the token itself is one of the two most likely"
+    (plain,) = llm.generate("The capital of France is Paris", GREEDY, use_tqdm=False)
+    assert plain.prompt_logprobs is None
+
+
+def test_bad_words_allowed_and_named_tokens_work_offline(llm: LLM) -> None:
+    def answer(**fields: Any) -> Any:
+        sampling = SamplingParams(temperature=0.0, max_tokens=8, **fields)
+        return llm.generate("The capital of France is", sampling, use_tqdm=False)[0].outputs[0]
+
+    assert "Paris" in answer().text
+    assert "Paris" not in answer(bad_words=["Paris"]).text
+    assert set(answer(allowed_token_ids=[28, 30], ignore_eos=True).token_ids) <= {28, 30}
+    named = answer(logprob_token_ids=[28, 30])
+    assert [set(at) for at in named.logprobs] == [{token_id, 28, 30} for token_id in named.token_ids]
+    with pytest.raises(PagemillError, match="logprob_token_ids names token 49152"):
+        answer(logprob_token_ids=[49152])
+
+
 def test_structured_outputs_hold_each_answer_to_its_form(llm: LLM) -> None:
     forms = [{"choice": ["red", "green"]}, {"regex": "[0-9]{4}"}, {"json": {"const": {"a": 1}}}]
     params = [SamplingParams(max_tokens=200, seed=1, structured_outputs=StructuredOutputsParams(**f)) for f in forms]
@@ -199,9 +232,48 @@ def test_structured_outputs_hold_each_answer_to_its_form(llm: LLM) -> None:
     assert json.loads(texts[2]) == {"a": 1}
 
 
+def test_bad_words_hold_within_a_form(llm: LLM) -> None:
+    def answer(**fields: Any) -> str:
+        form = StructuredOutputsParams(choice=["red", "green"])
+        sampling = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=form, **fields)
+        text: str = llm.generate("The color of blood is", sampling, use_tqdm=False)[0].outputs[0].text
+        return text
+
+    first = answer()
+    other = "green" if first == "red" else "red"
+    assert answer(bad_words=[first[: end + 1] for end in range(len(first))]) == other, "however it is spelled"
+    form = StructuredOutputsParams(choice=["red", "green"])
+    (refused,) = llm.generate("Say", SamplingParams(structured_outputs=form, allowed_token_ids=[28]), use_tqdm=False)
+    assert refused.outputs[0].finish_reason == "error"
+    assert "leave no token that may follow" in str(refused.outputs[0].stop_reason)
+
+
 def test_a_form_that_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:
     for form, reason in (({"json": {"type": "nonsense"}}, "nonsense"), ({"regex": "(?=a)"}, "look-ahead")):
         with pytest.raises(PagemillError, match=reason):
             llm.generate("Say", SamplingParams(structured_outputs=StructuredOutputsParams(**form)), use_tqdm=False)
     with pytest.raises(PagemillError, match="Send one of them"):
         StructuredOutputsParams(regex="a", choice=["b"])
+
+
+def test_without_parameters_the_models_own_values_are_used(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path, vocab_size=256)
+    (tmp_path / "tokenizer.json").write_text(byte_bundle().tokenizer_json)
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": 0.0, "max_new_tokens": 3, "eos_token_id": [7, 9]}'
+    )
+    with LLM(tmp_path, num_kv_blocks=16) as own:
+        assert own.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+        first, second = (own.generate("ab", use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
+        assert first == second
+        assert len(first) == 3 or first[-1] in (7, 9)
+        given = SamplingParams(max_tokens=5, ignore_eos=True)
+        assert len(own.generate("ab", given, use_tqdm=False)[0].outputs[0].token_ids) == 5, "exactly as given"
+    with LLM(tmp_path, num_kv_blocks=16, generation_config="vllm", generation_defaults={"top_k": 2}) as plain:
+        assert plain.get_default_sampling_params() == SamplingParams(top_k=2)
+    with pytest.raises(TypeError, match="generation_config"):
+        LLM(tmp_path, generation_config="no")
+    with pytest.raises(TypeError, match="topK"):
+        LLM(tmp_path, generation_defaults={"topK": 2})
+    with pytest.raises(PagemillError, match="generation_defaults: top_p must"):
+        LLM(tmp_path, generation_defaults={"top_p": 2.0})

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import openai
@@ -126,6 +126,92 @@ def test_completion_logprobs_have_offsets_into_the_text(client: openai.OpenAI) -
         assert text[offset:].startswith(token)
 
 
+def test_an_echo_with_logprobs_scores_the_prompt_as_prompt_logprobs_do(client: openai.OpenAI) -> None:
+    prompt = "The capital of France is Paris"
+    extra = {"prompt_logprobs": 1, "return_token_ids": True}
+    for _ in range(2):  # the second time the prompt is cached
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, echo=True, logprobs=1, max_tokens=0, extra_body=extra
+        )
+    (choice,) = answer.choices
+    assert choice.text == prompt
+    assert choice.logprobs is not None
+    assert choice.model_extra is not None
+    assert "".join(choice.logprobs.tokens or []) == prompt
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    ids, entries = choice.model_extra["prompt_token_ids"], choice.model_extra["prompt_logprobs"]
+    assert choice.model_extra["token_ids"] == []
+    scored = [None, *(at[str(token_id)]["logprob"] for token_id, at in zip(ids[1:], entries[1:], strict=True))]
+    assert choice.logprobs.token_logprobs == scored
+    assert entries[-1][str(ids[-1])]["rank"] == 1, "Paris is the most likely"
+    assert entries[-1][str(ids[-1])]["decoded_token"] == " Paris"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_evaluation_reads_the_likelihood_of_a_continuation_from_an_echo(
+    client: openai.OpenAI, max_tokens: int
+) -> None:
+    """As lm-eval does: token ids of context and continuation, and what stands behind the context."""
+    capital = client.completions.create(
+        model=MODEL,
+        prompt="The capital of France is",
+        max_tokens=1,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    )
+    extra = capital.choices[0].model_extra
+    assert extra is not None
+    context = extra["prompt_token_ids"]
+    likely, unlikely = (
+        client.completions.create(
+            model=MODEL, prompt=context_and_more, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
+        ).choices
+        for context_and_more in ([[*context, *extra["token_ids"]], context], [[*context, context[0]]])
+    )
+    (answer, short), (other,) = likely, unlikely
+    behind = slice(len(context), len(context) + 1)
+    for choice, is_greedy in ((answer, True), (other, False)):
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert choice.logprobs.top_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == len(context) + 1 + max_tokens
+        (value,), (top,) = choice.logprobs.token_logprobs[behind], choice.logprobs.top_logprobs[behind]
+        assert (value == max(top.values())) == is_greedy
+    assert short.logprobs is not None
+    assert short.logprobs.token_logprobs is not None
+    assert len(short.logprobs.token_logprobs) == len(context) + max_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_words_and_allowed_tokens_restrict_a_chat(client: openai.OpenAI, stream: bool) -> None:
+    def answer(**extra: Any) -> str:
+        arguments: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 12}
+        if not stream:
+            return client.chat.completions.create(**arguments, extra_body=extra).choices[0].message.content or ""
+        chunks = client.chat.completions.create(**arguments, extra_body=extra, stream=True)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    assert "Paris" in answer()
+    assert "Paris" not in answer(bad_words=["Paris"])
+    assert "of France" not in answer(bad_words=["of France"])
+    assert set(answer(allowed_token_ids=[1, 28])) <= {","}
+
+
+def test_named_tokens_are_scored_at_each_position(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=FRANCE, temperature=0, max_tokens=3, logprobs=True,
+        extra_body={"logprob_token_ids": [5, 28], "return_token_ids": True},
+    )  # fmt: skip
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    assert choice.model_extra is not None
+    assert [len(entry.top_logprobs) for entry in choice.logprobs.content or []] == [2, 2, 2]
+    assert len(choice.model_extra["token_ids"]) == 3
+    assert answer.model_extra is not None
+    assert len(answer.model_extra["prompt_token_ids"]) > 10
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI, stream: bool) -> None:
     arguments: dict[str, Any] = {"model": MODEL, "prompt": "1, 2, 3, 4, 5, 6,", "temperature": 0, "max_tokens": 40}
@@ -158,10 +244,10 @@ def test_errors_have_the_clients_exception_class(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model=MODEL,
             messages=FRANCE,
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
             tool_choice="required",
         )
-    assert forced.value.param == "tool_choice"
+    assert forced.value.param == "tools[0].function.parameters"
 
 
 def test_internal_routes_raise_authentication_errors(model_server: Any) -> None:
@@ -214,6 +300,37 @@ def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI,
     assert reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "expected"), [({"stop": ["Paris"]}, "Paris"), ({"stop_token_ids": [7042]}, 7042), ({}, None)]
+)
+def test_the_answer_says_which_stop_ended_it(client: openai.OpenAI, stream: bool, fields: Any, expected: Any) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 24, "extra_body": fields}
+    for create, prompt in (
+        (client.chat.completions.create, {"messages": FRANCE}),
+        (client.completions.create, {"prompt": "The capital of France is"}),
+    ):
+        answer: Any = create(**prompt, **arguments, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert choices[-1].finish_reason == ("stop" if expected else choices[-1].finish_reason)
+        assert choices[-1].stop_reason == expected
+        assert not any(hasattr(choice, "stop_reason") for choice in choices[:-1])
+
+
+def test_an_engine_alone_forces_a_call(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=FRANCE,
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        max_tokens=80,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "f"
+
+
 class City(pydantic.BaseModel):
     name: Literal["Paris", "Rome"]
     is_capital: bool
@@ -239,3 +356,35 @@ def test_the_forms_of_vllm_are_held_in_both_dialects(client: openai.OpenAI, form
     assert re.fullmatch(expected, completion.choices[0].text)
     chat = client.chat.completions.create(model=MODEL, messages=FRANCE, max_tokens=20, extra_body=form)
     assert re.fullmatch(expected, chat.choices[0].message.content or "")
+
+
+def test_a_response_answers_the_question_whole_and_streamed(client: openai.OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "input": FRANCE, "temperature": 0, "max_output_tokens": 24}
+    whole = client.responses.create(**arguments)
+    assert "Paris" in whole.output_text
+    assert (whole.status, whole.object) == ("completed", "response")
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    with client.responses.stream(**arguments) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == whole.output_text
+    assert final.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_a_response_is_parsed_into_the_clients_own_class(client: openai.OpenAI) -> None:
+    class City(pydantic.BaseModel):
+        name: Annotated[str, pydantic.Field(max_length=12)]
+
+    parsed = client.responses.parse(model=MODEL, input=FRANCE, text_format=City, max_output_tokens=60)
+    assert isinstance(parsed.output_parsed, City)
+
+
+def test_a_response_that_the_limit_ends_is_incomplete(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model=MODEL, input="Count from one to ninety.", max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    with pytest.raises(openai.BadRequestError, match="not stored"):
+        client.responses.create(model=MODEL, input="And on?", previous_response_id=answer.id)

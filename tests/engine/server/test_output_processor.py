@@ -234,3 +234,138 @@ def test_an_answer_that_calls_and_says_nothing_has_null_as_content(byte_tokenize
     assert body["choices"][0]["message"]["content"] is None
     assert body["choices"][0]["finish_reason"] == "length"
     assert "completion_tokens_details" not in body["usage"]
+
+
+# -- prompt and token ids ----------------------------------------------------------------------------------------
+
+
+def of_prompt(tokenizer: Tokenizer, text: str) -> list[LogprobsOut]:
+    """Each character but the first: second most likely, behind an "x"."""
+    (x,) = tokenizer.encode("x")
+    return [LogprobsOut([token_id, x], [-1.5, -0.5], 2) for token_id in tokenizer.encode(text)[1:]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+def test_prompt_logprobs_come_once_in_vllms_shape(byte_tokenizer: Tokenizer, dialect: str, stream: bool) -> None:
+    sampling = SamplingParams(max_tokens=None, prompt_logprobs=1)
+    prompt = byte_tokenizer.encode("abc")
+    processor = OutputProcessor(
+        make_request(sampling, dialect=dialect, stream=stream, prompt_token_ids=prompt), byte_tokenizer
+    )
+    entries = of_prompt(byte_tokenizer, "abc")
+    frames = [
+        *processor.push(out(byte_tokenizer, "Hi", prompt_logprobs=entries)).frames,
+        *processor.push(out(byte_tokenizer, "!", finish="length")).frames,
+    ]
+    bodies = events(frames)[:-1] if stream else [json.loads(frames[-1].payload)]
+    places = [body if dialect == "chat" else body["choices"][0] for body in bodies]
+    assert ["prompt_logprobs" in place for place in places] == [at == 0 for at in range(len(places))]
+    x = str(byte_tokenizer.encode("x")[0])
+    assert places[0]["prompt_logprobs"] == [
+        None,
+        *(
+            {
+                str(token_id): {"logprob": -1.5, "rank": 2, "decoded_token": letter},
+                x: {"logprob": -0.5, "rank": 1, "decoded_token": "x"},
+            }
+            for token_id, letter in zip(prompt[1:], "bc", strict=True)
+        ),
+    ]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_echo_with_logprobs_begins_with_the_prompts_tokens(byte_tokenizer: Tokenizer, stream: bool) -> None:
+    sampling = SamplingParams(max_tokens=None, logprobs=1)
+    request = make_request(
+        sampling,
+        dialect="completions",
+        stream=stream,
+        prompt_text="abc",
+        prompt_token_ids=byte_tokenizer.encode("abc"),
+    )
+    processor = OutputProcessor(request, byte_tokenizer)
+    d, e = ([LogprobsOut([token_id, token_id], [-0.25, -0.25], 1)] for token_id in byte_tokenizer.encode("de"))
+    frames = [
+        *processor.push(out(byte_tokenizer, "d", logprobs=d, prompt_logprobs=of_prompt(byte_tokenizer, "abc"))).frames,
+        *processor.push(out(byte_tokenizer, "e", logprobs=e, finish="length")).frames,
+    ]
+    bodies = [each for each in events(frames)[:-1] if each["choices"]] if stream else [json.loads(frames[-1].payload)]
+    choices = [body["choices"][0] for body in bodies]
+    assert "".join(choice["text"] for choice in choices) == "abcde"
+    assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == list("abcde")
+    assert [at for choice in choices for at in choice["logprobs"]["text_offset"]] == [0, 1, 2, 3, 4]
+    values = [value for choice in choices for value in choice["logprobs"]["token_logprobs"]]
+    assert values == [None, -1.5, -1.5, -0.25, -0.25]
+    tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
+    assert tops[:2] == [None, {"x": -0.5, "b": -1.5}]
+    assert not any("prompt_logprobs" in choice for choice in choices), "it was not asked for by name"
+
+
+def test_offsets_point_into_the_text_where_the_prompt_begins_with_a_token_that_it_lacks(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    sampling = SamplingParams(max_tokens=None, logprobs=0)
+    prompt = byte_tokenizer.encode("#ab")
+    request = make_request(sampling, dialect="completions", stream=False, prompt_text="ab", prompt_token_ids=prompt)
+    processor = OutputProcessor(request, byte_tokenizer)
+    (c,) = byte_tokenizer.encode("c")
+    pushed = out(
+        byte_tokenizer,
+        "c",
+        finish="length",
+        logprobs=[LogprobsOut([c], [-0.5], 1)],
+        prompt_logprobs=of_prompt(byte_tokenizer, "#ab"),
+    )
+    (choice,) = json.loads(processor.push(pushed).frames[-1].payload)["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("abc", ["#", "a", "b", "c"])
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+def test_token_ids_come_each_once_and_the_prompts_with_the_first(
+    byte_tokenizer: Tokenizer, dialect: str, stream: bool
+) -> None:
+    request = make_request(
+        SamplingParams(max_tokens=None, stop=["!?"]), dialect=dialect, stream=stream, return_token_ids=True
+    )
+    processor = OutputProcessor(request, byte_tokenizer)
+    frames = [
+        frame
+        for text, end in (("Hi", None), ("!", None), ("", "length"))
+        for frame in processor.push(out(byte_tokenizer, text, finish=end)).frames
+    ]
+    bodies = events(frames)[:-1] if stream else [json.loads(frames[-1].payload)]
+    assert len(bodies) == (3 if stream else 1)
+    assert [token for body in bodies for token in body["choices"][0]["token_ids"]] == byte_tokenizer.encode("Hi!")
+    places = [body if dialect == "chat" else body["choices"][0] for body in bodies]
+    assert [place.get("prompt_token_ids") for place in places] == [[1, 2, 3], *[None] * (len(places) - 1)]
+
+
+def test_named_tokens_are_shown_in_place_of_the_most_likely(byte_tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(max_tokens=None, logprobs=0, logprob_token_ids=byte_tokenizer.encode("yz"))
+    processor = OutputProcessor(make_request(sampling, dialect="completions", stream=False), byte_tokenizer)
+    h, y, z = byte_tokenizer.encode("Hyz")
+    pushed = out(byte_tokenizer, "H", finish="length", logprobs=[LogprobsOut([h, y, z], [-0.5, -1.0, -2.0], 1)])
+    (choice,) = json.loads(processor.push(pushed).frames[-1].payload)["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"y": -1.0, "z": -2.0, "H": -0.5}]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_of_the_prompt_alone_has_no_token_of_its_own(byte_tokenizer: Tokenizer, stream: bool) -> None:
+    request = make_request(
+        SamplingParams(max_tokens=1, logprobs=1),
+        dialect="completions",
+        stream=stream,
+        prompt_text="abc",
+        prompt_only=True,
+        prompt_token_ids=byte_tokenizer.encode("abc"),
+    )
+    processor = OutputProcessor(request, byte_tokenizer)
+    pushed = out(byte_tokenizer, "d", finish="stop", prompt_logprobs=of_prompt(byte_tokenizer, "abc"))
+    frames = processor.push(pushed).frames
+    (choice,) = (events(frames)[0] if stream else json.loads(frames[-1].payload))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
+    assert processor.usage.completion_tokens == 0

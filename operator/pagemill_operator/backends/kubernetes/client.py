@@ -143,11 +143,33 @@ class Client:
         fenced: bool = False,
     ) -> Manifest:
         """Raises `ApiError`, `Unreachable` and, where `fenced`, `NotLeading`."""
+        return _decoded(
+            await self._send(
+                method, path, query=query, body=body, content_type=content_type, timeout_s=timeout_s, fenced=fenced
+            )
+        )
+
+    async def read(self, path: str) -> bytes:
+        """The answer to GET as it is, such as a pod's own behind the API server's proxy."""
+        return await self._send("GET", path, accept="*/*")
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+        accept: str = "application/json",
+        timeout_s: float = REQUEST_TIMEOUT_S,
+        fenced: bool = False,
+    ) -> bytes:
         url = f"{self._host}{path}" + (f"?{urlencode(query)}" if query else "")
         try:
             # Not the session's own timeout, which is rounded up to whole seconds.
             async with asyncio.timeout(timeout_s):
-                headers = {"Content-Type": content_type, "Accept": "application/json", **await self._authorization()}
+                headers = {"Content-Type": content_type, "Accept": accept, **await self._authorization()}
                 # Reading credentials may have taken its time.
                 if fenced and self._remaining_s() <= 0:
                     raise NotLeading
@@ -162,7 +184,7 @@ class Client:
         self._on_response(str(response.status), method)
         if response.status >= 400:
             raise _api_error(response.status, data)
-        return _decoded(data)
+        return data
 
     async def _authorization(self) -> dict[str, str]:
         return await authorization(self._configuration)

@@ -61,6 +61,8 @@ class RenderContext:
     prometheus_namespace_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels of the namespace that Prometheus runs in; empty with an empty pod selector: no other pod is let in."""
     prometheus_pod_selector: Mapping[str, str] = field(default_factory=dict)
+    engine_extra_egress: tuple[Mapping[str, Any], ...] = ()
+    """Further rules of the engines' NetworkPolicies."""
     tokens: tuple[str, ...] = ()
     """Tokens that the engines accept, newest first."""
     has_pod_monitors: bool = False

@@ -11,11 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from pagemill_operator.autoscaler.records import Record, encode_record
 from pagemill_operator.backends.base import Cluster, Event
+from pagemill_operator.backends.deployment_metrics import DEPLOYMENT_METRICS, DeploymentMetrics
 from pagemill_operator.backends.local.gateway import Gateway
 from pagemill_operator.backends.local.load import Load, read_load
 from pagemill_operator.backends.local.machine import least_used, threads_per_engine
@@ -23,7 +26,7 @@ from pagemill_operator.backends.local.ports import ensure_bindable, free_port
 from pagemill_operator.backends.local.replicas import Deployment, Replica, SleepCalls, engine_launcher, unused_name
 from pagemill_operator.backends.local.scaling import LocalScaling
 from pagemill_operator.backends.local.settings import LocalSettings
-from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_operator.backends.local.state_dir import StateDir, Target
 from pagemill_operator.backends.local.supervisor import Supervisor
 from pagemill_operator.backends.rollout import Actions, next_actions
 from pagemill_operator.backends.standby import next_orders
@@ -33,6 +36,7 @@ from pagemill_operator.status.conditions import Observation
 from pagemill_operator.status.observation import ReplicaObservation
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.load import EngineHeld
+from pagemill_protocol.metrics import Metrics, Scrape
 
 logger = logging.getLogger("pagemill.operator.local")
 
@@ -58,6 +62,9 @@ class LocalBackend(Cluster):
         self._deployments: dict[str, Deployment] = {}
         self._wake = asyncio.Event()
         self._stopped = False
+        self._metrics = DeploymentMetrics(Metrics(DEPLOYMENT_METRICS))
+        self._targets: list[Target] | None = None
+        """As written."""
         self._state_dir: StateDir
         self._session: aiohttp.ClientSession
         self._reconciler: asyncio.Task[None] | None = None
@@ -70,6 +77,17 @@ class LocalBackend(Cluster):
     def base_url(self) -> str:
         """URL of the gateway's data port, without `/v1`."""
         return self.gateway.base_url
+
+    @property
+    def folder(self) -> Path:
+        """Private, and gone when the backend stops."""
+        return self._state_dir.path
+
+    def scrape(self, accept: str) -> Scrape:
+        """Metrics of all deployments as they are now, as an operator exports them."""
+        for key in self._deployments:
+            self._metrics.observed(self.observe(key))
+        return self._metrics.scrape(accept)
 
     async def start(self) -> None:
         """Start the gateway. Raises `PortInUse` or `BackendError` before anything runs."""
@@ -159,6 +177,13 @@ class LocalBackend(Cluster):
             await self._session.close()
             self._state_dir.remove()
 
+    def kill(self) -> None:
+        """Leave no process its time to end; for a `stop` under way, which still removes the files."""
+        if self._reconciler is None:
+            return
+        for supervisor in (self.gateway.supervisor, *(replica.supervisor for replica in self._all_replicas())):
+            supervisor.kill()
+
     def _settle(self) -> None:
         """What is wanted has changed: so may the holders of model names."""
         conflicts = name_conflicts([deployment.plan for deployment in self._deployments.values() if deployment.wanted])
@@ -172,6 +197,7 @@ class LocalBackend(Cluster):
 
     def _decided(self, record: Record) -> None:
         decision, is_active = record.decision, record.settings.mode == "Active"
+        self._metrics.scaled(record.key, decision.replicas)
         if decision.changes:
             action = "scaled to" if is_active else "would be scaled to"
             message = f"{action} {decision.replicas} replicas from {decision.replicas_before}: {decision.message}"
@@ -206,7 +232,10 @@ class LocalBackend(Cluster):
             self._reconcile_deployment(deployment)
             if not deployment.wanted and not deployment.replicas:
                 del self._deployments[deployment.plan.key]
+                self._metrics.forget_deployment(deployment.plan.key)
+                self._metrics.not_scaled(deployment.plan.key)
         self.gateway.want(self._catalog())
+        self._write_targets()
 
     def _reconcile_deployment(self, deployment: Deployment) -> None:
         if deployment.carried_out:
@@ -283,6 +312,27 @@ class LocalBackend(Cluster):
         wanted = sum(self._plan(each).replicas for each in self._deployments.values() if each.carried_out)
         return threads_per_engine(self._settings.cores, wanted)
 
+    def _write_targets(self) -> None:
+        """For Prometheus and `pagemill top`; both read them again when they change."""
+        targets = [_target(self.gateway.supervisor, "pagemill-gateway")]
+        for key, deployment in self._deployments.items():
+            replicas = (replica.supervisor for replica in deployment.replicas)
+            targets += [_target(each, "pagemill-engine", pod=each.name, variant=key) for each in replicas]
+        found = [target for target in targets if target["targets"]]
+        if found == self._targets:
+            return
+        try:
+            self._state_dir.write_targets(found)
+            self._targets = found
+        except OSError as error:
+            logger.warning("Prometheus and `pagemill top` do not see what has changed: %s", error)
+
     def _catalog(self) -> Catalog:
         served = (each for each in self._deployments.values() if each.replicas or each.carried_out)
         return Catalog([deployment.catalog_model for deployment in served])
+
+
+def _target(process: Supervisor, job: str, **labels: str) -> Target:
+    """Without an address while it does not answer."""
+    addresses = [urlsplit(process.launch.control_url).netloc] if process.launch else []
+    return {"targets": addresses, "labels": {"job": job, **labels}}

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,12 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 MAX_TAIL_BYTES = 16 * 1024
-MAX_LOG_BYTES = 16 * 1024 * 1024
-"""The private folder may lie in memory, and a gateway writes a line per request."""
+MAX_LOG_BYTES = 8 * 1024 * 1024
+"""Of a log, and as much of what was there before: the private folder may lie in memory, and a gateway writes a line per
+request."""
+
+NUM_LINES_QUOTED, MAX_LINE_CHARS = 3, 300
+"""Of the log of a process that ended without saying why."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Child:
-        """Start a command; its output goes to a fresh log file."""
+        """Start a command; its output goes to a fresh log file, beside that of the one before."""
+        _set_aside(log_path)
         descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -77,10 +83,15 @@ class Child:
         self._kill_session()
         await self._process.wait()
 
+    def kill(self) -> None:
+        """SIGKILL now, for it and whatever it started."""
+        self._kill_session()
+
     def bound_log(self, max_bytes: int = MAX_LOG_BYTES) -> None:
-        """Start the log afresh once it is longer than `max_bytes`; call it now and then."""
+        """Move the log away once it is longer than `max_bytes`; call it now and then. The child's file stays open."""
         with contextlib.suppress(OSError):
             if self._log_path.stat().st_size > max_bytes:
+                shutil.copy(self._log_path, older(self._log_path))
                 os.truncate(self._log_path, 0)
 
     def _kill_session(self) -> None:
@@ -100,12 +111,32 @@ def explain_exit(returncode: int, log_path: Path) -> Exit:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
             return Exit(str(message["reason"]), str(message["message"]))
-    last = f": {lines[-1][:500]}" if lines else ""
+    last = f": {' | '.join(_words(line)[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " (the machine may be out of memory)" if name == "SIGKILL" else ""
         return Exit("Killed", f"ended by {name}{hint}{last}")
     return Exit("Crashed", f"ended with exit code {returncode}{last}")
+
+
+def older(log_path: Path) -> Path:
+    """Where the part of a log is that came before what is in it now."""
+    return log_path.with_name(f"{log_path.name}.1")
+
+
+def _set_aside(log_path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        log_path.rename(older(log_path))
+
+
+def _words(line: str) -> str:
+    """What a line of a log says; of JSON the message, or the last line of its exception."""
+    try:
+        fields = json.loads(line)
+        text = fields.get("exception") or fields["message"]
+    except (ValueError, AttributeError, KeyError):
+        return line
+    return str(text).strip().splitlines()[-1]
 
 
 def tail(log_path: Path, max_bytes: int = MAX_TAIL_BYTES) -> list[str]:

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from pagemill_operator.backends.base import Event
-from pagemill_operator.backends.local.ports import free_port
+from pagemill_operator.backends.local.ports import kept_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
@@ -43,6 +43,8 @@ class Gateway:
     ) -> None:
         self.base_url = f"http://{_host_in_url(settings.host)}:{port}"
         self._port = port
+        self._control_port: int | None = None
+        """The same after each restart: users were shown it."""
         self._settings = settings
         self._state_dir = state_dir
         self._session = session
@@ -106,10 +108,11 @@ class Gateway:
         await self.supervisor.end(timeout_s)
 
     def _prepare(self) -> Launch:
-        control_port = free_port(LOOPBACK)
+        control_port = self._control_port = kept_port(self._control_port, LOOPBACK)
         content: dict[str, object] = {
             "host": self._settings.host,
             "port": self._port,
+            "allowed_hosts": list(self._settings.allowed_hosts),
             "workers": self._settings.gateway_workers,
             "control_host": LOOPBACK,
             "control_port": control_port,

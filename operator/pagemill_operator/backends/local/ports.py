@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import random
@@ -34,6 +35,15 @@ def ensure_bindable(host: str, port: int) -> None:
             message = f"port {port} of {host} is in use by another process; choose another one with --port"
             raise PortInUse(message) from None
         raise BackendError(f"--host {host}: {error.strerror}; use 127.0.0.1 or an address of this machine") from None
+
+
+def kept_port(port: int | None, host: str = "127.0.0.1") -> int:
+    """`port` as long as nothing else listens there, else another one."""
+    if port is not None:
+        with contextlib.suppress(OSError):
+            _bind(host, port).close()
+            return port
+    return free_port(host)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -24,6 +24,8 @@ class LocalSettings:
     api_keys_file: Path | None = None
     """File of further entries, which the gateway follows. Without both no key is asked, which is only allowed on
     loopback."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may address the gateway on loopback without keys."""
     python: str = sys.executable
     """Interpreter that runs engines and gateway."""
     runtime_folder: Path = field(default_factory=runtime_folder)

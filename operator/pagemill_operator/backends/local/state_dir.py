@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 from pagemill_operator.backends.base import BackendError
 
@@ -22,8 +22,17 @@ PREFIX = "pagemill-up-"
 OWNER_FILE = "owner.json"
 RECORDS_FILE = "scaling.jsonl"
 """The autoscaler's latest decisions, as `autoscaler.decision` encodes them."""
+TARGETS_FILE = "targets.json"
+"""Where gateway and engines serve their metrics, in the format of Prometheus' file discovery."""
 MAX_TEMPORARY_PATH = 70
 """Bytes. A Unix socket's path has at most 107, and engines put a folder of their own in between."""
+
+
+class Target(TypedDict):
+    """Addresses that serve metrics, and the labels of their series."""
+
+    targets: list[str]
+    labels: dict[str, str]
 
 
 class StateDir:
@@ -52,9 +61,10 @@ class StateDir:
         return self._write(name, f"{token}\n".encode())
 
     def write_records(self, lines: Iterable[bytes]) -> None:
-        """All at once: who reads meanwhile reads what was there before."""
-        path = self._write(f"{RECORDS_FILE}.new", b"".join(line + b"\n" for line in lines))
-        path.rename(self.path / RECORDS_FILE)
+        self._replace(RECORDS_FILE, b"".join(line + b"\n" for line in lines))
+
+    def write_targets(self, targets: list[Target]) -> None:
+        self._replace(TARGETS_FILE, json.dumps(targets).encode())
 
     def log_path(self, name: str) -> Path:
         return self.path / f"{name}.log"
@@ -69,6 +79,10 @@ class StateDir:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
         return path
+
+    def _replace(self, name: str, content: bytes) -> None:
+        """All at once: who reads meanwhile reads what was there before."""
+        self._write(f"{name}.new", content).rename(self.path / name)
 
     def _take_lock(self) -> BinaryIO:
         """`owner.json`, open and locked. It appears under its name only once it is locked."""

@@ -110,6 +110,12 @@ class Supervisor:
         self._ending.set()
         self._set("draining", "Draining", "draining")
 
+    def kill(self) -> None:
+        """End it at once, whatever it does; `end` has still to be awaited."""
+        self.announce_end()
+        if self._child:
+            self._child.kill()
+
     async def end(self, timeout_s: float) -> None:
         """SIGTERM, a bounded wait, SIGKILL; then forget it."""
         if not self._ending.is_set():

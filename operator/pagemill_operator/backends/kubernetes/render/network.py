@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 from pagemill_operator.backends.kubernetes.render.names import child, engine_name, selector
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
 
+HUB_VARIABLES = frozenset({"HF_ENDPOINT", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
+VARIANT_RELABELING = {
+    "sourceLabels": ["__meta_kubernetes_namespace", "__meta_kubernetes_pod_label_pagemill_dev_deployment"],
+    "separator": "/",
+    "targetLabel": "variant",
+}
+"""Series of engines carry the label that gateways and operator export themselves: the deployment's `namespace/name`."""
 
 
 def render_service(plan: Plan, owner: Owner) -> Manifest:
@@ -24,7 +34,8 @@ def render_service(plan: Plan, owner: Owner) -> Manifest:
 def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
     """Gateways reach both ports, Prometheus the control port, and nothing else reaches any; also of the loader's pods.
 
-    Where replicas stand by, the operator reaches the control port, too: it wakes them.
+    These reach DNS and, with a source on a hub, HTTPS outside the node, the ports of a mirror and of a proxy. Where
+    replicas stand by, the operator reaches the control port, too: it wakes them.
     """
     ports = plan.groups[0].process.ports
     ingress = []
@@ -39,8 +50,9 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
         ingress.append({"from": [prometheus], "ports": [_port(ports["control"])]})
     spec = {
         "podSelector": {"matchLabels": {OWNER_LABEL: plan.name}},
-        "policyTypes": ["Ingress"],
+        "policyTypes": ["Ingress", "Egress"],
         "ingress": ingress,
+        "egress": [*_egress(plan), *context.engine_extra_egress],
     }
     return child("networking.k8s.io/v1", "NetworkPolicy", engine_name(plan.name), owner, spec=spec)
 
@@ -48,10 +60,33 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
 def render_pod_monitor(plan: Plan, owner: Owner) -> Manifest:
     spec = {
         "selector": {"matchLabels": selector(plan.name)},
-        "podMetricsEndpoints": [{"port": "control", "path": "/metrics"}],
+        "podMetricsEndpoints": [{"port": "control", "path": "/metrics", "relabelings": [VARIANT_RELABELING]}],
         "podTargetLabels": [OWNER_LABEL],
     }
     return child("monitoring.coreos.com/v1", "PodMonitor", engine_name(plan.name), owner, spec=spec)
+
+
+def _egress(plan: Plan) -> Iterator[dict[str, Any]]:
+    yield {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+    if not plan.source.startswith("hf://"):
+        return
+    process = plan.groups[0].process
+    anywhere = [
+        {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
+        {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10"]}},
+    ]
+    if any(name.upper() in HUB_VARIABLES for name in process.environment_from):
+        yield {"to": anywhere, "ports": [{"protocol": "TCP"}]}  # the port is in a Secret
+        return
+    urls = [value for name, value in process.environment.items() if name.upper() in HUB_VARIABLES]
+    yield {"to": anywhere, "ports": [_port(number) for number in sorted({443, *map(_port_of, urls)})]}
+
+
+def _port_of(url: str) -> int:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        return parts.port or (80 if parts.scheme == "http" else 443)
+    return 443
 
 
 def _peer(namespace_labels: Any, pod_labels: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How far cached prompts are shared: the root salt of the prefix cache, derived from who calls.
 
-`prefixCaching.scope` `deployment` shares among all callers; `tenant` and `key` keep callers apart, so that none can
-learn from timing what others asked. Clients never send a salt.
+`prefixCaching.scope` `tenant`, the default, and `key` keep callers apart, so that none can learn from timing or from
+`cached_tokens` what others asked; `deployment` shares among all. Clients never send a salt.
 """
 
 from __future__ import annotations

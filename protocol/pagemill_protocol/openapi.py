@@ -14,6 +14,24 @@ from typing import Any
 import orjson
 from pydantic.json_schema import models_json_schema
 
+from pagemill_protocol.dialects.anthropic.request import (
+    CountRequest,
+    InputMessage,
+    MessagesRequest,
+    Metadata,
+    OutputConfig,
+    OutputFormat,
+    Thinking,
+    Tool,
+)
+from pagemill_protocol.dialects.anthropic.request import ToolChoice as AnthropicToolChoice
+from pagemill_protocol.dialects.openai_responses.request import (
+    FunctionTool,
+    Reasoning,
+    ResponsesRequest,
+    TextConfig,
+    TextFormat,
+)
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.schemas import (
     ChatCompletionRequest,
@@ -34,6 +52,14 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     CompletionRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    MessagesRequest,
+    CountRequest,
+    ResponsesRequest,
+)
+_PARTS: tuple[type[RequestModel], ...] = (
+    *(ChatMessage, StreamOptions),
+    *(InputMessage, Tool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, Metadata),
+    *(FunctionTool, TextFormat, TextConfig, Reasoning),
 )
 
 
@@ -45,6 +71,7 @@ def _bounds_schema(bounds: Bounds) -> Schema:
 _CHECKED_LATER: Mapping[str, Schema] = {
     **{name: _bounds_schema(bounds) for name, bounds in BOUNDS.items()},
     "max_completion_tokens": _bounds_schema(BOUNDS["max_tokens"]),
+    "max_output_tokens": _bounds_schema(BOUNDS["max_tokens"]),
     "logit_bias": {"maxProperties": MAX_LOGIT_BIAS},
     "chat_template_kwargs": {"maxProperties": MAX_TEMPLATE_KWARGS},
 }
@@ -54,6 +81,7 @@ _ERROR: Schema = {
     "required": ["error"],
     "additionalProperties": False,
     "properties": {
+        "type": {"const": "error", "description": "On `/v1/messages` only."},
         "error": {
             "type": "object",
             "required": ["message", "type", "param", "code"],
@@ -64,7 +92,7 @@ _ERROR: Schema = {
                 "param": {"type": ["string", "null"], "description": "The field at fault, dotted."},
                 "code": {"type": ["string", "null"]},
             },
-        }
+        },
     },
 }
 _USAGE: Schema = {
@@ -93,6 +121,9 @@ def _paths() -> Schema:
     return {
         "/v1/chat/completions": {"post": _generates(ChatCompletionRequest, "chat.completion")},
         "/v1/completions": {"post": _generates(CompletionRequest, "text_completion")},
+        "/v1/messages": {"post": _streams(MessagesRequest, _message())},
+        "/v1/messages/count_tokens": {"post": _takes(CountRequest, _answers(_object("input_tokens")))},
+        "/v1/responses": {"post": _streams(ResponsesRequest, _object("id", "object", "output", "status", "usage"))},
         "/v1/models": {"get": _answers(_object("object", "data"))},
         "/v1/models/{model}": {"get": {**_answers(_object("id", "object")), "parameters": [_in_path("model")]}},
         "/tokenize": {"post": _takes(TokenizeRequest, _answers(_object("count", "max_model_len", "tokens")))},
@@ -108,6 +139,16 @@ def _paths() -> Schema:
 def _generates(schema: type[RequestModel], kind: str) -> Schema:
     body = _object("id", "object", "created", "model", "choices", "usage")
     body["properties"] = {"object": {"const": kind}, "usage": _USAGE, "choices": {"type": "array"}}
+    return _streams(schema, body)
+
+
+def _message() -> Schema:
+    body = _object("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
+    body["properties"] = {"type": {"const": "message"}, "content": {"type": "array"}}
+    return body
+
+
+def _streams(schema: type[RequestModel], body: Schema) -> Schema:
     operation = _takes(schema, _answers(body))
     operation["responses"]["200"]["content"]["text/event-stream"] = {}
     return operation
@@ -154,7 +195,7 @@ def _in_path(name: str) -> Schema:
 
 
 def _request_schemas() -> Schema:
-    models: tuple[type[RequestModel], ...] = (*_REQUESTS, ChatMessage, StreamOptions)
+    models: tuple[type[RequestModel], ...] = (*_REQUESTS, *_PARTS)
     _, generated = models_json_schema(
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )

@@ -1,0 +1,111 @@
+"""Whether a change costs speed: a few figures of the working tree against those of an earlier commit.
+
+Both are measured by the same program (`gate_figures`) in processes that stay alive and take turns, so that whatever
+else the machine does meets both. Figures are processor time, which other processes disturb least. The ratio of a figure
+is the median over all pairs; below the limit the command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gate_figures import FIGURES
+from peers.process import PeerProcess
+from report import ROOT, emit, median
+
+PACKAGES = ("cli", "crds", "engine", "gateway", "kernels", "operator", "protocol", "simulator")
+NATIVE_SOURCES = "kernels/pagemill_kernels/cpu/src"
+NATIVE_LIBRARIES = "kernels/pagemill_kernels/cpu/lib"
+COMPILE = """
+from types import SimpleNamespace
+import hatch_build
+build = SimpleNamespace(root=".", app=SimpleNamespace(display_warning=print))
+hatch_build.NativeKernels.initialize(build, "", {"artifacts": []})
+"""
+START_TIMEOUT_S = 300.0
+FIGURE_TIMEOUT_S = 300.0
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+
+
+def default_base() -> str:
+    """The last commit where the working tree differs from it, else the one before."""
+    return "HEAD" if git("status", "--porcelain", "--untracked-files=no") else "HEAD~1"
+
+
+@contextlib.contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """The sources of a commit with its native kernels, in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="pagemill-gate-") as name:
+        tree = Path(name) / "tree"
+        git("worktree", "add", "--quiet", "--detach", str(tree), revision)
+        try:
+            if subprocess.run(["git", "diff", "--quiet", revision, "--", NATIVE_SOURCES], cwd=ROOT).returncode == 0:
+                shutil.copytree(ROOT / NATIVE_LIBRARIES, tree / NATIVE_LIBRARIES, dirs_exist_ok=True)
+            else:
+                print(f"compiling the native kernels of {revision}", flush=True)
+                subprocess.run([sys.executable, "-c", COMPILE], cwd=tree / "kernels", check=True)
+            yield tree
+        finally:
+            git("worktree", "remove", "--force", str(tree))
+
+
+def start(figure: str, tree: Path, log: Path) -> PeerProcess:
+    paths = os.pathsep.join([*(str(tree / package) for package in PACKAGES), str(ROOT / "bench")])
+    argv = [sys.executable, str(ROOT / "bench" / "gate_figures.py"), figure, "--packages", str(tree)]
+    process = PeerProcess(argv, {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}, log)
+    process.answer(START_TIMEOUT_S)
+    return process
+
+
+def measure(figure: str, base: Path, num_pairs: int, logs: Path) -> tuple[list[float], list[float]]:
+    """Milliseconds of processor time for each pair: of the base, of the working tree."""
+    found: dict[str, list[float]] = {"base": [], "ours": []}
+    with contextlib.ExitStack() as stack:
+        processes = {}
+        for name, tree in (("base", base), ("ours", ROOT)):
+            processes[name] = start(figure, tree, logs / f"{figure}-{name}.log")
+            stack.callback(processes[name].stop)
+        for number in range(num_pairs):
+            for name in ("base", "ours") if number % 2 else ("ours", "base"):
+                found[name].append(processes[name].ask({}, FIGURE_TIMEOUT_S)["cpu_ms"])
+    return found["base"], found["ours"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", default=default_base(), help="a commit (default: the last one that differs)")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--limit", type=float, default=0.95, help="least base / ours that passes")
+    parser.add_argument("--figures", nargs="+", default=list(FIGURES), choices=list(FIGURES))
+    args = parser.parse_args()
+    if args.pairs < 1:
+        parser.error(f"--pairs {args.pairs}: at least 1")
+    logs = ROOT / ".pagemill" / "gate"
+    rows, ratios = [], {}
+    with checked_out(args.base) as base:
+        for figure in args.figures:
+            before, after = measure(figure, base, args.pairs, logs)
+            pairs = sorted(old / new for old, new in zip(before, after, strict=True))
+            ratios[figure] = median(pairs)
+            spread = f"{pairs[len(pairs) // 4]:.3f} to {pairs[-1 - len(pairs) // 4]:.3f}"
+            rows.append([FIGURES[figure].what, median(before), median(after), ratios[figure], spread])
+    base_name = git("rev-parse", "--short", args.base)
+    emit("gate", ["ms of CPU", base_name, "now", "ratio", "middle half"], rows, {"base": base_name, "ratios": ratios})
+    slower = [figure for figure, ratio in ratios.items() if ratio < args.limit]
+    if slower:
+        raise SystemExit(f"slower than {base_name} by more than {1 - args.limit:.0%}: {', '.join(slower)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""What metrics and traces cost a gateway: the scrape of one that knows 100 pods, and their share of a request.
+
+The gateway has served every pod, so that each has all its series. The share is CPU time of the calls that a streamed
+request makes, in a loop, and of spans with their export to a receiver on this machine, times 200 requests a second.
+Exits with 1 beyond a goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gateway_pods import is_whole
+from peers.process import PeerProcess
+from processes import tree_cpu_s
+from report import emit, median
+from routers.catalogue import MODEL, Site, start_pagemill
+from routers.stage import FOLDER, Scene, cores, pinned, stage
+
+from pagemill_gateway.brain.interface import Assignment
+from pagemill_gateway.config import TracingConfig
+from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.request_record import RequestRecord
+from pagemill_gateway.tracing.exporting import ExportedTraces
+from pagemill_protocol.generate import Usage
+from pagemill_protocol.sampling import SamplingParams
+
+SCRAPE_GOAL_MS = 50.0
+SHARE_GOAL = 0.01
+REQUESTS_PER_S = 200
+START_LIMIT_S = 60.0
+SAMPLED = (0.01, 0.1, 1.0)
+ACCEPTED = {"text": "text/plain", "OpenMetrics": "application/openmetrics-text;version=1.0.0"}
+ASSIGNMENT = Assignment(
+    1, "pod-1", "http://pod-1", "token", "Cost", believed=True, predicted_cached_tokens=32, predicted_ttft_ms=20.0
+)
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pods", type=int, default=100)
+    parser.add_argument("--scrapes", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=20_000, help="in each loop of calls")
+    args = parser.parse_args()
+    scrapes = measure_scrapes(args.pods, args.scrapes)
+    calls = {"metrics": metrics_us(args.requests)}
+    calls |= {f"traces of {ratio:.0%} of the requests": traces_us(args.requests, ratio) for ratio in SAMPLED}
+    shares = {name: micros * REQUESTS_PER_S / 1e6 for name, micros in calls.items()}
+    rows: list[list[Any]] = [
+        [f"scrape, {name}", f"{each['ms']:.1f} ms", f"{each['series']} series"] for name, each in scrapes.items()
+    ]
+    rows += [[name, f"{calls[name]:.0f} us", f"{share:.2%} at {REQUESTS_PER_S}/s"] for name, share in shares.items()]
+    emit("metrics_cost", ["what", "time", "share or size"], rows, {"scrapes": scrapes, "us": calls, "shares": shares})
+    slow = [name for name, each in scrapes.items() if each["ms"] > SCRAPE_GOAL_MS]
+    if slow or shares["metrics"] > SHARE_GOAL:
+        raise SystemExit(f"beyond a goal: scrapes {slow}, share {shares['metrics']:.2%}")
+
+
+def measure_scrapes(num_pods: int, num_scrapes: int) -> dict[str, dict[str, float]]:
+    """Wall time of a scrape by its format, of a gateway at rest."""
+    folder = FOLDER / "scrape"
+    with stage(Scene(num_pods, 64, num_tokens=4), cores()) as around:
+        start = start_pagemill(Site(around.ports, folder, 64))
+        gateway = PeerProcess(pinned(start.argv, [around.where.router]), start.environment, folder / "log")
+        try:
+            deadline_s = time.monotonic() + START_LIMIT_S
+            while not is_whole(_scrape(start.control_port, "text/plain")[1], num_pods, 0):
+                if gateway.ended or time.monotonic() > deadline_s:
+                    raise SystemExit(f"the gateway does not know its pods: {gateway.why_ended()}")
+                time.sleep(0.1)
+            around.load([start.port], 100.0, num_requests=10 * num_pods)
+            return {
+                name: _scrapes(lambda accept=accept: _scrape(start.control_port, accept), num_scrapes, gateway.pid)
+                for name, accept in ACCEPTED.items()
+            }
+        finally:
+            gateway.stop()
+
+
+def _scrapes(scrape: Callable[[], tuple[float, str]], count: int, pid: int) -> dict[str, float]:
+    before = tree_cpu_s(pid)
+    times, texts = zip(*(scrape() for _ in range(count)), strict=True)
+    lines = [line for line in texts[-1].splitlines() if line and not line.startswith("#")]
+    return {
+        "ms": round(1000 * median(list(times)), 2),
+        "worst_ms": round(1000 * max(times), 2),
+        "cpu_ms": round(1000 * (tree_cpu_s(pid) - before) / count, 2),
+        "series": len(lines),
+        "bytes": len(texts[-1]),
+    }
+
+
+def _scrape(port: int, accept: str) -> tuple[float, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+    began_s = time.perf_counter()
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return time.perf_counter() - began_s, response.read().decode()
+    except OSError:
+        return 0.0, ""
+
+
+def metrics_us(count: int) -> float:
+    """CPU of everything that is measured of one streamed request."""
+    metrics = WorkerMetrics()
+
+    def measure() -> None:
+        record = _record()
+        metrics.reserved(0.0001)
+        metrics.prepared(record)
+        metrics.routed(MODEL, ASSIGNMENT, 0.0002)
+        metrics.first_token(MODEL, ASSIGNMENT, 0.02)
+        metrics.cached(MODEL, ASSIGNMENT, 32)
+        metrics.attempt(MODEL, "pod-1", "served")
+        metrics.tenant_used("bench", 200, 32)
+        metrics.finished(record)
+
+    return _cpu_us(measure, count) - _cpu_us(_record, count)
+
+
+def traces_us(count: int, ratio: float) -> float:
+    """CPU a request of spans and their export, where this share of the requests is sampled."""
+    with _receiver() as url:
+        traces = ExportedTraces(TracingConfig(endpoint=url, sample_ratio=ratio))
+
+        def trace() -> None:
+            traces.finished(_record(), SCOPE)
+            # As fast as they come at the stated rate: beyond it, the exporter drops what it cannot send.
+            time.sleep(1 / (4 * REQUESTS_PER_S))
+
+        return _cpu_us(trace, min(count, 2_000)) - _cpu_us(_record, count)
+
+
+def _cpu_us(call: Callable[[], Any], count: int) -> float:
+    """Of all threads of this process."""
+    began_s = time.process_time()
+    for _ in range(count):
+        call()
+    return 1e6 * (time.process_time() - began_s) / count
+
+
+def _record() -> RequestRecord:
+    record = RequestRecord("/v1/chat/completions", request_id="bench", model=MODEL, deployment="default/bench")
+    record.stream, record.status, record.prepare_s = True, 200, 0.002
+    record.sampling, record.prompt_tokens = SamplingParams(max_tokens=32), 200
+    record.usage = Usage(prompt_tokens=200, completion_tokens=32, cached_tokens=32)
+    attempt = record.chosen(ASSIGNMENT)
+    attempt.first_token_at = record.first_frame_at = attempt.started_at
+    attempt.ended("served")
+    return record
+
+
+@contextmanager
+def _receiver() -> Iterator[str]:
+    """Takes spans and keeps none, in this process, so its CPU counts as well: an upper bound."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""`pagemill doctor`: what serving needs, each finding with its remedy.
+
+It looks at this machine and the `pagemill up` that runs on it, or at the cluster of a kube context.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from pagemill.doctor.findings import Finding
+
+
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Look at the cluster of the current kube context, not at this machine.")
+    ] = False,
+    context: Annotated[str | None, typer.Option(help="Kube context of the cluster to look at.")] = None,
+    kubeconfig: Annotated[Path | None, typer.Option(help="Kubeconfig of the cluster to look at.")] = None,
+    format: Annotated[
+        Literal["table", "json"], typer.Option("--format", "-o", help="For people, or programs.")
+    ] = "table",
+) -> None:
+    """Check what serving needs; exit code 1 where something is wrong, 2 where nothing could be looked at."""
+    import asyncio
+
+    from pagemill.cluster import ClusterError
+    from pagemill.doctor.findings import as_json, as_table
+    from pagemill.doctor.machine import look_at_machine
+    from pagemill.printable import printable
+    from pagemill_operator.backends.local import LocalSettings
+
+    try:
+        if cluster or context is not None or kubeconfig is not None:
+            where, findings = asyncio.run(_look_at_cluster(context, kubeconfig))
+        else:
+            where, findings = "this machine", asyncio.run(look_at_machine(LocalSettings()))
+    except ClusterError as error:
+        typer.echo(printable(f"error: {error}"), err=True)
+        raise typer.Exit(2) from None
+    typer.echo(as_json(where, findings) if format == "json" else as_table(where, findings))
+    raise typer.Exit(1 if any(each.level == "error" for each in findings) else 0)
+
+
+async def _look_at_cluster(context: str | None, kubeconfig: Path | None) -> tuple[str, list[Finding]]:
+    from pagemill.cluster import HELP, ClusterError, connect
+    from pagemill.doctor.cluster import look_at_cluster
+    from pagemill_operator.backends.kubernetes.client import Client, Unreachable
+
+    configuration, chosen, _ = await connect(context, kubeconfig)
+    client = Client(configuration)
+    try:
+        return f"context {chosen}", await look_at_cluster(client, chosen)
+    except Unreachable as error:
+        raise ClusterError(f"the API server of context {chosen} cannot be reached: {error}; {HELP}") from None
+    finally:
+        await client.close()

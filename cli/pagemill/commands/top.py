@@ -1,0 +1,47 @@
+"""`pagemill top`: KV cache, queue, tokens per second and time to the first token of every engine, live.
+
+On this machine it asks what a `pagemill up` runs, otherwise the cluster of the current kube context.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one interval and end; so does a pipe.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two readings.")] = 2.0,
+    format: Annotated[
+        Literal["table", "json"], typer.Option("--format", "-o", help="For people, or one interval as JSON.")
+    ] = "table",
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Of a cluster, only this namespace (default: all).")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Kube context to ask, in place of this machine.")] = None,
+    kubeconfig: Annotated[Path | None, typer.Option(help="Kubeconfig to use, in place of this machine.")] = None,
+) -> None:
+    """Show the load of every engine, live."""
+    import asyncio
+    import contextlib
+    import sys
+
+    from pagemill.printable import printable
+    from pagemill.top.sources import TopError
+    from pagemill.top.table import as_json, as_table
+    from pagemill.top.watching import follow, read_interval
+    from pagemill_operator.backends.local import LocalSettings
+
+    here = LocalSettings().runtime_folder
+    try:
+        if once or format == "json" or not sys.stdout.isatty():
+            where, rows = asyncio.run(read_interval(here, context, kubeconfig, namespace, interval))
+            typer.echo(as_json(where, rows) if format == "json" else as_table(where, rows))
+            return
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(follow(here, context, kubeconfig, namespace, interval))
+    except TopError as error:
+        typer.echo(printable(f"error: {error}"), err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,1 @@
+"""`pagemill doctor`: what serving needs, looked at one by one; `machine` and `cluster` look, `findings` shows."""

@@ -1,0 +1,39 @@
+"""What a check found, and how findings are shown. Checks never raise: what cannot be looked at is a finding, too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from pagemill.columns import columns
+from pagemill.printable import printable
+
+Level = Literal["ok", "note", "error"]
+"""note: something optional is missing, or could not be looked at."""
+
+
+class Finding(NamedTuple):
+    level: Level
+    subject: str
+    message: str
+    remedy: str = ""
+    """What to do; of every finding that is not ok."""
+
+
+def ok(subject: str, message: str) -> Finding:
+    return Finding("ok", subject, message)
+
+
+def as_json(where: str, findings: Sequence[Finding]) -> str:
+    return json.dumps({"lookedAt": where, "findings": [each._asdict() for each in findings]}, indent=1)
+
+
+def as_table(where: str, findings: Sequence[Finding]) -> str:
+    lines = [where, ""]
+    for finding, line in zip(findings, columns([[*each[:3]] for each in findings]), strict=True):
+        lines.append(line)
+        lines += [f"       -> {finding.remedy}"] if finding.remedy else []
+    count = sum(each.level == "error" for each in findings)
+    lines += ["", "1 error" if count == 1 else f"{count} errors"]
+    return printable("\n".join(lines))

@@ -1,0 +1,128 @@
+"""Checks of this machine: GPUs and driver, programs for dashboards, and each `pagemill up` that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from pagemill.doctor.findings import Finding, ok
+from pagemill.top.sources import local_targets
+from pagemill_operator.backends.local import LocalSettings
+from pagemill_operator.backends.local.state_dir import Target, running
+from pagemill_protocol import metrics
+
+QUERY = ("--query-gpu=name,driver_version", "--format=csv,noheader")
+TIMEOUT_S = 10.0
+WHERE_TO_GET = {
+    "prometheus": "Debian: `apt-get install prometheus`; else https://prometheus.io/download",
+    "grafana": "https://grafana.com/grafana/download",
+}
+
+
+async def look_at_machine(settings: LocalSettings) -> list[Finding]:
+    found = [ok("version", f"pagemill {version('pagemill')}"), gpus(settings), *programs(settings)]
+    backends = running(settings.runtime_folder)
+    if not backends:
+        start = "start one with `pagemill up -f FILE`, or name a cluster with --context"
+        return [*found, Finding("note", "pagemill up", "none runs on this machine", start)]
+    processes = ", ".join(str(each.pid) for each in backends)
+    found.append(ok("pagemill up", f"runs (process {processes})"))
+    targets = local_targets(settings.runtime_folder)
+    texts = await asyncio.gather(*(asyncio.to_thread(_scrape, target) for target in targets))
+    for target, text in zip(targets, texts, strict=True):
+        found += engine(target, text) if "pod" in target["labels"] else gateway(text)
+    return found
+
+
+def gpus(settings: LocalSettings) -> Finding:
+    """What the driver says, for the devices that engines would be given."""
+    program = shutil.which("nvidia-smi", path=settings.environment.get("PATH"))
+    if program is None:
+        if not settings.gpus:
+            return ok("GPUs", "none: engines compute on the CPU")
+        return Finding(
+            "error",
+            "GPUs",
+            f"{len(settings.gpus)} devices, but no nvidia-smi",
+            "install NVIDIA's driver with its tools",
+        )
+    try:
+        shown = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding(
+            "error", "GPUs", f"nvidia-smi does not answer: {error}", "look at `dmesg`; load the driver again"
+        )
+    if shown.returncode:
+        words = " ".join((shown.stdout + shown.stderr).split())[:200]
+        return Finding(
+            "error", "GPUs", f"nvidia-smi fails: {words}", "install the driver that fits this kernel, restart"
+        )
+    devices = [" driver ".join(part.strip() for part in line.split(",")) for line in shown.stdout.splitlines()]
+    return ok("GPUs", "; ".join(devices))
+
+
+def programs(settings: LocalSettings) -> Iterator[Finding]:
+    """What `pagemill up --dashboards` starts."""
+    path = settings.environment.get("PATH")
+    for name, others in (("prometheus", ()), ("grafana", ("grafana-server",))):
+        found = next(filter(None, (shutil.which(each, path=path) for each in (name, *others))), None)
+        missing = f"is not on the PATH; `pagemill up --dashboards` goes without {name}"
+        yield ok(name, found) if found else Finding("note", name, missing, f"install it: {WHERE_TO_GET[name]}")
+
+
+def engine(target: Target, text: str) -> Iterator[Finding]:
+    name = target["labels"]["pod"]
+    if not text:
+        yield Finding("error", name, f"{target['targets'][0]} serves no metrics", "look at what `pagemill up` shows")
+        return
+    samples = _samples(text)
+    if _value(samples, metrics.ENGINE_READY.name):
+        yield ok(name, f"ready, {_value(samples, metrics.KV_CACHE_USAGE.name):.0%} of the KV cache used")
+    elif not _value(samples, metrics.ENGINE_SLEEPING.name):
+        yield Finding("note", name, "is not ready", "wait; `pagemill up` shows the reason")
+    versions = {each.labels["version"] for each in samples if each.name == metrics.ENGINE_INFO.name}
+    for other in versions - {version("pagemill-engine")}:
+        yield Finding("error", name, f"is of version {other}, this command of another", "start `pagemill up` again")
+
+
+def gateway(text: str) -> Iterator[Finding]:
+    samples = _samples(text)
+    if not _value(samples, metrics.GATEWAY_READY.name):
+        yield Finding("error", "gateway", "accepts no requests", "look at what `pagemill up` shows")
+        return
+    yield ok("gateway", "ready")
+    redis = [each.value for each in samples if each.name == metrics.GATEWAY_REDIS_UP.name]
+    if not redis:
+        yield ok("Redis", "not configured: limits are counted in the gateway")
+    elif redis[0]:
+        yield ok("Redis", "answers")
+    else:
+        yield Finding(
+            "error", "Redis", "does not answer the gateway", "start it, or correct `redis.url` in the settings"
+        )
+    if _value(samples, metrics.GATEWAY_KEYS_FILE_VALID.name, 1.0) == 0:
+        yield Finding("error", "API keys", "the file cannot be used", "correct the line that the gateway's log names")
+
+
+def _scrape(target: Target) -> str:
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"http://{target['targets'][0]}/metrics", timeout=TIMEOUT_S) as response:
+            return str(response.read().decode("utf-8", "replace"))
+    except OSError:
+        return ""
+
+
+def _samples(text: str) -> list[Sample]:
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def _value(samples: list[Sample], name: str, missing: float = 0.0) -> float:
+    return next((each.value for each in samples if each.name == name), missing)

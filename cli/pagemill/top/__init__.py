@@ -1,0 +1,1 @@
+"""`pagemill top`: engines' metrics, from this machine or a cluster, as a table that follows them."""

@@ -1,0 +1,128 @@
+"""Where engines' metrics come from: the `pagemill up` of this machine, or the pods of a cluster.
+
+In a cluster the API server fetches them (`pods/proxy`), so nothing has to be reachable from here but the API server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from pagemill.cluster import ClusterError, connect
+from pagemill.top.reading import Reading
+from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_operator.backends.kubernetes.kinds import POD
+from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
+from pagemill_operator.backends.local.state_dir import TARGETS_FILE, Target, running
+
+TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+
+
+class TopError(Exception):
+    """There is nothing to show; the message says why and what to do."""
+
+
+class Source(Protocol):
+    where: str
+    """For people."""
+
+    async def read(self) -> list[Reading]:
+        """One of each engine, those that do not answer included. Raises `TopError`."""
+
+    async def close(self) -> None: ...
+
+
+class ThisMachine:
+    """All `pagemill up` of this user."""
+
+    def __init__(self, runtime_folder: Path) -> None:
+        self._runtime_folder = runtime_folder
+        self._session = aiohttp.ClientSession(trust_env=False, timeout=TIMEOUT)
+        self.where = "`pagemill up` on this machine"
+
+    async def read(self) -> list[Reading]:
+        targets = [each for each in local_targets(self._runtime_folder) if "pod" in each["labels"]]
+        return list(await asyncio.gather(*(self._read(target) for target in targets)))
+
+    async def _read(self, target: Target) -> Reading:
+        labels, text, fault = target["labels"], "", ""
+        try:
+            async with self._session.get(f"http://{target['targets'][0]}/metrics") as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            fault = str(error) or type(error).__name__
+        return Reading(labels["pod"], labels["variant"], time.monotonic(), text, fault)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class ClusterPods:
+    def __init__(self, client: Client, context: str, namespace: str | None) -> None:
+        self._client = client
+        self._namespace = namespace
+        self.where = f"context {context}" + (f", namespace {namespace}" if namespace else "")
+
+    async def read(self) -> list[Reading]:
+        try:
+            path = POD.path(self._namespace) if self._namespace else "/api/v1/pods"
+            listed = await self._client.get(path, {"labelSelector": OWNER_LABEL})
+        except ApiError as error:
+            remedy = "ask for the role `view`, or name a namespace with --namespace"
+            raise TopError(f"{self.where}: the API server refuses: {error}; {remedy}") from None
+        except Unreachable as error:
+            raise TopError(f"{self.where}: the API server cannot be reached: {error}") from None
+        pods = [(pod, port) for pod in listed.get("items", []) if (port := _control_port(pod)) is not None]
+        return list(await asyncio.gather(*(self._read(pod, port) for pod, port in pods)))
+
+    async def _read(self, pod: Manifest, port: int) -> Reading:
+        metadata, text, fault = pod["metadata"], "", ""
+        namespace, name = metadata["namespace"], metadata["name"]
+        try:
+            path = POD.path(namespace, f"{name}:{port}", "proxy/metrics")
+            text = (await self._client.read(path)).decode("utf-8", "replace")
+        except ApiError as error:
+            fault = f"{error}; it takes the right to get pods/proxy" if error.status == 403 else str(error)
+        except Unreachable as error:
+            fault = str(error)
+        return Reading(name, f"{namespace}/{metadata['labels'][OWNER_LABEL]}", time.monotonic(), text, fault)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+async def find_source(
+    runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None
+) -> Source:
+    """This machine where something runs here and no cluster is named. Raises `TopError`."""
+    if context is None and kubeconfig is None and running(runtime_folder):
+        return ThisMachine(runtime_folder)
+    try:
+        configuration, chosen, _ = await connect(context, kubeconfig)
+    except ClusterError as error:
+        raise TopError(f"no `pagemill up` runs on this machine, and {error}") from None
+    return ClusterPods(Client(configuration), chosen, namespace)
+
+
+def local_targets(runtime_folder: Path) -> list[Target]:
+    """What serves metrics now."""
+    found: list[Target] = []
+    for backend in running(runtime_folder):
+        try:
+            found += json.loads((backend.folder / TARGETS_FILE).read_bytes())
+        except (OSError, ValueError):
+            continue  # it begins, or has just ended
+    return found
+
+
+def _control_port(pod: dict[str, Any]) -> int | None:
+    """`None`: it is no engine, such as a loader's pod, or does not run."""
+    if pod.get("status", {}).get("phase") != "Running":
+        return None
+    ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]
+    return next((int(port["containerPort"]) for port in ports if port.get("name") == "control"), None)

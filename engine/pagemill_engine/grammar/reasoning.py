@@ -1,0 +1,112 @@
+"""Ends the reasoning of a sequence at its budget: the tokens of its end marker are the only ones that may follow then.
+
+Reads the tokens' bytes, as parsers read the text. A form of the whole answer goes along as a state of its own.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.grammar.token_state import TokenState
+
+if TYPE_CHECKING:
+    from pagemill_engine.grammar.state import GrammarState
+
+
+class ReasoningLimit(NamedTuple):
+    max_tokens: int
+    """Between the markers."""
+    begin: bytes
+    end: bytes
+    end_token_ids: Sequence[int]
+    is_open: bool
+    """The prompt has `begin` already."""
+    token_bytes: Callable[[int], bytes]
+    vocab_size: int
+
+
+class LimitedReasoning:
+    """A `TokenState`."""
+
+    def __init__(self, limit: ReasoningLimit, form: TokenState | None) -> None:
+        self._limit = limit
+        self._form = form
+        self._next = self._inside if limit.is_open else self._before
+        self._read = b""
+        """What the markers are looked for in."""
+        self._num_tokens = 0
+        self._forced: deque[int] = deque()
+        self._letters = codecs.getincrementaldecoder("utf-8")("replace")
+        if limit.is_open:
+            self._check_budget()
+
+    @property
+    def mask(self) -> NDArray[np.int32] | None:
+        if not self._forced:
+            return self._form.mask if self._form is not None else None
+        bits = np.zeros(-(-self._limit.vocab_size // 32), dtype=np.int32)
+        bits.view(np.uint32)[self._forced[0] // 32] = np.uint32(1 << self._forced[0] % 32)
+        return bits
+
+    @property
+    def due(self) -> GrammarState | None:
+        return self._form.due if self._form is not None and not self._forced else None
+
+    @property
+    def ended(self) -> bool:
+        return self._form is not None and self._form.ended
+
+    @property
+    def is_free(self) -> bool:
+        return self._next == self._behind and self._form is None
+
+    def advance(self, token_id: int) -> str:
+        fault = self._form.advance(token_id) if self._form is not None else ""
+        if fault:
+            return fault
+        if self._forced:
+            return self._take_forced(token_id)
+        self._read += self._limit.token_bytes(token_id)
+        self._letters.decode(self._limit.token_bytes(token_id))
+        self._next()
+        return ""
+
+    def _take_forced(self, token_id: int) -> str:
+        if token_id != self._forced.popleft():
+            return f"token {token_id} does not end its reasoning, whose budget is spent"
+        if not self._forced:
+            self._next = self._behind
+        return ""
+
+    def _before(self) -> None:
+        """Reasoning may begin at the start of the answer only."""
+        begun = self._read.lstrip()
+        if begun.startswith(self._limit.begin):
+            self._read = begun.removeprefix(self._limit.begin)
+            self._next = self._inside
+            self._check_budget()
+        elif not self._limit.begin.startswith(begun):
+            self._next = self._behind
+
+    def _inside(self) -> None:
+        if self._limit.end in self._read:
+            self._next = self._behind
+            return
+        self._read = self._read[-len(self._limit.end) :]
+        self._num_tokens += 1
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        """A character that is spelled by several tokens is completed first."""
+        is_complete = not self._letters.getstate()[0]
+        if self._num_tokens >= self._limit.max_tokens and is_complete:
+            self._forced.extend(self._limit.end_token_ids)
+
+    def _behind(self) -> None:
+        self._read = b""

@@ -1,0 +1,65 @@
+"""The rows of a step whose logits give log probabilities of prompt tokens, in pieces, so that their memory is bounded.
+
+Which tokens those are is the scheduler's (`scheduler.prompt_logprobs`); logits and log probabilities are the
+runner's, which has the hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.sampling.sampler import token_logprobs
+from pagemill_engine.scheduler.step import PromptTargets, TokenLogprobs
+from pagemill_kernels.sampling.batch import Logprobs, Reports
+
+MIN_PIECE, MAX_PIECE = 16, 128
+
+
+def piece_rows(max_num_seqs: int) -> int:
+    """As many rows as sample in a step at most: memory is planned for those. A few are always computed together."""
+    return min(max(max_num_seqs, MIN_PIECE), MAX_PIECE)
+
+
+class PromptRows(NamedTuple):
+    """One entry for each target of a step."""
+
+    rows: NDArray[np.int64]
+    """Its place among the step's tokens."""
+    token_ids: NDArray[np.int64]
+    num_top: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, targets: Mapping[str, PromptTargets], starts: Mapping[str, int]) -> PromptRows:
+        """`starts`: by request the place of its first token in the step."""
+        rows, token_ids, num_top = [], [], []
+        for name, each in targets.items():
+            count, first = len(each.token_ids), starts[name] + each.offset
+            rows.append(np.arange(first, first + count))
+            token_ids.append(np.array(each.token_ids, dtype=np.int64))
+            num_top.append(np.full(count, each.num_top))
+        return cls(np.concatenate(rows), np.concatenate(token_ids), np.concatenate(num_top))
+
+    def pieces(self, num_rows: int) -> Iterator[PromptRows]:
+        for at in range(0, len(self.rows), num_rows):
+            yield PromptRows(*(each[at : at + num_rows] for each in self))
+
+    @property
+    def reports(self) -> Reports:
+        """For logits that were computed for these rows alone."""
+        return Reports(np.arange(len(self.rows)), self.num_top)
+
+
+def by_request(
+    targets: Mapping[str, PromptTargets], pieces: Sequence[PromptRows], found: Sequence[Logprobs]
+) -> dict[str, list[TokenLogprobs]]:
+    """`found`: of each piece."""
+    entries = (
+        entry
+        for piece, logprobs in zip(pieces, found, strict=True)
+        for entry in token_logprobs(piece.token_ids, piece.num_top, logprobs)
+    )
+    return {name: [next(entries) for _ in each.token_ids] for name, each in targets.items()}

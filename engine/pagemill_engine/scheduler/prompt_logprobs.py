@@ -1,0 +1,64 @@
+"""Log probabilities of prompts: which ones a step still has to report, and what was reported so far.
+
+Positions that an earlier step reported are not reported again when they are computed again (after a preemption, or by
+another choice that takes over); those that were not have to be computed, whatever the prefix cache holds. The values
+are the runner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pagemill_engine.ipc.messages import LogprobsOut
+from pagemill_engine.scheduler.step import PromptTargets, StepPlan, TokenLogprobs
+
+if TYPE_CHECKING:
+    from pagemill_engine.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class PromptReport:
+    """Of one client request; its choices share it."""
+
+    num_top: int
+    entries: list[LogprobsOut] = field(default_factory=list)
+    """Not sent yet."""
+    num_reported: int = 0
+    """Tokens from the prompt's second on."""
+
+    def add(self, targets: PromptTargets, entries: Iterable[TokenLogprobs]) -> None:
+        """What a step found; what was reported before is dropped."""
+        assert targets.first <= self.num_reported, "a step reports behind tokens that none has reported"
+        new = list(entries)[self.num_reported - targets.first :]
+        self.entries += [LogprobsOut(each.token_ids, each.logprobs, each.rank) for each in new]
+        self.num_reported += len(new)
+
+    def take(self) -> list[LogprobsOut]:
+        entries, self.entries = self.entries, []
+        return entries
+
+
+def reusable_blocks(sequence: Sequence, block_size: int) -> int | None:
+    """How many cached blocks the sequence may use; `None`: all there are."""
+    report = sequence.prompt_report
+    if report is None or report.num_reported == sequence.num_prompt_tokens - 1:
+        return None
+    return report.num_reported // block_size
+
+
+def prompt_targets(plan: StepPlan, reporting: Mapping[str, Sequence]) -> dict[str, PromptTargets]:
+    """What `plan` has to report. Call this before its tokens count as computed."""
+    found = {}
+    for name, sequence in reporting.items():
+        num_tokens = plan.num_scheduled_tokens.get(name)
+        if num_tokens is None or sequence.prompt_report is None:
+            continue
+        start, report = sequence.num_computed_tokens, sequence.prompt_report
+        first = max(start, report.num_reported)
+        end = min(start + num_tokens, sequence.num_prompt_tokens - 1)
+        if first < end:
+            token_ids = sequence.token_ids[first + 1 : end + 1]
+            found[name] = PromptTargets(first, first - start, token_ids, report.num_top)
+    return found

@@ -1,0 +1,40 @@
+"""Arguments for formats that write each by itself, not all as one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_READ = frozenset(
+    {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "$defs",
+        "definitions",
+        "$schema",
+        "title",
+        "description",
+    }
+)
+
+
+class Argument(NamedTuple):
+    name: str
+    schema: dict[str, Any] | bool
+    """With the definitions of the whole, so that references are found."""
+    required: bool
+
+
+def arguments_of(schema: Mapping[str, Any]) -> list[Argument]:
+    """The declared ones; others are not written. Raises `ValueError` for a schema that says more about the whole."""
+    if others := set(schema) - _READ:
+        raise ValueError(f"this model's format writes arguments one by one, which cannot be held to {min(others)!r}")
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    named = {**properties, **{name: True for name in required if name not in properties}}
+    return [
+        Argument(name, {**each, **definitions} if isinstance(each, dict) else each, name in required)
+        for name, each in named.items()
+    ]

@@ -1,0 +1,18 @@
+"""Reads what a model is, from whatever files it lies in; no weights are read. What a spec says is `model_spec`'s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pagemill_protocol.gguf_file import GGUFFile
+from pagemill_protocol.model_spec import ModelSpec, checked
+from pagemill_protocol.spec_from_config import spec_from_folder
+from pagemill_protocol.spec_from_gguf import spec_from_gguf
+
+
+def load_model_spec(path: str | Path) -> ModelSpec:
+    """The spec of a `.gguf` file or Hugging Face folder. Raises `SourceError`."""
+    path = Path(path)
+    if path.is_dir():
+        return checked(spec_from_folder(path), path)
+    return checked(spec_from_gguf(GGUFFile(path)), path)

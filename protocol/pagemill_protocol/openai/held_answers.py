@@ -1,0 +1,139 @@
+"""The form that a chat's answer is held to: what the client prescribes, forced and strict tool calls, behind reasoning.
+
+Schemas are checked before a model is known (`check_schemas`); how calls and reasoning are written follows from the
+model's formats (`prescribed`). Compiling and masking are the engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from pagemill_protocol.answers.call_syntax import (
+    CallSyntax,
+    Function,
+    Schema,
+    behind_reasoning,
+    calls_only,
+    text_and_calls,
+    with_opening,
+)
+from pagemill_protocol.answers.registry import REASONING_ENDS
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.openai.schemas import ChatCompletionRequest
+from pagemill_protocol.structural_tags import Format, JsonSchema, Or, element_of, write_tag
+from pagemill_protocol.structured_outputs import StructuredOutputs
+
+_NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+_SEARCH_S = 1.0
+"""How long the one schema that cannot be compiled is looked for."""
+
+
+class _Tool(NamedTuple):
+    field: str
+    """Where its schema is in the request."""
+    name: str
+    schema: Schema
+    held: bool
+    """To its own schema; others may have any arguments."""
+
+
+def check_schemas(req: ChatCompletionRequest) -> None:
+    """Refuse tools whose calls cannot be held to their schemas; takes the compiler's time. Raises `PagemillError`."""
+    from pagemill_protocol.grammars.check import CHECKS  # few requests need what it imports
+
+    held = [each for each in _tools(req) if each.held]
+    for tool in held:
+        if tool.schema.get("type", "object") != "object":
+            raise invalid_field(
+                f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to hold calls to it.'
+            )
+    together = Or(elements=[JsonSchema(json_schema=dict(each.schema)) for each in held])
+    try:
+        CHECKS.check(StructuredOutputs(structural_tag=write_tag(together)), "tools")
+    except PagemillError:
+        began_s = time.monotonic()
+        for tool in held:
+            CHECKS.check(StructuredOutputs(json_schema=json.dumps(tool.schema)), tool.field)
+            if time.monotonic() - began_s > _SEARCH_S:
+                break
+        raise
+
+
+def prescribed(
+    req: ChatCompletionRequest, syntax: CallSyntax | None, reasoning: str, prompt: str
+) -> StructuredOutputs | None:
+    """The form of an answer to the rendered `prompt`; `syntax` and `reasoning` are the formats of the model."""
+    text = req.form[1] if req.form is not None else None
+    if text is None and not req.holds_calls:
+        return None
+    begin, end = REASONING_ENDS.get(reasoning, ("", ""))
+    shown = prompt.rstrip()
+    has_tools = bool(req.prompt_tools) and (syntax is not None or req.holds_calls)
+    reasons = bool(end) and not shown.endswith(end)
+    if not has_tools and not reasons and (syntax is None or not syntax.text_opening):
+        return text
+    form = with_opening(syntax, element_of(text)) if text is not None else None
+    if has_tools:
+        form = _with_calls(req, syntax, form)
+    assert form is not None  # there are calls, or a form of the text
+    if reasons:
+        form = behind_reasoning(begin, end, form, is_open=shown.endswith(begin))
+    outputs = StructuredOutputs(structural_tag=write_tag(form))
+    outputs.validate("tools" if has_tools else "response_format")
+    return outputs
+
+
+def _with_calls(req: ChatCompletionRequest, syntax: CallSyntax | None, text: Format | None) -> Format:
+    if syntax is None:
+        raise PagemillError(
+            "The parser of this model's tool calls declares no syntax, so calls cannot be forced or held to a schema. "
+            'Send `tool_choice` "auto" and tools without `strict`.',
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    functions = [Function(each.name, _arguments(each, syntax)) for each in _tools(req)]
+    parallel = req.parallel_tool_calls and not req.names_function
+    if req.forces_calls:
+        return calls_only(syntax, functions, parallel=parallel)
+    if text is not None:
+        return Or(elements=[calls_only(syntax, functions, parallel=parallel), text])
+    return text_and_calls(syntax, functions, parallel=parallel)
+
+
+def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
+    try:
+        return syntax.arguments(tool.schema)
+    except ValueError as error:
+        raise invalid_field(tool.field, f"`{tool.field}` cannot be held: {error}.") from None
+
+
+def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
+    """Those that may be called."""
+    for index, tool in enumerate(req.prompt_tools):
+        function = tool["function"]
+        if req.names_function and function["name"] != req.names_function:
+            continue
+        held = req.forces_calls or bool(function.get("strict"))
+        parameters = function.get("parameters")
+        schema = {"type": "object", **parameters} if parameters else _NO_ARGUMENTS
+        yield _Tool(
+            f"tools[{index}].function.parameters", function["name"], schema if held else _loose(parameters), held
+        )
+
+
+def _loose(parameters: Mapping[str, Any] | None) -> Schema:
+    """Any arguments; of the declared ones it says only which are text, because some formats write it differently."""
+    properties = (parameters or {}).get("properties")
+    if not isinstance(properties, dict):
+        return {"type": "object"}
+    texts: Schema = {"type": "string"}
+    return {
+        "type": "object",
+        "properties": {
+            name: texts if isinstance(each, dict) and each.get("type") == "string" else {}
+            for name, each in properties.items()
+        },
+    }

@@ -1,0 +1,29 @@
+"""`make bench-gate` compares the working tree with a commit, and fails below its limit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ARGV = [sys.executable, str(ROOT / "bench" / "gate.py"), "--base", "HEAD", "--pairs", "2", "--figures", "step"]
+
+
+@pytest.mark.parametrize(("limit", "code"), [("0", 0), ("1000", 1)])
+def test_a_ratio_below_the_limit_fails(limit: str, code: int) -> None:
+    worktrees = _worktrees()
+    done = subprocess.run([*ARGV, "--limit", limit], capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert list(result["ratios"]) == ["step"]
+    assert result["ratios"]["step"] > 0
+    assert ("slower than" in done.stderr) == bool(code)
+    assert _worktrees() == worktrees, "the base's folder is gone"
+
+
+def _worktrees() -> str:
+    return subprocess.run(["git", "worktree", "list"], cwd=ROOT, check=True, capture_output=True, text=True).stdout

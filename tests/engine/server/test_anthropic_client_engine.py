@@ -1,0 +1,87 @@
+"""The real `anthropic` Python client against a real engine server with the embedded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import jsonschema
+import pytest
+
+pytestmark = pytest.mark.model
+MODEL = "SmolLM2-135M-Instruct"
+FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
+ASK: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "max_tokens": 24, "extra_body": {"temperature": 0}}
+TOOL: Any = {"name": "weather", "description": "The weather in a city.", "input_schema": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def client(model_server: Any) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=model_server.url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_message_answers_the_question(client: anthropic.Anthropic) -> None:
+    answer = client.messages.create(**ASK)
+    (block,) = answer.content
+    assert block.type == "text"
+    assert "Paris" in block.text
+    assert answer.stop_reason == "end_turn"
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) > 10
+    assert answer.usage.output_tokens > 3
+
+
+def test_a_stream_is_the_same_message(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(**ASK)
+    with client.messages.stream(**ASK) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert [block.model_dump() for block in final.content] == [block.model_dump() for block in whole.content]
+    assert text == whole.content[0].text  # type: ignore[union-attr]
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_the_limit_and_a_history_with_tools_are_taken(client: anthropic.Anthropic) -> None:
+    history: list[Any] = [
+        *FRANCE,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "weather", "input": {"a": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "rain"}]},
+    ]
+    answer = client.messages.create(model=MODEL, max_tokens=4, messages=history, tools=[TOOL], system="Be brief.")
+    assert answer.stop_reason in ("max_tokens", "end_turn")
+    assert answer.usage.output_tokens <= 4
+
+
+def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        client.messages.create(**{**ASK, "model": "other"})
+    image: Any = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x"}}]}
+    with pytest.raises(anthropic.BadRequestError, match="image"):
+        client.messages.create(**{**ASK, "messages": [image]})
+
+
+def test_a_schema_forms_the_answer(client: anthropic.Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    answer = client.messages.create(
+        model=MODEL,
+        messages=FRANCE,
+        max_tokens=40,
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    (block,) = answer.content
+    assert block.type == "text"
+    jsonschema.validate(json.loads(block.text), schema)
+
+
+def test_tokens_are_counted_before_they_are_sent(client: anthropic.Anthropic) -> None:
+    counted = client.messages.count_tokens(model=MODEL, messages=FRANCE, system="Be brief.").input_tokens
+    answer = client.messages.create(model=MODEL, messages=FRANCE, system="Be brief.", max_tokens=1)
+    assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)

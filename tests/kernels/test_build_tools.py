@@ -1,0 +1,55 @@
+"""A GPU node without a C compiler or Python's headers: named at the start, with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagemill_kernels.gpu import build_tools, launch
+from pagemill_kernels.gpu.build_tools import explain
+
+
+@pytest.fixture
+def headers(tmp_path: Path) -> Path:
+    (tmp_path / "Python.h").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only program there is."""
+    (folder := tmp_path / "bin").mkdir()
+    (path := folder / "gcc").touch(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return path
+
+
+def test_a_compiler_and_headers_are_enough(headers: Path, program: Path) -> None:
+    assert explain(None, headers) is None
+    assert explain(str(program), headers) is None
+
+
+def test_a_missing_compiler_is_named_with_the_package(headers: Path, program: Path) -> None:
+    program.unlink()
+    told = explain(None, headers)
+    assert told is not None
+    assert "neither gcc nor clang is there; install one" in told
+    assert "apt-get install gcc" in told
+    assert "'nvcc++'" in str(explain("nvcc++", headers)), "the environment's choice"
+
+
+def test_missing_headers_are_named_with_folder_and_package(tmp_path: Path, program: Path) -> None:
+    told = explain(None, tmp_path / "python3.11")
+    assert told is not None
+    assert f"{tmp_path}/python3.11/Python.h is not there" in told
+    assert "python3-dev" in told
+
+
+def test_no_kernel_can_be_launched_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(build_tools, "chosen_compiler", lambda: "/no/such/cc")
+    assert "'/no/such/cc', is not there" in str(launch.why_absent())

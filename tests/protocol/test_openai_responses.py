@@ -1,0 +1,191 @@
+"""OpenAI's Responses API: what a body means as a chat, and the items and events of answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.dialects.responses import ResponsesDialect
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.openai.schemas import ChatCompletionRequest
+from pagemill_protocol.sampling import SamplingParams
+
+DIALECT = ResponsesDialect()
+TOOL: dict[str, Any] = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(Content, st.text(min_size=1, max_size=3)),
+        st.builds(Reasoning, st.text(min_size=1, max_size=3)),
+        st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    ),
+    max_size=6,
+)
+
+
+def parse(**fields: Any) -> ChatCompletionRequest:
+    return DIALECT.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode()).fields
+
+
+def refused(**fields: Any) -> PagemillError:
+    with pytest.raises(PagemillError) as caught:
+        parse(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest(
+        request_id="resp_1",
+        model="m",
+        prompt_token_ids=[1, 2, 3],
+        sampling=SamplingParams(),
+        dialect="responses",
+        client_fields='{"tools": [], "parallel_tool_calls": true}',
+    )
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    found = []
+    for event in raw.decode().split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def streamed(events: list[Event], finish_reason: FinishReason = "stop") -> list[dict[str, Any]]:
+    renderer = DIALECT.renderer(request(), None)
+    raw = b""
+    for at, event in enumerate([*events, None]):
+        ends = event is None
+        found = [] if event is None else [event]
+        piece = Piece(0, "", at == 0, finish_reason if ends else None, None, 0, None, found)
+        raw += renderer.chunk(piece)
+    return events_of(raw + renderer.end(Usage(3, 5, 1)))
+
+
+def whole(events: list[Event], finish_reason: FinishReason = "stop") -> dict[str, Any]:
+    choice = FinishedChoice(0, "", finish_reason, None, 0, events)
+    body: dict[str, Any] = json.loads(DIALECT.renderer(request(), None).body([choice], Usage(3, 5, 1)))
+    return body
+
+
+def numbered(drawn: list[Any]) -> list[Event]:
+    """Lists stand for calls with these pieces of arguments."""
+    events: list[Event] = []
+    num_calls = 0
+    for each in drawn:
+        if isinstance(each, list):
+            events += [CallBegin("f", num_calls), *(CallArguments(piece, num_calls) for piece in each), CallEnd()]
+            num_calls += 1
+        else:
+            events.append(each)
+    return events
+
+
+def test_settings_have_their_names_in_a_chat() -> None:
+    fields = parse(
+        instructions="Be brief.",
+        max_output_tokens=9,
+        temperature=0.5,
+        reasoning={"effort": "low"},
+        text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}},
+        store=True,
+        include=["reasoning.encrypted_content"],
+    )
+    assert [(each.role, each.content) for each in fields.messages] == [("developer", "Be brief."), ("user", "hi")]
+    assert (fields.requested_tokens, fields.temperature, fields.reasoning_effort) == (9, 0.5, "low")
+    assert fields.form is not None
+
+
+def test_items_become_messages_calls_and_their_outputs() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "rain?"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"a": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "yes"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "no"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Yes.", "annotations": []}],
+        },
+    ]
+    fields = parse(input=items, tools=[TOOL], tool_choice="auto")
+    roles = [each.role for each in fields.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant"]
+    calling = fields.messages[1]
+    assert [call["id"] for call in calling.tool_calls] == ["c1", "c2"]
+    assert calling.reasoning_content == "hm"
+    assert [each.content for each in fields.messages[2:]] == ["yes", "no", "Yes."]
+    assert fields.tools[0]["function"]["name"] == "weather"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [7]}, "input[0]"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+        ({"previous_response_id": "resp_0"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "not a name"}]}, "tools[0].name"),
+        ({"max_output_tokens": "many"}, "max_output_tokens"),
+        ({"truncation": "auto"}, "truncation"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_place(fields: dict[str, Any], param: str) -> None:
+    assert refused(**fields).param == param
+
+
+def test_limits_are_named_as_the_client_names_them() -> None:
+    body = DIALECT.parse(b'{"model": "m", "input": "hi", "max_output_tokens": 0}')
+    with pytest.raises(PagemillError) as caught:
+        body.sampling()
+    assert caught.value.param == "max_output_tokens"
+
+
+@given(EVENTS, st.sampled_from(["stop", "length"]))
+def test_the_items_of_a_stream_are_those_of_the_whole_answer(drawn: list[Any], finish_reason: FinishReason) -> None:
+    events = numbered(drawn)
+    shown = streamed(events, finish_reason)
+    assert [each["type"] for each in shown[:2]] == ["response.created", "response.in_progress"]
+    numbers = [each["sequence_number"] for each in shown]
+    assert numbers == sorted(set(numbers))
+    last = shown[-1]["response"]
+    done = [each["item"] for each in shown if each["type"] == "response.output_item.done"]
+    assert last["output"] == done
+    texts: dict[str, str] = {}
+    for each in shown:
+        if each["type"].endswith(".delta"):
+            texts[each["item_id"]] = texts.get(each["item_id"], "") + each["delta"]
+    for item in done:
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert text == texts.get(item["id"], "")
+    answer = whole(events, finish_reason)
+    assert answer == last
+    assert shown[-1]["type"] == f"response.{answer['status']}"
+    assert answer["status"] == ("incomplete" if finish_reason == "length" else "completed")
+
+
+def test_usage_has_the_names_of_the_api() -> None:
+    assert whole([Content("a")])["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
+        "output_tokens": 5,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 8,
+    }
