@@ -16,7 +16,7 @@ SIZES_OF_7B, SIZES_OF_13B = (4096, 32), (5120, 40)
 CONTEXT_OF_ROTATED = "max_position_embeddings"
 """Of other sizes: the key is in 7B's config.json and not in 13B's."""
 NORMALIZED_VOCABULARY = 125_696
-"""Of Baichuan 2, which divides the rows of its head by their lengths; nothing else in config.json is different."""
+"""Of Baichuan 2, whose head's rows are divided by their lengths; nothing else in config.json distinguishes the two."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
