@@ -3,6 +3,7 @@ loads."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -57,10 +58,9 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
     if not spec.decoder.by_transformers:
         return _on_gpu(config, spec) if _wants_gpu(config) else _on_cpu(config, spec)
     check_by_transformers(config, spec)
-    from pagemill_engine.transformers_backend.model import how
-
     compute = _on_cpu(config, spec)
-    return compute._replace(how=f"{how()}, attention by {compute.how}")
+    how = f"the classes of transformers {version('transformers')}, slower than a family of our own"
+    return compute._replace(dtype=compute.activation_dtype, how=f"{how}, attention by {compute.how}")
 
 
 def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:

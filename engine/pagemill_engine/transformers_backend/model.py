@@ -95,10 +95,6 @@ class _Weights:
         return self._held
 
 
-def how() -> str:
-    return f"the classes of transformers {transformers.__version__}, slower than a family of our own"
-
-
 def _load(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
     register()
     try:

@@ -15,7 +15,8 @@ import transformers
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.factory import create_runner
-from pagemill_protocol.model_spec import UnsupportedModelArchitecture, load_model_spec
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.known import known_architectures
 
 NUM_TOKENS = 16
