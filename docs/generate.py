@@ -32,12 +32,20 @@ MODELS_NOTES = """\
   On the CPU, attention with ALiBi or soft caps runs on torch; `int8` KV cache and `deterministic` are refused there.
 - **Quantization**: `int8` and `int4` on the CPU, and `w8a8` and `fp8` on GPUs, at load for every family (experts:
   `int8` and `int4` alone).
+- **GGUF types**: F32, F16, BF16, Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS and MXFP4, each held as
+  it is stored or in wider codes of the same values (the engine's start says which: Q2_K takes 12 bits a weight, Q3_K
+  10, IQ4_NL, IQ4_XS and MXFP4 9). Split files (`NAME-00001-of-00003.gguf`): name the first, the others lie beside it.
+- **Any other decoder** that the installed `transformers` has a class for runs by that class, with Pagemill's attention
+  and cache: on the CPU, in floats, slower than a family (the log and `/version` say so). Not with windows, recurrent or
+  compressed state, `longrope`, or arguments of attention that are not computed; never by code from the model's files.
+  The engine needs `transformers` installed, and so do the operator and `pagemill plan`, which read the same header.
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `dynamic` changes contexts beyond
   `max_position_embeddings` alone, which no engine accepts. `longrope` takes its long factors where `maxModelLen`
   exceeds the original context.
 - **Tests**: tiny random checkpoints of each family give the greedy tokens of transformers in float32, alone, in
   batches, in chunks, after prefix hits and after preemption; Aquila, Baichuan, InternLM and Qwen, which transformers
-  does not have, those of plain formulas. On a published checkpoint Llama's family (SmolLM2) alone was compared.
+  does not have, those of plain formulas. GGUF files of each architecture give the answers of the folder with the same
+  weights. On a published checkpoint Llama's family (SmolLM2) alone was compared.
 """
 
 SETTINGS = [
@@ -300,7 +308,7 @@ def cell(text: str) -> str:
 
 
 def models_page() -> str:
-    from pagemill_protocol.models.registry import BUILT_IN
+    from pagemill_protocol.models.known import BUILT_IN
 
     rows = []
     for module, names in BUILT_IN.items():

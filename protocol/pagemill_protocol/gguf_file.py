@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagemill_protocol.ggml_types import GGMLType as GGMLType
+from pagemill_protocol.gguf_split import part_names
 from pagemill_protocol.sources import UnreadableModelError
 
 MAGIC = b"GGUF"
@@ -59,6 +60,8 @@ class GGUFTensor(NamedTuple):
     offset: int
     """Bytes from the start of the file."""
     num_bytes: int
+    part: int = 0
+    """Which file of a split model."""
 
     @property
     def num_elements(self) -> int:
@@ -116,19 +119,34 @@ _REMEDY = "The file is damaged: fetch it again and compare its size and checksum
 class GGUFFile:
     """A mapped GGUF file: `metadata` by key and `tensors` by name, in file order.
 
+    Of a model that is split over several files `path` is the first: its metadata counts, and the tensors of all.
     Reading takes time linear in the header, not in the weights. Raises `GGUFError`.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._data = self._map()
-        self.file_bytes = len(self._data)
-        header = _Header(self._data, self.path)
+        self._parts = [_mapped(self.path)]
+        header = _Header(self._parts[0], self.path)
         header.read()
         self.version = header.version
         self.alignment = header.alignment
         self.metadata: dict[str, Any] = header.metadata
         self.tensors: dict[str, GGUFTensor] = header.tensors
+        for part, name in enumerate(_further_parts(header, self.path), start=1):
+            self._add(part, self.path.with_name(name))
+
+    def _add(self, part: int, path: Path) -> None:
+        if not path.is_file():
+            raise GGUFError(f"`{self.path}` is the first file of a split model, and `{path.name}` is not beside it.")
+        self._parts.append(_mapped(path))
+        header = _Header(self._parts[part], path)
+        header.read()
+        if header.split_number() != part:
+            raise GGUFError(f"`{path}` calls itself part {header.split_number() + 1}, not {part + 1}. {_REMEDY}")
+        twice = header.tensors.keys() & self.tensors.keys()
+        if twice:
+            raise GGUFError(f"`{path}` repeats the tensor `{min(twice)}` of an earlier part. {_REMEDY}")
+        self.tensors |= {name: tensor._replace(part=part) for name, tensor in header.tensors.items()}
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor's stored bytes, uint8 [num_bytes], a read-only view of the mapping (no copy)."""
@@ -136,7 +154,7 @@ class GGUFFile:
 
     def data_of(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """As `data`, also of a part of a tensor."""
-        return np.frombuffer(self._data, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        return np.frombuffer(self._parts[tensor.part], dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """Metadata by key, or `default`; `GGUFError` when it is there with another type than `kind`."""
@@ -145,14 +163,31 @@ class GGUFFile:
             return value
         raise GGUFError(f"`{self.path}`: `{key}` has type {type(value).__name__}, which it must not have. {_REMEDY}")
 
-    def _map(self) -> mmap.mmap:
-        try:
-            with self.path.open("rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise GGUFError(f"`{self.path}` is empty. {_REMEDY}") from None
-        except OSError as error:
-            raise GGUFError(f"`{self.path}` cannot be read: {error.strerror}.") from error
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise GGUFError(f"`{path}` is empty. {_REMEDY}") from None
+    except OSError as error:
+        raise GGUFError(f"`{path}` cannot be read: {error.strerror}.") from error
+
+
+def _further_parts(header: _Header, path: Path) -> list[str]:
+    """Names of the files beside the first one. Raises `GGUFError`."""
+    count = header.metadata.get("split.count", 0)
+    if not isinstance(count, int) or count < 2:
+        return []
+    names = part_names(path.name)
+    if len(names) != count:
+        raise GGUFError(
+            f"`{path}` is part {header.split_number() + 1} of a model split over {count} files, which its name does "
+            f"not say. Name its parts `NAME-00001-of-{count:05}.gguf` and so on."
+        )
+    if header.split_number() != 0:
+        raise GGUFError(f"`{path}` is part {header.split_number() + 1} of {count} of a model. Give `{names[0]}`.")
+    return names[1:]
 
 
 class _Header:
@@ -175,7 +210,6 @@ class _Header:
             if key in self.metadata:
                 raise self._error(f"the metadata key `{key}` appears twice")
             self.metadata[key] = self._value(self._scalar(4, key), key)
-        self._check_split()
         self._read_alignment()
         infos = [self._tensor_info() for _ in range(num_tensors)]
         data_start = -(-self._position // self.alignment) * self.alignment
@@ -268,14 +302,10 @@ class _Header:
             raise self._error(f"`general.alignment` is {alignment!r}, not a power of two from 8")
         self.alignment = alignment
 
-    def _check_split(self) -> None:
-        count = self.metadata.get("split.count", 0)
-        if isinstance(count, int) and count > 1:
-            number = self.metadata.get("split.no", 0)
-            raise GGUFError(
-                f"`{self._path}` is part {number + 1} of a model split over {count} files, which is not supported. "
-                "Merge them with `llama-gguf-split --merge` first."
-            )
+    def split_number(self) -> int:
+        """From 0, of a split model's file."""
+        number = self.metadata.get("split.no", 0)
+        return number if isinstance(number, int) else 0
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], GGMLType, int]:
         name = self._string("a tensor name", MAX_KEY_BYTES)

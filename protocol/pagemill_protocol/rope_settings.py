@@ -7,6 +7,7 @@ partial rotary embeddings, YaRN's further GGUF keys. `rope_scaling` says what a 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ _GGUF_NAMES = {
 }
 _NOT_IN_GGUF = ("dynamic", "longrope", "su")
 """Kinds of `config.json` whose further values these files have elsewhere, or not at all."""
+_GGUF_LONG_MAGNITUDE = "rope.scaling.attn_factor"
 _GGUF_OLD_FACTOR = "rope.scale_linear"
 _GGUF_WITHOUT_EFFECT = {
     "rope.scaling.attn_factor": 1.0,
@@ -87,17 +89,26 @@ def read_scaling(
 
 
 def read_gguf_scaling(
-    metadata: Mapping[str, Any], prefix: str, theta: float, context_length: int
+    metadata: Mapping[str, Any],
+    prefix: str,
+    theta: float,
+    context_length: int,
+    long_rope: Mapping[str, list[float]] = MappingProxyType({}),
 ) -> RopeScaling | None:
     """The scaling in a GGUF file of the architecture `prefix`. Raises `RopeError`.
 
-    As llama.cpp reads it: a factor without a type is linear, and with the type `none` no factor counts.
+    As llama.cpp reads it: a factor without a type is linear, with the type `none` no factor counts, and tensors with
+    LongRoPE's lists (`long_rope`: their values under the names of `config.json`) make it LongRoPE.
     """
     names = {field: f"{prefix}.{name}" for field, name in _GGUF_NAMES.items()}
     if names["factor"] not in metadata and f"{prefix}.{_GGUF_OLD_FACTOR}" in metadata:
         names["factor"] = f"{prefix}.{_GGUF_OLD_FACTOR}"
     values = {field: _decimal(metadata[name]) for field, name in names.items() if name in metadata}
     kind = values.pop("rope_type", "linear" if "factor" in values else "none")
+    if long_rope:
+        magnitude = metadata.get(f"{prefix}.{_GGUF_LONG_MAGNITUDE}", 1.0)
+        fields = {**long_rope, **values, "attention_factor": _decimal(magnitude)}
+        return make_scaling("longrope", fields, theta, context_length, lambda field: names.get(field, field))
     _check_without_effect(metadata, prefix, kind)
     if kind in _NOT_IN_GGUF:
         raise UnsupportedRopeError(f"the rope scaling `{kind}` in a GGUF file")

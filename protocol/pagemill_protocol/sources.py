@@ -15,6 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from pagemill_protocol.gguf_split import part_names, whole_name
+
 SCHEMES = ("package", "file", "hf", "oci", "s3", "pvc")
 _WHERE_READ = {
     "pvc": "`pvc://` names a volume of a cluster",
@@ -108,7 +110,7 @@ def default_name(source: str) -> str:
         name = name.split(":", 1)[0]
     if not name.lower().endswith(".gguf"):
         return name
-    stem = name[: -len(".gguf")]
+    stem = whole_name(name)[: -len(".gguf")]
     return _QUANTIZATION_SUFFIX.sub("", stem) or stem
 
 
@@ -171,7 +173,7 @@ def _hugging_face_path(source: str, field: str) -> Path:
             f"`{source}` needs the package `huggingface_hub`. Run `pip install huggingface_hub`, or give a local path.",
             reason="SourceUnavailable",
         ) from None
-    patterns = [model.file] if model.file else HUB_PATTERNS
+    patterns = part_names(model.file) if model.file else HUB_PATTERNS
     try:
         folder = Path(
             huggingface_hub.snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns)
@@ -216,7 +218,7 @@ def _looks_like_hub_name(source: str) -> bool:
 def _model_in_folder(folder: Path, source: str, field: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
-    candidates = sorted(folder.glob("*.gguf"))
+    candidates = sorted({folder / part_names(path.name)[0] for path in folder.glob("*.gguf")})
     if len(candidates) == 1:
         return candidates[0]
     if candidates:

@@ -20,6 +20,7 @@ from byte_bundle import byte_bundle
 from gateway_layouts import LAYOUTS
 from generating import answer_frames, generates
 from killable_server import cut_off, serve
+from real_cluster import real, simulated, start_cluster  # noqa: F401 - fixtures
 from waiting import eventually
 
 from pagemill_gateway.config import GatewayConfig

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_protocol.dialects.messages import MessagesDialect
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
@@ -222,6 +222,16 @@ def test_blocks_of_a_stream_are_those_of_the_whole_answer(drawn: list[Any]) -> N
     has_calls = any(block["type"] == "tool_use" for block in blocks)
     assert answer["stop_reason"] == ("tool_use" if has_calls else "end_turn")
     assert answer["stop_reason"] == shown[-2]["delta"]["stop_reason"]
+
+
+def test_an_answer_that_a_stop_sequence_ended_names_it() -> None:
+    choice = FinishedChoice(0, "a", "stop", None, 0, stop_reason="END")
+    body = json.loads(DIALECT.renderer(request(), None).body([choice], Usage(3, 5)))
+    assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "END")
+    renderer = DIALECT.renderer(request(), None)
+    renderer.resume(0, [Content("a")], ChoiceEnd("stop", "END"))
+    *_, delta, _ = events_of(renderer.end(Usage(3, 5)))
+    assert delta["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
 
 
 def test_an_answer_that_the_limit_ended_says_max_tokens() -> None:

@@ -163,10 +163,14 @@ def test_digits_are_grouped_as_the_vocabulary_was_trained(write_gguf, pre, piece
     [
         ("gpt-2", ["a", " ", " 1234", " +", "b", " ?!"]),
         ("default", ["a", " ", " ", "123", "4", " ", "+", "b", " ", "?!"]),
+        ("falcon", ["a", " ", " ", "123", "4", " ", "+", "b", " ", "?!"]),
+        ("command-r", ["a", "  ", "1", "2", "3", "4", " +", "b", " ?!"]),
+        ("bloom", ["a", " ", " 1234", " +b", " ?!"]),
     ],
 )
-def test_an_unknown_vocabulary_is_cut_as_llama_cpp_does(pre, pieces):
-    """`default`: punctuation alone, then GPT-2's words, then digits in groups of three without their space."""
+def test_words_are_cut_as_llama_cpp_does(pre, pieces):
+    """`default`, of unknown vocabularies: punctuation alone, then GPT-2's words, then digits in groups of three without
+    their space."""
     parsed = json.loads(Backend(models.BPE()).to_str()) | {"pre_tokenizer": PRE_TOKENIZERS[pre].to_json()}
     cutter = Backend.from_str(json.dumps(parsed)).pre_tokenizer
     cut = [text.replace("Ġ", " ") for text, _ in cutter.pre_tokenize_str("a  1234 +b ?!")]

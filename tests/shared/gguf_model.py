@@ -18,6 +18,18 @@ _NAMES = {
 }  # fmt: skip
 
 
+HALVES = {
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "Q4_1": [0, 2],
+    "Q4_K": [0, 2],
+    "Q5_1": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+}
+"""Where the float16 scales of a block lie, where not at its start."""
+
+
 def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
     """A llama's matrices as a GGUF file; `kinds`: storage type by a part of the tensor's name, else F16.
 
@@ -41,7 +53,7 @@ def write_gguf(path: Path, model: Any, kinds: dict[str, str]) -> None:
         kind = next((kind for part, kind in kinds.items() if part in name), None)
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.numpy())
-        elif kind is None or not kind.startswith("Q"):
+        elif kind is None or not kind.startswith(("Q", "IQ")):
             storage = gguf.GGMLQuantizationType[kind or "F16"]
             writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), storage), raw_dtype=storage)
         else:
@@ -62,8 +74,9 @@ def stored_blocks(kind: str, name: str, shape: Sequence[int]) -> np.ndarray[Any,
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     data = generator.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
-    halves = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
-    for offset in halves:
-        values = generator.normal(0, 1e-4 if kind.endswith("K") else 5e-3, data.shape[:2]).astype(np.float16)
+    for offset in HALVES.get(kind, [0]):
+        values = generator.normal(0, 1e-4 if kind.endswith(("K", "XS", "NL")) else 5e-3, data.shape[:2]).astype(
+            np.float16
+        )
         data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
     return data.reshape(rows, -1)

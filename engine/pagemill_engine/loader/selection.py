@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from pagemill_engine.loader.errors import LoaderError
+from pagemill_protocol.gguf_split import part_names
 from pagemill_protocol.sources import HUB_PATTERNS, HubModel
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,10 +28,11 @@ class RemoteFile(NamedTuple):
 def select_files(model: HubModel, files: Sequence[RemoteFile]) -> list[RemoteFile]:
     """The files to load. Raises `LoaderError` when they do not make a model."""
     if model.file is not None:
-        found = [file for file in files if file.path == model.file]
-        if not found:
-            raise LoaderError("ModelNotFound", f"{_name(model)} has no file `{model.file}`. {_listing(files)}")
-        return _safe(found)
+        by_path = {file.path: file for file in files}
+        for part in part_names(model.file):
+            if part not in by_path:
+                raise LoaderError("ModelNotFound", f"{_name(model)} has no file `{part}`. {_listing(files)}")
+        return _safe([by_path[part] for part in part_names(model.file)])
     paths = {file.path for file in files}
     if "config.json" not in paths:
         raise LoaderError("ModelUnreadable", f"{_name(model)} has no `config.json`. {_listing(files)}")

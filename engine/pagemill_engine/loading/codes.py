@@ -1,7 +1,8 @@
 """GGUF storage types are group codes as they stand: integers with a scale and perhaps an offset for every 32 or 16.
 
 Nothing is rounded anew: `codes * scales + offsets` are the values of `dequantize`. Types of 5 and 6 bits take 8-bit
-codes, and so do the floats of 4 bits of MXFP4, doubled.
+codes, and so do those of 2 and 3 bits, whose groups are smaller than those of 4-bit codes, the tables of IQ4_NL and
+IQ4_XS, and the floats of 4 bits of MXFP4, doubled.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ from pagemill_engine.loading.dequantize import (
     block_bytes,
     fifth_bits,
     half,
+    iq4_codes,
+    iq4_xs_nibbles,
+    iq4_xs_scales,
     k_fifth_bits,
     k_nibbles,
+    k_pairs,
     k_scales,
     k_sixes,
     mxfp4_codes,
     mxfp4_scales,
     nibbles,
+    q2_scales,
+    q3_codes,
+    q3_scales,
 )
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
@@ -41,6 +49,8 @@ class CodeKind(NamedTuple):
 
 
 CODE_KINDS: dict[str, CodeKind] = {
+    "Q2_K": CodeKind(8, group_size=SMALL_GROUP_SIZE, has_offsets=True),
+    "Q3_K": CodeKind(8, group_size=SMALL_GROUP_SIZE),
     "Q4_0": CodeKind(4, has_offsets=True),
     "Q4_1": CodeKind(4, has_offsets=True),
     "Q4_K": CodeKind(4, has_offsets=True),
@@ -49,8 +59,17 @@ CODE_KINDS: dict[str, CodeKind] = {
     "Q5_K": CodeKind(8, has_offsets=True),
     "Q6_K": CodeKind(8, group_size=SMALL_GROUP_SIZE),
     "Q8_0": CodeKind(8),
+    "IQ4_NL": CodeKind(8),
+    "IQ4_XS": CodeKind(8),
     "MXFP4": CodeKind(8),
 }
+
+
+def in_words(kind: str) -> str:
+    """What weights that files store as `kind` are in memory; empty for types that are no codes."""
+    found = CODE_KINDS.get(kind)
+    return "" if found is None else f", {kind} as {found.bits}-bit codes of {found.stored_bits} bits a weight"
+
 
 _STORED_OFFSETS = {"Q4_0": False, "Q4_1": True, "Q8_0": False}
 """Types whose blocks are `CodeBlocks` as they stand, and whether an offset lies beside the scale."""
@@ -135,7 +154,27 @@ def _k_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return half(blocks, 0) * scales.squeeze(-1), -half(blocks, 2) * minima.squeeze(-1)
 
 
+def _q2_k(blocks: Tensor) -> _Parts:
+    return k_pairs(blocks[:, 16:80]).flatten(1).view(torch.int8), *q2_scales(blocks)
+
+
+def _q3_k(blocks: Tensor) -> _Parts:
+    return q3_codes(blocks).flatten(1), q3_scales(blocks), None
+
+
+def _iq4_nl(blocks: Tensor) -> _Parts:
+    return iq4_codes(nibbles(blocks[:, 2:])), half(blocks, 0), None
+
+
+def _iq4_xs(blocks: Tensor) -> _Parts:
+    return iq4_codes(iq4_xs_nibbles(blocks)).flatten(1), iq4_xs_scales(blocks), None
+
+
 _SPLITS: dict[str, Callable[[Tensor], _Parts]] = {
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q4_K": _q4_k,

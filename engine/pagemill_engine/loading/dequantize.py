@@ -146,6 +146,69 @@ def _mxfp4(blocks: Tensor) -> Tensor:
     return mxfp4_codes(nibbles(blocks[:, 1:])).float() * mxfp4_scales(blocks[:, :1])
 
 
+def k_pairs(packed: Tensor) -> Tensor:
+    """64 bytes to [n, 16, 16] with values 0 to 3: of each 32 bytes the lowest two bits, then the next two."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).view(-1, 16, 16)
+
+
+def q2_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Q2_K's scales and offsets of its 16 groups, float32 [n, 16]."""
+    packed = blocks[:, :16]
+    return half(blocks, 80) * (packed & 15).float(), -half(blocks, 82) * (packed >> 4).float()
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales, offsets = q2_scales(blocks)
+    return (scales.unsqueeze(-1) * k_pairs(blocks[:, 16:80]).float() + offsets.unsqueeze(-1)).flatten(1)
+
+
+def q3_codes(blocks: Tensor) -> Tensor:
+    """Q3_K's codes, -4 to 3, as int8 [n, 16, 16]; the third bit of eight codes lies in one byte."""
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+    third = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).view(-1, 16, 16)
+    return (k_pairs(blocks[:, 32:96]) | (third << 2)).view(torch.int8) - 4
+
+
+def q3_scales(blocks: Tensor) -> Tensor:
+    """Of Q3_K's 16 groups, float32 [n, 16]: six bits each in 12 bytes, whose last four hold the upper two."""
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    upper = ((high.unsqueeze(1) >> shifts) & 3).flatten(1)
+    return half(blocks, 108) * ((nibbles(low) | (upper << 4)).float() - 32.0)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    return (q3_scales(blocks).unsqueeze(-1) * q3_codes(blocks).float()).flatten(1)
+
+
+def iq4_codes(nibbles: Tensor) -> Tensor:
+    """The 16 values of IQ4_NL and IQ4_XS, int8 in the shape of `nibbles`."""
+    table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    return torch.tensor(table, dtype=torch.int8)[nibbles.long()]
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return iq4_codes(nibbles(blocks[:, 2:])).float() * half(blocks, 0)
+
+
+def iq4_xs_nibbles(blocks: Tensor) -> Tensor:
+    """As [n, 8, 32]."""
+    return nibbles(blocks[:, 8:].reshape(-1, 8, 16))
+
+
+def iq4_xs_scales(blocks: Tensor) -> Tensor:
+    """Of IQ4_XS's eight groups, float32 [n, 8]: four low bits in bytes 4 to 7, two high bits in bytes 2 and 3."""
+    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    high = ((blocks[:, 2:4].unsqueeze(-1) >> shifts) & 3).flatten(1)
+    return half(blocks, 0) * ((low | (high << 4)).float() - 32.0)
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    return (iq4_codes(iq4_xs_nibbles(blocks)).float() * iq4_xs_scales(blocks).unsqueeze(-1)).flatten(1)
+
+
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _BLOCKS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
@@ -154,8 +217,12 @@ _BLOCKS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
     "Q5_0": (32, 22, _q5_0),
     "Q5_1": (32, 24, _q5_1),
     "Q8_0": (32, 34, _q8_0),
+    "Q2_K": (256, 84, _q2_k),
+    "Q3_K": (256, 110, _q3_k),
     "Q4_K": (256, 144, _q4_k),
     "Q5_K": (256, 176, _q5_k),
     "Q6_K": (256, 210, _q6_k),
+    "IQ4_NL": (32, 18, _iq4_nl),
+    "IQ4_XS": (256, 136, _iq4_xs),
     "MXFP4": (32, 17, _mxfp4),
 }

@@ -25,7 +25,8 @@ from pagemill_engine.loading.source import stored_bytes
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
 from pagemill_protocol.models.family import GGUFNames
-from pagemill_protocol.models.registry import unsupported
+from pagemill_protocol.models.gguf_values import LONG_ROPE
+from pagemill_protocol.models.known import unsupported
 from pagemill_protocol.sources import SourceError
 from pagemill_protocol.spec_from_gguf import family_of
 
@@ -41,7 +42,8 @@ class GGUFWeights:
         self._early_digest = early_digest
         self._path = path
         self._names = _names(self._file)
-        self._tensors = dict(part for each in self._file.tensors.values() for part in self._parts(each))
+        held = [each for each in self._file.tensors.values() if each.name not in LONG_ROPE]
+        self._tensors = dict(part for each in held for part in self._parts(each))
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._check_types()
 

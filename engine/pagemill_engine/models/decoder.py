@@ -16,7 +16,7 @@ from torch import Tensor
 from pagemill_engine.models.blocks import MLP, Attention, Block
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.experts import MoE
-from pagemill_engine.models.layers import Embedding, Layer, Linear, Norm, Positions
+from pagemill_engine.models.layers import Embedding, Held, Layer, Linear, Norm, Positions
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.declaration import (
@@ -148,6 +148,26 @@ class SingleDecoderLayers:
         for layer in self.plain:
             hidden = layer(hidden, context)
         return hidden
+
+
+class Model(Protocol):
+    """What a runner computes with."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    """Of what is computed between products."""
+
+    def weight_layers(self) -> Iterator[Held]:
+        """All that holds weights."""
+        ...
+
+    def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
+        ...
 
 
 class Decoder:

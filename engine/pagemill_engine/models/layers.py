@@ -7,7 +7,7 @@ model is never in memory twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,16 @@ from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, PositionsSpec, Shapes
 
 
-class Layer(Protocol):
+class Held(Protocol):
+    """Something that holds weights."""
+
+    def held(self) -> Any:
+        """What lies in memory once it is loaded, a tensor or an object of tensors; layers that share it return the
+        same object."""
+        ...
+
+
+class Layer(Held, Protocol):
     """Something with weights, whatever it computes with them."""
 
     def shapes(self) -> Shapes:
@@ -31,9 +40,7 @@ class Layer(Protocol):
         """Take them, in the type and layout of the device."""
         ...
 
-    def held(self) -> PackedLinear | FusedExperts | Tensor:
-        """What lies in memory once it is loaded; layers that share it return the same object."""
-        ...
+    def held(self) -> PackedLinear | FusedExperts | Tensor: ...
 
 
 class Linear:
@@ -192,7 +199,7 @@ class Positions:
         return self._ops.gather_rows(self.table, positions + self.spec.offset)
 
 
-def held_tensors(layer: Layer) -> Iterator[Tensor]:
+def held_tensors(layer: Held) -> Iterator[Tensor]:
     held = layer.held()
     if isinstance(held, Tensor):
         yield held
@@ -200,9 +207,10 @@ def held_tensors(layer: Layer) -> Iterator[Tensor]:
     yield from (value for value in vars(held).values() if isinstance(value, Tensor))
 
 
-def held_bytes(layer: Layer) -> int:
+def held_bytes(layer: Held) -> int:
     held = layer.held()
-    return held.nbytes if isinstance(held, Tensor) else held.num_bytes
+    num_bytes: int = held.nbytes if isinstance(held, Tensor) else held.num_bytes
+    return num_bytes
 
 
 def _packed(

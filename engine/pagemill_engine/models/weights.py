@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.decoder import Decoder, Model
 from pagemill_engine.models.errors import WeightsError
 from pagemill_engine.models.layers import held_bytes, held_tensors
 from pagemill_engine.models.tensors import Shapes, TensorSource
@@ -40,12 +40,12 @@ def load_weights(model: Decoder, source: TensorSource) -> None:
         layer.load(source)
 
 
-def weight_bytes(model: Decoder) -> int:
+def weight_bytes(model: Model) -> int:
     """Memory of all weights as they lie on the device; what layers share counts once."""
     return sum({id(layer.held()): held_bytes(layer) for layer in model.weight_layers()}.values())
 
 
-def weight_tensors(model: Decoder) -> Iterator[Tensor]:
+def weight_tensors(model: Model) -> Iterator[Tensor]:
     """All tensors that its layers hold; those that layers share come more than once."""
     for layer in model.weight_layers():
         yield from held_tensors(layer)

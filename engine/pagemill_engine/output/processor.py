@@ -19,7 +19,7 @@ from pagemill_engine.output.best_of import MeanLogprob, best
 from pagemill_engine.output.choice import ChoiceDelta, ChoiceOutput
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued, has_begun
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, PromptReport
+from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, PromptReport
 from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
@@ -333,7 +333,8 @@ class OutputProcessor:
         if request.stream:
             choice.started = has_begun(resume, request)
             if choice.started:
-                self._renderer.resume(index, output.delivered, output.finish_reason)
+                end = ChoiceEnd(output.finish_reason, output.stop_reason) if output.finish_reason is not None else None
+                self._renderer.resume(index, output.delivered, end)
         elif resume.finished:
             choice.add(output.take_backlog(), output.take_events())
         if request.return_token_ids and not request.stream:

@@ -3,6 +3,7 @@ loads."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,27 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
 
     Raises `LoadError` if settings ask for what the device, its kernels or this model's shape cannot do.
     """
-    return _on_gpu(config, spec) if _wants_gpu(config) else _on_cpu(config, spec)
+    if not spec.decoder.by_transformers:
+        return _on_gpu(config, spec) if _wants_gpu(config) else _on_cpu(config, spec)
+    check_by_transformers(config, spec)
+    compute = _on_cpu(config, spec)
+    how = f"the classes of transformers {version('transformers')}, slower than a family of our own"
+    return compute._replace(dtype=compute.activation_dtype, how=f"{how}, attention by {compute.how}")
+
+
+def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises `LoadError` for settings that a class of transformers does not follow."""
+    for field, value, wanted in (
+        ("device", config.device, "cpu"),
+        ("quantization", config.quantization, "none"),
+        ("deterministic", config.deterministic, False),
+    ):
+        if value != wanted and not (value == "auto" and not torch.cuda.is_available()):
+            raise LoadError(
+                "SettingsUnsupported",
+                f"`{field}` {value} does not hold for `{spec.architecture}`, which is no family of Pagemill's and runs "
+                f"by its class in transformers, on the CPU and in floats. Set {field} to {str(wanted).lower()}.",
+            )
 
 
 def _wants_gpu(config: EngineConfig) -> bool:

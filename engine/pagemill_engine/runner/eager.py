@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.decoder import Model
 from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
@@ -38,7 +38,7 @@ class EagerRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         ops: Ops,
         kv_cache: KVCache,
         rotations: Rotations,

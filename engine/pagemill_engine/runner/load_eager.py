@@ -10,9 +10,11 @@ import msgspec
 import torch
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.codes import in_words
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.loading.source import WeightSource
+from pagemill_engine.models.decoder import Decoder, Model
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.models.fusing import fuse_layers
 from pagemill_engine.models.rope import Rotations, decoder_tables
@@ -31,6 +33,7 @@ from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.step_limits import choose_step_limits
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.gpu.kept import keep_compiled
+from pagemill_kernels.registry import Ops
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -68,17 +71,17 @@ def _load(
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
         weights = weights_of(config, path, spec, early_digest)
-        check_depth(spec.decoder, weights.shapes)
+        if not spec.decoder.by_transformers:
+            check_depth(spec.decoder, weights.shapes)
         sizes = sizes_of(config, weights, spec, held_by(compute))
         before = measure_device(ops.device)
         config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
-        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}, {compute.how}")
-        model = Decoder(spec, ops, activation_dtype)
-        load_weights(model, weights)
+        held = in_words(spec.quantization or "") if ops.keeps_codes and config.quantization == "none" else ""
+        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}{held}, {compute.how}")
+        model = _model(path, spec, ops, activation_dtype, weights)
         give_back()
-        fuse_layers(model, ops)
         settles = settles_on(ops.device)
         max_model_len = max_model_len_for(config, spec, ANY_NUMBER if settles else num_blocks)
         rotations = Rotations(decoder_tables(spec.decoder, max_model_len, activation_dtype, weights), ops.device)
@@ -109,6 +112,7 @@ def _load(
     kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=not on_device)
     if not on_device:
         return EagerRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
+    assert isinstance(model, Decoder)
     runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
     if settles:
         progress("warming", _keep_kernels(config.kernel_cache_dir))
@@ -118,6 +122,18 @@ def _load(
             progress("warming", "recording decodes")
             record_decodes(runner, config)
     return runner
+
+
+def _model(path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, weights: WeightSource) -> Model:
+    """With its weights, and as few calls as the device allows."""
+    if spec.decoder.by_transformers:
+        from pagemill_engine.transformers_backend.model import TransformersDecoder
+
+        return TransformersDecoder(path, spec, ops, dtype)
+    model = Decoder(spec, ops, dtype)
+    load_weights(model, weights)
+    fuse_layers(model, ops)
+    return model
 
 
 def settles_on(device: torch.device) -> bool:

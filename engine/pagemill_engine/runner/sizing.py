@@ -110,6 +110,8 @@ def weights_of(
 
 def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, rounded: bool) -> int:
     """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
+    if spec.decoder.by_transformers:
+        return weights.num_bytes(holding.activation_dtype, keep_stored=False)
     has_codes = rounded or spec.quantization is not None
     keep_stored = holding.keeps_bfloat16 or (holding.keeps_codes and has_codes)
     held = weights.num_bytes(holding.dtype, keep_stored=keep_stored)

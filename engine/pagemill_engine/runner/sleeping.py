@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.decoder import Model
 from pagemill_engine.models.weights import weight_tensors
 from pagemill_engine.runner.host_weights import HostWeights
 from pagemill_engine.runner.kv_cache import KVCache
@@ -14,7 +14,7 @@ from pagemill_engine.runner.memory import give_back
 class SleepingModel:
     """Of one model and its cache."""
 
-    def __init__(self, model: Decoder, kv_cache: KVCache, device: torch.device) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, device: torch.device) -> None:
         self._model, self._kv_cache, self._device = model, kv_cache, device
         self._weights: HostWeights | None = None
         """While it sleeps, of a device with a memory of its own."""

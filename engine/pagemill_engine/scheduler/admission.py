@@ -11,9 +11,10 @@ import msgspec
 
 from pagemill_engine.scheduler.beams import BeamSearch, most_blocks, num_candidates
 from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.prompt_logprobs import PromptReport
+from pagemill_engine.scheduler.prompt_report import PromptReport
+from pagemill_engine.scheduler.restriction import restriction_of
 from pagemill_engine.scheduler.sequence import Sequence
-from pagemill_engine.scheduler.token_masks import begin, restriction_of
+from pagemill_engine.scheduler.token_masks import begin
 from pagemill_protocol import hashes
 from pagemill_protocol.continuing import needs_prompt_logprobs
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable

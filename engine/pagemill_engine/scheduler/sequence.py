@@ -12,12 +12,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
-from pagemill_engine.scheduler.prompt_logprobs import PromptReport
+from pagemill_engine.scheduler.prompt_report import PromptReport
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
-    from pagemill_engine.scheduler.token_masks import Mask, Restriction
+    from pagemill_engine.scheduler.restriction import Mask, Restriction
 
 
 class SequenceState(IntEnum):

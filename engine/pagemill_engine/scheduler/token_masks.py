@@ -5,46 +5,10 @@ The grammar of a form is `pagemill_engine.grammar`'s; what is applied to logits 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
-
 from pagemill_engine.scheduler.finish import finish_reason
+from pagemill_engine.scheduler.restriction import without
+from pagemill_engine.scheduler.sequence import Sequence
 from pagemill_protocol.errors import invalid_field
-from pagemill_protocol.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from pagemill_engine.scheduler.sequence import Sequence
-
-Mask = NDArray[np.int32]
-"""A bit for each token, 32 a word, the lowest first; 1: it may follow."""
-
-
-class Restriction:
-    """`allowed_token_ids` and `bad_words` of a request; its sequences share it."""
-
-    def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
-        words = sampling.bad_word_token_ids
-        allowed = range(vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
-        self._mask = _without(_bits(allowed, vocab_size), [word[0] for word in words if len(word) == 1])
-        self._words = [word for word in words if len(word) > 1]
-        self.depends_on_output = bool(self._words)
-        self.num_read = max(map(len, self._words), default=1) - 1
-        """Tokens of an output that `mask` depends on: the last ones."""
-
-    def mask(self, tail: list[int]) -> Mask:
-        """`tail`: the last `num_read` tokens of the output, or all of a shorter one."""
-        ends = [word[-1] for word in self._words if tail[max(0, len(tail) - len(word) + 1) :] == word[:-1]]
-        return _without(self._mask, ends) if ends else self._mask
-
-
-def restriction_of(sampling: SamplingParams, vocab_size: int) -> Restriction | None:
-    if sampling.allowed_token_ids is None and not sampling.bad_word_token_ids:
-        return None
-    return Restriction(sampling, vocab_size)
 
 
 def begin(sequence: Sequence) -> None:
@@ -81,21 +45,6 @@ def _find_mask(sequence: Sequence) -> str:
     prescribed = None if grammar is None else grammar.mask
     sequence.token_mask = mask = mask if prescribed is None else mask & prescribed
     too_early = sequence.stop_ids if sequence.num_output_tokens < sequence.sampling.min_tokens else ()
-    if _without(mask, too_early).any() or (sequence.num_output_tokens and finish_reason(sequence) is not None):
+    if without(mask, too_early).any() or (sequence.num_output_tokens and finish_reason(sequence) is not None):
         return ""
     return "its bad_words, allowed_token_ids, min_tokens and form together leave no token that may follow"
-
-
-def _bits(token_ids: Items[int], vocab_size: int) -> Mask:
-    chosen = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
-    chosen[np.asarray(token_ids)] = True
-    return np.packbits(chosen, bitorder="little").view(np.int32)
-
-
-def _without(mask: Mask, token_ids: Iterable[int]) -> Mask:
-    """A copy."""
-    left = mask.copy()
-    words = left.view(np.uint32)
-    for token_id in token_ids:
-        words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
-    return left

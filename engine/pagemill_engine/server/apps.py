@@ -30,7 +30,11 @@ async def show_metrics(request: Request) -> Response:
 
 
 async def show_version(request: Request) -> Response:
-    return Response(orjson.dumps({"version": version("pagemill-engine")}), media_type="application/json")
+    """And what computes, once that is known: an operator sees here which models run slower than they could."""
+    context: ServerContext = request.app.state.context
+    ready = None if context.client is None else context.client.ready_info
+    compute = {"compute": ready.compute} if ready is not None and ready.compute else {}
+    return Response(orjson.dumps({"version": version("pagemill-engine"), **compute}), media_type="application/json")
 
 
 async def show_openapi(request: Request) -> Response:

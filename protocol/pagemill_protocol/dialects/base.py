@@ -72,11 +72,18 @@ class FinishedChoice(NamedTuple):
     prompt: PromptReport = PromptReport()
 
 
+class ChoiceEnd(NamedTuple):
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    """As in `Piece`."""
+
+
 class AnswerRenderer(Protocol):
     """Renders one answer. Streams consist of complete server-sent events."""
 
-    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
-        """Another engine has begun the stream of this choice and delivered `events`; called before anything else."""
+    def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
+        """Another engine has begun the stream of this choice and delivered `events`; called before anything else.
+        `end`: how the choice ended, if it has."""
         ...
 
     def chunk(self, piece: Piece) -> bytes: ...

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation, PromptReport
+from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts, logprobs, prepare, render
@@ -64,7 +64,7 @@ class ChatRenderer:
         self._include_usage = request.include_usage
         self._named = request.answer_format is not None and request.answer_format.named
 
-    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+    def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
         """Every chunk says all that its client needs."""
 
     def chunk(self, piece: Piece) -> bytes:

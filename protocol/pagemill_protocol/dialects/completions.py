@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
+from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
-from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import CompletionRequest
@@ -64,7 +64,7 @@ class CompletionsRenderer:
         self._include_usage = request.include_usage
         self._echo = request.prompt_text or ""
 
-    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+    def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
         """Every chunk says all that its client needs."""
 
     def chunk(self, piece: Piece) -> bytes:

@@ -11,7 +11,7 @@ from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.chat import ChatBody
-from pagemill_protocol.dialects.translation import as_chat
+from pagemill_protocol.dialects.translation import as_chat, with_names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.ids import new_id
@@ -26,6 +26,7 @@ RENAMED = (
     (".function.parameters", ".input_schema"),
     (".function.", "."),
     ("stop[", "stop_sequences["),
+    ("thinking_token_budget", "thinking.budget_tokens"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
 )
 """Places in the chat request, and the same ones in the client's."""
@@ -77,5 +78,8 @@ class MessagesBody(ChatBody):
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
-        prepared = super().prepare(tokenizer, preparation, sampling, text)
+        try:
+            prepared = super().prepare(tokenizer, preparation, sampling, text)
+        except PagemillError as error:
+            raise with_names(error, RENAMED) from None
         return [msgspec.structs.replace(each, dialect=MessagesDialect.name) for each in prepared]

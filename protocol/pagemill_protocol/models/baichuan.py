@@ -7,29 +7,65 @@ from pagemill_protocol.models.changes import replace, with_attention
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import Numbers, decoder, gguf_names, numbers_from_config, numbers_from_gguf
 from pagemill_protocol.models.parts import alibi_slopes, linear
 
+SIZES_OF_7B, SIZES_OF_13B = (4096, 32), (5120, 40)
+"""Hidden size and heads: nothing else in both kinds of headers says which of the two is rotated."""
 CONTEXT_OF_ROTATED = "max_position_embeddings"
-"""The key is in 7B's config.json and not in 13B's; nothing else there says which of the two is rotated."""
+"""Of other sizes: the key is in 7B's config.json and not in 13B's."""
 NORMALIZED_VOCABULARY = 125_696
-"""Of Baichuan 2, which divides the rows of its head by their lengths; nothing else in config.json is different."""
+"""Of Baichuan 2, whose head's rows are divided by their lengths; nothing else in config.json distinguishes the two."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
     numbers = numbers_from_config(config, default_context=config.integer("model_max_length", default=4096))
-    plain = decoder(numbers)
-    head = replace(plain.head, normalized=numbers.vocab_size == NORMALIZED_VOCABULARY)
-    rotates = config.has(CONTEXT_OF_ROTATED)
+    plain = _positioned(numbers, rotates=_rotates(numbers, config))
 
     def attention(index: int, spec: AttentionSpec) -> AttentionSpec:
         size = numbers.hidden_size
-        qkv = linear(size, (f"{plain.layers[index].name}.self_attn.W_pack", 3 * size))
-        if rotates:
-            return replace(spec, qkv=qkv)
-        return replace(spec, qkv=qkv, rope=None, alibi_slopes=alibi_slopes(numbers.num_heads))
+        return replace(spec, qkv=linear(size, (f"{plain.layers[index].name}.self_attn.W_pack", 3 * size)))
 
-    return with_attention(replace(plain, head=head), attention)
+    return with_attention(plain, attention)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    """Converters take the matrix apart."""
+    numbers = numbers_from_gguf(values)
+    rotates = _size(numbers) == SIZES_OF_7B
+    if not rotates and _size(numbers) != SIZES_OF_13B:
+        raise values.unsupported(f"{_described(numbers)}: neither 7B, which has a rotation, nor 13B, which has ALiBi")
+    return _positioned(numbers, rotates=rotates)
+
+
+def _rotates(numbers: Numbers, config: ConfigValues) -> bool:
+    if _size(numbers) in (SIZES_OF_7B, SIZES_OF_13B):
+        return _size(numbers) == SIZES_OF_7B
+    if config.has(CONTEXT_OF_ROTATED):
+        return True
+    raise config.unsupported(
+        f"{_described(numbers)} and no `{CONTEXT_OF_ROTATED}`: neither 7B, which has a rotation, nor 13B, which has "
+        f"ALiBi. Add `{CONTEXT_OF_ROTATED}` to config.json if the model has a rotation"
+    )
+
+
+def _size(numbers: Numbers) -> tuple[int, int]:
+    return numbers.hidden_size, numbers.num_heads
+
+
+def _described(numbers: Numbers) -> str:
+    return f"a hidden size of {numbers.hidden_size} and {numbers.num_heads} heads"
+
+
+def _positioned(numbers: Numbers, *, rotates: bool) -> DecoderSpec:
+    plain = decoder(numbers)
+    head = replace(plain.head, normalized=numbers.vocab_size == NORMALIZED_VOCABULARY)
+    plain = replace(plain, head=head)
+    if rotates:
+        return plain
+    slopes = alibi_slopes(numbers.num_heads)
+    return with_attention(plain, lambda _, spec: replace(spec, rope=None, alibi_slopes=slopes))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=True))

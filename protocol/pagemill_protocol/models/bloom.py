@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.models.changes import with_stacked_rows
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, EmbeddingSpec, HeadSpec, LayerSpec
-from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.family import Family, GGUFNames
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import HEAD, GGUFValues
 from pagemill_protocol.models.parts import (
     alibi_slopes,
     layer_norm,
@@ -61,4 +64,28 @@ def _layer(name: str, size: int, num_heads: int, eps: float) -> LayerSpec:
     return sequential(name, (norms[0], attention), (norms[1], mlp))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return with_stacked_rows(read_config(GGUFConfig(values, seq_length=values.integer("context_length"))))
+
+
+_NAMES = GGUFNames(
+    layers="transformer.h",
+    in_layer={
+        "attn_norm": "input_layernorm",
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    elsewhere={
+        "token_embd.weight": "transformer.word_embeddings.weight",
+        "token_embd_norm.weight": "transformer.word_embeddings_layernorm.weight",
+        "token_embd_norm.bias": "transformer.word_embeddings_layernorm.bias",
+        "output_norm.weight": "transformer.ln_f.weight",
+        "output_norm.bias": "transformer.ln_f.bias",
+        HEAD: "lm_head.weight",
+    },
+    interleaved={},
+)
+FAMILY = Family(read_config, read_gguf, _NAMES)

@@ -12,6 +12,7 @@ from pagemill_protocol.models.declaration import (
     BranchSpec,
     DecoderSpec,
     LayerSpec,
+    LinearSpec,
     MLPSpec,
     NormSpec,
     ResidualSpec,
@@ -54,6 +55,29 @@ def with_norms(plain: DecoderSpec, change: Callable[[NormSpec], NormSpec]) -> De
 def with_layer_norms(plain: DecoderSpec, *, bias: bool = True, weight_offset: float = 0.0) -> DecoderSpec:
     """Layer norms where `plain` has RMS norms."""
     return with_norms(plain, lambda norm: replace(norm, kind="layer", bias=bias, weight_offset=weight_offset))
+
+
+def with_whole_norms(plain: DecoderSpec) -> DecoderSpec:
+    """Norms whose stored weights hold the offset already, as converters to GGUF write them."""
+
+    def whole(norm: NormSpec | None) -> NormSpec | None:
+        return None if norm is None else replace(norm, weight_offset=0.0)
+
+    of_heads = with_attention(
+        plain,
+        lambda _, spec: replace(spec, query_norm=whole(spec.query_norm), key_norm=whole(spec.key_norm)),
+    )
+    return with_norms(of_heads, lambda norm: replace(norm, weight_offset=0.0))
+
+
+def with_stacked_rows(plain: DecoderSpec) -> DecoderSpec:
+    """Matrices of all queries, then all keys, then all values, as converters to GGUF order them."""
+
+    def stacked(_: int, spec: AttentionSpec) -> AttentionSpec:
+        parts = tuple(replace(part, groups=None) for part in spec.qkv.parts)
+        return replace(spec, qkv=LinearSpec(spec.qkv.in_features, parts))
+
+    return with_attention(plain, stacked)
 
 
 def side_by_side(plain: DecoderSpec) -> DecoderSpec:

@@ -6,7 +6,9 @@ from pagemill_protocol.models.changes import replace, side_by_side, with_layer_n
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -21,4 +23,9 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return replace(plain, head=replace(plain.head, scale=config.number("logit_scale", default=0.0625)))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    scale, normed = values.number("logit_scale", 0.0625), values.has("blk.0.attn_q_norm.weight")
+    return read_config(GGUFConfig(values, logit_scale=scale, use_qk_norm=normed))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=False))

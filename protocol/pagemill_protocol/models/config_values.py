@@ -12,8 +12,8 @@ from typing import Any
 
 from pagemill_protocol.models.declaration import Activation, RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.known import rope_refusals, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
-from pagemill_protocol.models.registry import rope_refusals, unsupported
 from pagemill_protocol.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
 from pagemill_protocol.sources import UnreadableModelError
@@ -69,6 +69,10 @@ class ConfigValues:
 
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
+
+    def in_use(self, key: str) -> bool:
+        """Neither missing nor null nor false."""
+        return self._values.get(key) not in (None, False)
 
     def object(self, key: str) -> dict[str, Any]:
         """One that may be missing."""

@@ -321,6 +321,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Endings of tensors that files store for all experts at once, and those of each expert's own, `*` for its number:
     `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
 
+    by_transformers: bool = False
+    """Sizes alone: a class of the installed `transformers` computes it and knows its tensors."""
+
     def attentions(self) -> Iterator[AttentionSpec]:
         for layer in self.layers:
             yield from (block for block in layer.blocks() if isinstance(block, AttentionSpec))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pagemill_protocol.models import by_transformers
+from pagemill_protocol.models.by_transformers import class_is_installed
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.registry import GROUP, Found, find_family
+from pagemill_protocol.models.known import GROUP
+from pagemill_protocol.models.registry import Found, find_family
 from pagemill_protocol.sources import UnreadableModelError
 
 
@@ -28,6 +31,8 @@ def _find_family(values: dict[str, Any], path: Path) -> Found:
     try:
         return find_family(names, path.parent)
     except UnsupportedModelArchitecture as error:
+        if class_is_installed(model_type):
+            return Found(names[0], by_transformers.FAMILY)
         if "auto_map" not in values:
             raise
         raise UnsupportedModelArchitecture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.models.changes import replace, with_norms, with_stacked_rows
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import (
     AttentionSpec,
@@ -13,7 +14,9 @@ from pagemill_protocol.models.declaration import (
     RopeSpec,
     RowGroups,
 )
-from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.family import Family, GGUFNames
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import HEAD, GGUFValues
 from pagemill_protocol.models.parts import (
     alibi_slopes,
     layer_norm,
@@ -93,4 +96,37 @@ def _eps(config: ConfigValues) -> float:
     return config.epsilon("layer_norm_epsilon", default=1e-5)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    """Converters write 7B, 40B and 11B so; what of RW a file would have to say has no key."""
+    if values.has("blk.0.attn_qkv.bias"):
+        raise values.unsupported("biases (Falcon-RW)")
+    num_kv_heads, two_norms = values.integer("attention.head_count_kv", 1), values.has("blk.0.attn_norm_2.weight")
+    config = GGUFConfig(
+        values,
+        num_kv_heads=num_kv_heads,
+        new_decoder_architecture=two_norms or num_kv_heads > 1,
+        num_ln_in_parallel_attn=2 if two_norms else 1,
+    )
+    plain = with_stacked_rows(read_config(config))
+    return with_norms(plain, lambda norm: replace(norm, name=norm.name.replace(".ln_mlp", ".input_layernorm")))
+
+
+_NAMES = GGUFNames(
+    layers="transformer.h",
+    in_layer={
+        "attn_norm": "input_layernorm",
+        "attn_norm_2": "ln_attn",
+        "attn_qkv": "self_attention.query_key_value",
+        "attn_output": "self_attention.dense",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    elsewhere={
+        "token_embd.weight": "transformer.word_embeddings.weight",
+        "output_norm.weight": "transformer.ln_f.weight",
+        "output_norm.bias": "transformer.ln_f.bias",
+        HEAD: "lm_head.weight",
+    },
+    interleaved={},
+)
+FAMILY = Family(read_config, read_gguf, _NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pagemill_protocol.models.changes import with_whole_norms
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import (
     AttentionSpec,
@@ -14,9 +15,13 @@ from pagemill_protocol.models.declaration import (
     ResidualSpec,
 )
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import Numbers, decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 
 WINDOWED = "sliding_attention"
+LAYERS_OF_27B = 46
+"""The one size whose scores are scaled by another number than the size of a head; files do not say so."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -76,4 +81,26 @@ def _norm(name: str, numbers: Numbers) -> NormSpec:
     return NormSpec(name=name, size=numbers.hidden_size, eps=numbers.rms_norm_eps, weight_offset=1.0)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    caps = {
+        "attn_logit_softcapping": values.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": values.number("final_logit_softcapping", 30.0),
+    }
+    return with_whole_norms(read_config(GGUFConfig(values, **caps, **scale_of_scores(values, LAYERS_OF_27B))))
+
+
+def scale_of_scores(values: GGUFValues, layers_of_largest: int) -> dict[str, int]:
+    size, num_heads = values.size("hidden_size", "embedding_length"), values.size("num_heads", "attention.head_count")
+    is_largest = values.size("num_layers", "block_count") == layers_of_largest
+    return {"query_pre_attn_scalar": size // num_heads if is_largest else values.head_dim(size, num_heads)}
+
+
+_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NAMES = gguf_names(interleaved=False)
+GGUF_NAMES = _NAMES._replace(in_layer=_NAMES.in_layer | _BEHIND)
+
+FAMILY = Family(read_config, read_gguf, GGUF_NAMES)

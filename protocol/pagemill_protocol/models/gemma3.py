@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pagemill_protocol.models import gemma2
-from pagemill_protocol.models.changes import replace, with_attention
+from pagemill_protocol.models.changes import replace, with_attention, with_whole_norms
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, NormSpec, RopeSpec
 from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
 
 FULL, WINDOWED = "full_attention", gemma2.WINDOWED
+LAYERS_OF_27B = 62
 DEFAULT_PATTERN = 6
 """Every so many layers one attends to everything."""
 
@@ -45,4 +48,16 @@ def _local_rope(config: ConfigValues, head_dim: int, plain: DecoderSpec) -> Rope
     return RopeSpec(theta=config.number("rope_local_base_freq", default=10_000.0), rotary_dim=head_dim)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    period = values.integer("attention.sliding_window_pattern", DEFAULT_PATTERN) if values.window() else 1
+    config = GGUFConfig(
+        values,
+        sliding_window_pattern=period,
+        rope_local_base_freq=values.number("rope.freq_base_swa", 10_000.0),
+        final_logit_softcapping=values.number("final_logit_softcapping", 0.0) or None,
+        **gemma2.scale_of_scores(values, LAYERS_OF_27B),
+    )
+    return with_whole_norms(read_config(config))
+
+
+FAMILY = Family(read_config, read_gguf, gemma2.GGUF_NAMES)

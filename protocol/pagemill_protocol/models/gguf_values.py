@@ -11,8 +11,8 @@ import numpy as np
 from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
 from pagemill_protocol.models.declaration import RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.known import rope_refusals, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
-from pagemill_protocol.models.registry import rope_refusals, unsupported
 from pagemill_protocol.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
 from pagemill_protocol.rope_settings import DEFAULT_THETA, read_gguf_scaling
 
@@ -37,6 +37,12 @@ class GGUFValues:
         """A positive number; a list of equal ones (a value for each layer) counts as one. `field` says which limit
         holds for it."""
         return check_size(self.file.path, field, self.integer(key, default))
+
+    def knows(self, key: str) -> bool:
+        return f"{self._prefix}.{key}" in self.file.metadata
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.file.get(f"{self._prefix}.{key}", bool, default))
 
     def integer(self, key: str, default: int | None = None) -> int:
         full_key = f"{self._prefix}.{key}"
@@ -78,16 +84,13 @@ class GGUFValues:
             self.file.path, "rope.freq_base", _shortest(self.number("rope.freq_base", default=DEFAULT_THETA))
         )
         with rope_refusals(self._prefix, self.file.path):
-            scaling = read_gguf_scaling(self.file.metadata, self._prefix, theta, context)
+            scaling = read_gguf_scaling(self.file.metadata, self._prefix, theta, context, self._long_rope())
             self._check_divisors(rotary_dim, scaling)
         divisors = ROPE_DIVISORS if self.has(ROPE_FACTORS) else None
         return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling, divisors=divisors)
 
     def _check_divisors(self, rotary_dim: int, scaling: RopeScaling | None) -> None:
         """The frequencies' divisors, which some converters write as a tensor in place of `llama3` scaling."""
-        for name in LONG_ROPE:
-            if self.has(name):
-                raise UnsupportedRopeError(f"the rope scaling `longrope` (tensor `{name}`)")
         tensor = self.file.tensors.get(ROPE_FACTORS)
         if tensor is None:
             return
@@ -99,6 +102,20 @@ class GGUFValues:
         divisors = self.file.data(ROPE_FACTORS).view(np.float32)
         if not (np.isfinite(divisors) & (divisors > 0)).all():
             raise RopeError(f"`{ROPE_FACTORS}` holds {divisors.min()}; its values must be numbers greater than 0.")
+
+    def _long_rope(self) -> dict[str, list[float]]:
+        """The lists of LongRoPE, which converters write as tensors; empty where the file has none."""
+        found = [name for name in LONG_ROPE if self.has(name)]
+        if len(found) == 1:
+            raise UnsupportedRopeError(f"the rope scaling `longrope` of one list (tensor `{found[0]}`)")
+        if not found:
+            return {}
+        lists = {}
+        for field, name in zip(("long_factor", "short_factor"), LONG_ROPE, strict=True):
+            if self.file.tensors[name].ggml_type is not GGMLType.F32:
+                raise RopeError(f"`{name}` is stored as {self.file.tensors[name].ggml_type.name}; it must be F32.")
+            lists[field] = [_shortest(value) for value in self.file.data(name).view(np.float32).tolist()]
+        return lists
 
     def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
         """The error for a variant of a known architecture that is not computed."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_protocol.models import gpt2
+from pagemill_protocol.models.changes import with_stacked_rows
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, BranchSpec, DecoderSpec, LayerSpec
 from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
 from pagemill_protocol.models.parts import linear, query_key_value_by_head
 
 
@@ -38,4 +41,10 @@ def _attention(plain: AttentionSpec, multi_query: bool) -> AttentionSpec:
     return msgspec.structs.replace(plain, num_kv_heads=num_kv_heads, qkv=qkv)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    multi_query = values.integer("attention.head_count_kv", 1) == 1
+    config = GGUFConfig(values, n_positions=values.integer("context_length"), multi_query=multi_query)
+    return with_stacked_rows(read_config(config))
+
+
+FAMILY = Family(read_config, read_gguf, gpt2.GGUF_NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagemill_protocol.models.changes import with_stacked_rows
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import (
     AttentionSpec,
@@ -11,7 +12,9 @@ from pagemill_protocol.models.declaration import (
     LayerSpec,
     RopeSpec,
 )
-from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.family import Family, GGUFNames
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import HEAD, GGUFValues
 from pagemill_protocol.models.parts import (
     layer_norm,
     linear,
@@ -64,4 +67,27 @@ def _layer(config: ConfigValues, index: int, size: int, num_heads: int, rope: Ro
     return arrange(name, (norms[0], attention), (norms[1], mlp))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    config = GGUFConfig(values, use_parallel_residual=values.flag("use_parallel_residual", True))
+    return with_stacked_rows(read_config(config))
+
+
+_NAMES = GGUFNames(
+    layers="gpt_neox.layers",
+    in_layer={
+        "attn_norm": "input_layernorm",
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    elsewhere={
+        "token_embd.weight": "gpt_neox.embed_in.weight",
+        "output_norm.weight": "gpt_neox.final_layer_norm.weight",
+        "output_norm.bias": "gpt_neox.final_layer_norm.bias",
+        HEAD: "embed_out.weight",
+    },
+    interleaved={},
+)
+FAMILY = Family(read_config, read_gguf, _NAMES)

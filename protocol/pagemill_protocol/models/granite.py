@@ -7,6 +7,9 @@ from pagemill_protocol.models.changes import replace, with_attention
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import BranchSpec, DecoderSpec
 from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import gguf_names
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -26,4 +29,15 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_attention(plain, lambda _, spec: replace(spec, scale=scale))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    size, num_heads = values.size("hidden_size", "embedding_length"), values.size("num_heads", "attention.head_count")
+    multipliers = {
+        "embedding_multiplier": values.number("embedding_scale", 1.0),
+        "residual_multiplier": values.number("residual_scale", 1.0),
+        "attention_multiplier": values.number("attention.scale", values.head_dim(size, num_heads) ** -0.5),
+        "logits_scaling": values.number("logit_scale", 1.0),
+    }
+    return read_config(GGUFConfig(values, **multipliers))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=True))

@@ -14,7 +14,8 @@ from pagemill_protocol.models.declaration import (
     RowGroups,
 )
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import Numbers, numbers_from_config
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import Numbers, decoder, gguf_names, numbers_from_config, numbers_from_gguf
 from pagemill_protocol.models.parts import linear, sequential
 
 
@@ -59,4 +60,9 @@ def _layer(numbers: Numbers, name: str, biased: bool) -> LayerSpec:
     return sequential(name, (norms[0], attention), (norms[1], mlp))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    """Converters take the groups apart: what is left is Llama."""
+    return decoder(numbers_from_gguf(values))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=True))

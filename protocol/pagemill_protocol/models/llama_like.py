@@ -191,7 +191,9 @@ def gguf_names(interleaved: bool) -> GGUFNames:
     elsewhere = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
+        "output_norm.bias": "model.norm.bias",
         HEAD: "lm_head.weight",
+        "output.bias": "lm_head.bias",
         ROPE_FACTORS: ROPE_DIVISORS,
     }
     heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}

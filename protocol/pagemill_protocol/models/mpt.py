@@ -7,7 +7,9 @@ from typing import Any
 
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, EmbeddingSpec, HeadSpec, LayerSpec
-from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.family import Family, GGUFNames
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import HEAD, GGUFValues
 from pagemill_protocol.models.parts import layer_norm, linear, plain_mlp, sequential
 
 
@@ -73,4 +75,41 @@ def _slopes(num_heads: int, most: float) -> tuple[float, ...]:
     return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    size, steepest = values.size("hidden_size", "embedding_length"), values.number("attention.max_alibi_bias", 0.0)
+    config = GGUFConfig(
+        values,
+        d_model=size,
+        n_heads=values.integer("attention.head_count"),
+        n_layers=values.integer("block_count"),
+        max_seq_len=values.integer("context_length"),
+        expansion_ratio=values.integer("feed_forward_length") // size,
+        no_bias=not values.has("blk.0.attn_qkv.bias"),
+        attn_config={
+            "alibi": steepest > 0,
+            "alibi_bias_max": steepest,
+            "clip_qkv": values.number("attention.clamp_kqv", 0.0) or None,
+            "qk_ln": values.has("blk.0.attn_q_norm.weight"),
+        },
+    )
+    return read_config(config)
+
+
+_NAMES = GGUFNames(
+    layers="transformer.blocks",
+    in_layer={
+        "attn_norm": "norm_1",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.out_proj",
+        "ffn_norm": "norm_2",
+        "ffn_up": "ffn.up_proj",
+        "ffn_down": "ffn.down_proj",
+    },
+    elsewhere={
+        "token_embd.weight": "transformer.wte.weight",
+        "output_norm.weight": "transformer.norm_f.weight",
+        HEAD: "lm_head.weight",
+    },
+    interleaved={},
+)
+FAMILY = Family(read_config, read_gguf, _NAMES)

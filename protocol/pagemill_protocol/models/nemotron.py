@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.models.changes import replace, with_layer_norms, with_mlp
+from pagemill_protocol.models.changes import replace, with_layer_norms, with_mlp, with_whole_norms
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec, MLPSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
 from pagemill_protocol.models.parts import linear, plain_mlp
 
 
@@ -29,4 +31,8 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_mlp(with_layer_norms(plain, weight_offset=1.0), mlp)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return with_whole_norms(read_config(GGUFConfig(values)))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=False))

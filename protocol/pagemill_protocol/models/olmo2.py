@@ -13,7 +13,9 @@ from pagemill_protocol.models.declaration import (
     ResidualSpec,
 )
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import Numbers, decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -47,4 +49,12 @@ def _norm(name: str, size: int, numbers: Numbers) -> NormSpec:
     return NormSpec(name=name, size=size, eps=numbers.rms_norm_eps)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    if values.window() is not None:
+        raise values.unsupported("a sliding window (OLMo 3)")
+    return read_config(GGUFConfig(values))
+
+
+_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_NAMES = gguf_names(interleaved=False)
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _BEHIND))

@@ -7,8 +7,10 @@ import msgspec
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, LayerSpec, NormSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
-from pagemill_protocol.models.moe import mixture, mixture_from_config, with_experts
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
+from pagemill_protocol.models.moe import GGUF_IN_LAYER, mixture, mixture_from_config, with_experts
 from pagemill_protocol.models.parts import sequential
 from pagemill_protocol.models.qwen2_moe import PARTS
 
@@ -42,4 +44,13 @@ def _normalized(layer: LayerSpec, eps: float) -> LayerSpec:
     return sequential(layer.name, (first, msgspec.structs.replace(attention, **norms)), (second, experts))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    experts = {
+        "num_experts": values.integer("expert_count"),
+        "num_experts_per_tok": values.integer("expert_used_count"),
+    }
+    return read_config(GGUFConfig(values, **experts))
+
+
+_NAMES = gguf_names(interleaved=False)
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | GGUF_IN_LAYER))

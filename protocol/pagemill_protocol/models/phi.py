@@ -6,7 +6,9 @@ from pagemill_protocol.models.changes import replace, side_by_side, with_attenti
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, MLPSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
 from pagemill_protocol.models.parts import layer_norm, linear, plain_mlp
 
 
@@ -38,4 +40,17 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return replace(changed, norm=norm, head=replace(plain.head, bias=True))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    if values.has("blk.0.attn_qkv.weight"):
+        raise values.unsupported("queries, keys and values in one matrix (convert the model again)")
+    return read_config(GGUFConfig(values))
+
+
+_NAMES = gguf_names(interleaved=False)
+_OWN = {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+_OUTER = {f"output_norm.{part}": f"model.final_layernorm.{part}" for part in ("weight", "bias")}
+FAMILY = Family(
+    read_config,
+    read_gguf,
+    _NAMES._replace(in_layer=_NAMES.in_layer | _OWN, elsewhere=_NAMES.elsewhere | _OUTER),
+)

@@ -8,7 +8,9 @@ import msgspec
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -17,4 +19,10 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return decoder(msgspec.structs.replace(windowed, fused=True))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(GGUFConfig(values))
+
+
+_NAMES = gguf_names(interleaved=False)
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _FUSED))

@@ -16,7 +16,9 @@ from pagemill_protocol.models.declaration import (
     NormSpec,
     RopeSpec,
 )
-from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.family import Family, GGUFNames
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import HEAD, GGUFValues
 from pagemill_protocol.models.parts import linear, sequential
 
 
@@ -68,4 +70,34 @@ def _eps(config: ConfigValues) -> float:
     return config.epsilon("layer_norm_epsilon", default=1e-6)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    """Old converters write the norms' epsilon under the key of RMS norms, new ones under that of layer norms."""
+    eps = "rms_epsilon" if values.knows("attention.layer_norm_rms_epsilon") else "epsilon"
+    config = GGUFConfig(
+        values,
+        seq_length=values.integer("context_length"),
+        layer_norm_epsilon=values.epsilon(f"attention.layer_norm_{eps}", 1e-6),
+        rotary_emb_base=values.number("rope.freq_base", 10_000.0),
+    )
+    return read_config(config)
+
+
+_NAMES = GGUFNames(
+    layers="transformer.h",
+    in_layer={
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.w1",
+        "ffn_gate": "mlp.w2",
+        "ffn_down": "mlp.c_proj",
+    },
+    elsewhere={
+        "token_embd.weight": "transformer.wte.weight",
+        "output_norm.weight": "transformer.ln_f.weight",
+        HEAD: "lm_head.weight",
+    },
+    interleaved={},
+)
+FAMILY = Family(read_config, read_gguf, _NAMES)

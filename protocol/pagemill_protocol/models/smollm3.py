@@ -6,7 +6,9 @@ from pagemill_protocol.models.changes import replace, with_attention
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
 
 WINDOWED = "sliding_attention"
 
@@ -29,4 +31,8 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_attention(plain, lambda index, spec: spec if rotated[index] else replace(spec, rope=None))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(GGUFConfig(values))
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=True))

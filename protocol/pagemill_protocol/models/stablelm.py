@@ -6,7 +6,9 @@ from pagemill_protocol.models.changes import replace, side_by_side, with_layer_n
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -22,4 +24,14 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return side_by_side(plain) if config.flag("use_parallel_residual", False) else plain
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    config = GGUFConfig(
+        values,
+        use_qkv_bias=values.has("blk.0.attn_q.bias"),
+        qk_layernorm=values.has("blk.0.attn_q_norm.weight"),
+        use_parallel_residual=not values.has("blk.0.ffn_norm.weight"),
+    )
+    return read_config(config)
+
+
+FAMILY = Family(read_config, read_gguf, gguf_names(interleaved=False))

@@ -6,7 +6,9 @@ from pagemill_protocol.models.changes import replace, with_layer_norms, with_mlp
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec, MLPSpec
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.llama_like import decoder, numbers_from_config
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
+from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_from_config
 from pagemill_protocol.models.parts import linear, plain_mlp
 
 
@@ -33,4 +35,10 @@ def read_config(config: ConfigValues) -> DecoderSpec:
     return with_mlp(with_layer_norms(plain), mlp)
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    return read_config(GGUFConfig(values, use_bias=values.has("blk.0.attn_q.bias")))
+
+
+_NAMES = gguf_names(interleaved=False)
+_PLAIN_MLP = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+FAMILY = Family(read_config, read_gguf, _NAMES._replace(in_layer=_NAMES.in_layer | _PLAIN_MLP))

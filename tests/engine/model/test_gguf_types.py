@@ -12,7 +12,10 @@ import torch
 import transformers
 from gguf_model import stored_blocks, write_gguf
 
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.dequantize import supported_types
+from pagemill_engine.runner.factory import create_runner
+from pagemill_kernels.cpu import library
 
 NUM_TOKENS = 8
 PROMPTS: list[list[int]] = [[3 + 7 * at % 120 for at in range(length)] for length in (1, 5, 40)]
@@ -42,7 +45,7 @@ def take_stored_values(model: Any, kind: str) -> None:
         for name, tensor in model.state_dict().items():
             if tensor.dim() == 1:
                 continue
-            if kind.startswith("Q"):
+            if kind.startswith(("Q", "IQ")):
                 data = stored_blocks(kind, name, tensor.shape)
             else:
                 data = gguf.quants.quantize(tensor.numpy(), storage)
@@ -68,5 +71,31 @@ def test_answers_are_those_of_the_dequantized_weights(
 
 
 def test_every_type_that_is_promised_is_read() -> None:
-    promised = {"Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0", "F16", "BF16"}
+    promised = {
+        "Q4_0",
+        "Q4_1",
+        "Q2_K",
+        "Q3_K",
+        "IQ4_NL",
+        "IQ4_XS",
+        "Q4_K",
+        "Q5_0",
+        "Q5_1",
+        "Q5_K",
+        "Q6_K",
+        "Q8_0",
+        "F16",
+        "BF16",
+    }
     assert promised <= set(supported_types())
+
+
+@pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
+@pytest.mark.parametrize(("kind", "said"), [("Q2_K", "8-bit codes of 12 bits"), ("IQ4_XS", "8-bit codes of 9 bits")])
+def test_the_start_says_what_a_type_becomes_in_memory(tmp_path: Path, kind: str, said: str) -> None:
+    write_gguf(tmp_path / "model.gguf", llama(), {"": kind})
+    progress: list[str] = []
+    settings = EngineConfig(model=str(tmp_path / "model.gguf"), num_kv_blocks=32, max_model_len=64)
+    runner = create_runner(settings, lambda phase, detail: progress.append(detail))
+    runner.close()
+    assert f"{kind} as {said} a weight" in progress[0]

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_model import HALVES
 
 from pagemill_engine.loading.codes import CODE_KINDS, read_blocks, read_codes
 from pagemill_engine.loading.dequantize import dequantize_into, supported_types
@@ -28,14 +29,14 @@ def random_bytes(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     generator = np.random.default_rng(3)
     data = generator.integers(0, 256, (rows, columns // block_elements, block_bytes), dtype=np.uint8)
-    halves = {"Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
+    halves = HALVES.get(kind, [0])
     for offset in halves:
         values = generator.normal(0, 1, data.shape[:2]).astype(np.float16)
         data[..., offset : offset + 2] = values[..., None].view(np.uint8).reshape(*data.shape[:2], 2)
     return data.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in supported_types() if kind.startswith("Q")])
+@pytest.mark.parametrize("kind", [kind for kind in supported_types() if kind.startswith(("Q", "IQ"))])
 def test_dequantized_values_equal_the_gguf_package(kind: str) -> None:
     data = random_bytes(kind, 5, 512)
     expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])

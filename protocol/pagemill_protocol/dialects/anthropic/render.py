@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts
@@ -39,26 +39,28 @@ class MessagesRenderer:
         self._num_blocks = 0
         self._num_calls = 0
         self._finish_reason: FinishReason | None = None
+        self._stopped_by: str | int | None = None
 
-    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+    def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
         for _ in self._rendered(events):
             pass
-        self._finish_reason = finish_reason
+        if end is not None:
+            self._finish_reason, self._stopped_by = end
 
     def chunk(self, piece: Piece) -> bytes:
         events = piece.events if piece.events is not None else [Content(piece.text)] if piece.text else []
-        self._finish_reason = piece.finish_reason or self._finish_reason
+        if piece.finish_reason is not None:
+            self._finish_reason, self._stopped_by = piece.finish_reason, piece.stop_reason
         start = self._start() if piece.is_first else b""
         return start + b"".join(self._rendered(events))
 
     def end(self, usage: Usage) -> bytes:
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": None}
-        last = _event("message_delta", delta=delta, usage=_usage(usage))
+        last = _event("message_delta", delta=self._stop(), usage=_usage(usage))
         return self._end_block() + last + _event("message_stop")
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         (choice,) = choices
-        self._finish_reason = choice.finish_reason
+        self._finish_reason, self._stopped_by = choice.finish_reason, choice.stop_reason
         events = choice.events if choice.events is not None else [Content(choice.text)]
         content = _blocks(events, self._id)
         self._num_calls = sum(block["type"] == "tool_use" for block in content)
@@ -66,7 +68,7 @@ class MessagesRenderer:
             {
                 **self._message(),
                 "content": content,
-                "stop_reason": self._stop_reason(),
+                **self._stop(),
                 "usage": _usage(usage),
             }
         )
@@ -121,10 +123,12 @@ class MessagesRenderer:
         self._open = None
         return _event("content_block_stop", index=self._num_blocks - 1)
 
-    def _stop_reason(self) -> str:
+    def _stop(self) -> dict[str, str | None]:
         if self._finish_reason == "length":
-            return "max_tokens"
-        return "tool_use" if self._num_calls else "end_turn"
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(self._stopped_by, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._stopped_by}
+        return {"stop_reason": "tool_use" if self._num_calls else "end_turn", "stop_sequence": None}
 
 
 def error_body(error: PagemillError) -> bytes:

@@ -288,6 +288,7 @@ class MessagesRequest(RequestModel):
         return {
             "chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks},
             "include_reasoning": self.thinking.display != "omitted",
+            "thinking_token_budget": self.thinking.budget_tokens,
         }
 
     def _output(self) -> dict[str, Any]:

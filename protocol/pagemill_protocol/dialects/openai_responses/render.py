@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts
@@ -36,11 +36,11 @@ class ResponsesRenderer:
         self._number = 0
         self._finish_reason: FinishReason | None = None
 
-    def resume(self, choice: int, events: Sequence[Event], finish_reason: FinishReason | None) -> None:
+    def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
         self._begin()
         for _ in self._rendered(events):
             pass
-        self._finish_reason = finish_reason
+        self._finish_reason = end.finish_reason if end is not None else None
 
     def chunk(self, piece: Piece) -> bytes:
         events = piece.events if piece.events is not None else [Content(piece.text)] if piece.text else []

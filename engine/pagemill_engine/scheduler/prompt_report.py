@@ -1,0 +1,31 @@
+"""Log probabilities of one request's prompt that steps have reported so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pagemill_engine.ipc.messages import LogprobsOut
+from pagemill_engine.scheduler.step import PromptTargets, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class PromptReport:
+    """Of one client request; its choices share it."""
+
+    num_top: int
+    entries: list[LogprobsOut] = field(default_factory=list)
+    """Not sent yet."""
+    num_reported: int = 0
+    """Tokens from the prompt's second on."""
+
+    def add(self, targets: PromptTargets, entries: Iterable[TokenLogprobs]) -> None:
+        """What a step found; what was reported before is dropped."""
+        assert targets.first <= self.num_reported, "a step reports behind tokens that none has reported"
+        new = list(entries)[self.num_reported - targets.first :]
+        self.entries += [LogprobsOut(each.token_ids, each.logprobs, each.rank) for each in new]
+        self.num_reported += len(new)
+
+    def take(self) -> list[LogprobsOut]:
+        entries, self.entries = self.entries, []
+        return entries

@@ -1,0 +1,52 @@
+"""`allowed_token_ids` and `bad_words` as a mask of tokens. With a form they are put together by `token_masks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_protocol.sampling import SamplingParams
+
+Mask = NDArray[np.int32]
+"""A bit for each token, 32 a word, the lowest first; 1: it may follow."""
+
+
+class Restriction:
+    """`allowed_token_ids` and `bad_words` of a request; its sequences share it."""
+
+    def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
+        words = sampling.bad_word_token_ids
+        allowed = range(vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
+        self._mask = without(_bits(allowed, vocab_size), [word[0] for word in words if len(word) == 1])
+        self._words = [word for word in words if len(word) > 1]
+        self.depends_on_output = bool(self._words)
+        self.num_read = max(map(len, self._words), default=1) - 1
+        """Tokens of an output that `mask` depends on: the last ones."""
+
+    def mask(self, tail: list[int]) -> Mask:
+        """`tail`: the last `num_read` tokens of the output, or all of a shorter one."""
+        ends = [word[-1] for word in self._words if tail[max(0, len(tail) - len(word) + 1) :] == word[:-1]]
+        return without(self._mask, ends) if ends else self._mask
+
+
+def restriction_of(sampling: SamplingParams, vocab_size: int) -> Restriction | None:
+    if sampling.allowed_token_ids is None and not sampling.bad_word_token_ids:
+        return None
+    return Restriction(sampling, vocab_size)
+
+
+def _bits(token_ids: Sequence[int], vocab_size: int) -> Mask:
+    chosen = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    chosen[np.asarray(token_ids)] = True
+    return np.packbits(chosen, bitorder="little").view(np.int32)
+
+
+def without(mask: Mask, token_ids: Iterable[int]) -> Mask:
+    """A copy."""
+    left = mask.copy()
+    words = left.view(np.uint32)
+    for token_id in token_ids:
+        words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return left

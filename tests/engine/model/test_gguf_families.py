@@ -1,0 +1,168 @@
+"""GGUF files of the dense families: answers and their log probabilities are those of the safetensors folder with the
+same weights. The files' names, keys and orders of rows are llama.cpp's, by the `gguf` package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import KINDS, NUM_HEADS, SIZE, write_checkpoint
+from family_gguf import write_family_gguf
+from family_models import FALCON, GPT2, LLAMA, MODELS, VARIANTS, write_model
+from safetensors.torch import load_file, save_file
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_protocol.models import baichuan, gemma2
+
+Loader = Callable[..., Any]
+Drivers = Callable[[Any], Any]
+NUM_TOKENS = 8
+PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
+FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+OLMOE = {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}
+FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
+    "gpt2": ("gpt2", ("GPT2LMHeadModel", GPT2)),
+    "starcoder": ("starcoder", VARIANTS["gpt-bigcode"]),
+    "bloom": ("bloom", MODELS["bloom"]),
+    "bloom with six heads": ("bloom", VARIANTS["bloom with six heads"]),
+    "gptneox": ("gptneox", MODELS["gpt-neox"]),
+    "gptneox one after another": (
+        "gptneox",
+        ("GPTNeoXForCausalLM", {**MODELS["gpt-neox"][1], "use_parallel_residual": False, "attention_bias": False}),
+    ),
+    "falcon 7b": ("falcon", MODELS["falcon"]),
+    "falcon 40b": ("falcon", ("FalconForCausalLM", FALCON_GROUPED)),
+    "falcon 11b": ("falcon", ("FalconForCausalLM", {**FALCON_GROUPED, "num_ln_in_parallel_attn": 1})),
+    "mpt": ("mpt", VARIANTS["mpt with six heads"]),
+    "gemma": ("gemma", VARIANTS["gemma"]),
+    "gemma2": ("gemma2", MODELS["gemma2"]),
+    "gemma3": ("gemma3", VARIANTS["gemma3 with a cap and scaling"]),
+    "phi2": ("phi2", VARIANTS["phi"]),
+    "phi3": ("phi3", ("Phi3ForCausalLM", {**LLAMA, "pad_token_id": 0, "sliding_window": 24})),
+    "phi3 with a partial rotation": (
+        "phi3",
+        ("Phi3ForCausalLM", {**LLAMA, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
+    ),
+    "phi3 with long contexts": ("phi3", VARIANTS["phi3 with long contexts"]),
+    "olmo2": ("olmo2", VARIANTS["olmo2"]),
+    "olmoe": ("olmoe", ("OlmoeForCausalLM", OLMOE)),
+    "granite": ("granite", VARIANTS["granite"]),
+    "granite with biases": ("granite", VARIANTS["granite with biases"]),
+    "smollm3": ("smollm3", VARIANTS["smollm3"]),
+    "starcoder2": ("starcoder2", ("Starcoder2ForCausalLM", LLAMA)),
+    "stablelm": ("stablelm", VARIANTS["stablelm"]),
+    "stablelm side by side": ("stablelm", VARIANTS["stablelm side by side"]),
+    "command-r": ("command-r", VARIANTS["cohere"]),
+    "nemotron": ("nemotron", VARIANTS["nemotron"]),
+}
+BEYOND = {"baichuan 7b": "baichuan", "baichuan 13b": "baichuan", "internlm2": "internlm2", "qwen": "qwen"}
+
+
+def assert_equal_answers(one: Path, other: Path, load: Loader, make_driver: Drivers) -> None:
+    expected, found = (make_driver(load(path)).greedy(PROMPTS, NUM_TOKENS) for path in (one, other))
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    for here, there in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(here.logprobs), torch.tensor(there.logprobs), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_gguf_file_answers_as_the_folder_of_the_same_weights(
+    name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    architecture, model = FILES[name]
+    write_model(*model, tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, architecture)
+    assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_families_beyond_transformers_answer_from_gguf_as_from_their_folder(
+    name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = KINDS[name]
+    monkeypatch.setattr(baichuan, "SIZES_OF_13B" if kind.alibi else "SIZES_OF_7B", (SIZE, NUM_HEADS))
+    write_checkpoint(kind, tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, BEYOND[name])
+    assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)
+
+
+@pytest.mark.parametrize("name", ["granite", "bloom", "falcon 40b", "gemma"])
+def test_planted_faults_in_the_order_of_rows_and_in_offsets_are_seen(
+    name: str, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    architecture, model = FILES[name]
+    write_model(*model, tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, architecture)
+    weights = load_file(tmp_path / "model.safetensors")
+    part = "norm.weight" if name == "gemma" else "q_proj.weight" if name == "granite" else "query_key_value.weight"
+    for each, tensor in weights.items():
+        if each.endswith(part):
+            weights[each] = tensor + 1 if tensor.dim() == 1 else tensor.roll(2, 0)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(AssertionError):
+        assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)
+
+
+def test_gemma_2_of_27b_scales_its_scores_by_another_number(
+    tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, shape = MODELS["gemma2"]
+    monkeypatch.setattr(gemma2, "LAYERS_OF_27B", shape["num_hidden_layers"])
+    write_model(name, {**shape, "query_pre_attn_scalar": 16}, tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, "gemma2")
+    assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "message"),
+    [
+        ("olmo2", {"attention.sliding_window": 64}, "a sliding window \\(OLMo 3\\)"),
+        ("mpt", {"attention.max_alibi_bias": 0.0}, "`attn_config.alibi` = False"),
+        ("mpt", {"attention.clamp_kqv": 6.0}, "`attn_config.clip_qkv` = 6.0"),
+    ],
+)
+def test_variants_that_nothing_computes_are_refused(
+    name: str, metadata: dict[str, Any], message: str, tmp_path: Path, runner_loader: Loader
+) -> None:
+    architecture, model = FILES[name]
+    write_model(*model, tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, architecture, **metadata)
+    with pytest.raises(LoadError, match=message):
+        runner_loader(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("header", ["config.json", "metadata"])
+def test_a_baichuan_of_other_sizes_is_refused_where_nothing_says_whether_it_is_rotated(
+    header: str, tmp_path: Path, runner_loader: Loader
+) -> None:
+    write_checkpoint(KINDS["baichuan 13b"], tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, "baichuan")
+    with pytest.raises(LoadError, match=r"a hidden size of 64 and 4 heads.*neither 7B.*nor 13B"):
+        runner_loader(tmp_path if header == "config.json" else tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(("size", "heads", "is_rotated"), [(4096, 32, True), (5120, 40, False)])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_the_sizes_of_a_baichuan_say_whether_it_is_rotated(
+    size: int, heads: int, is_rotated: bool, has_key: bool, tmp_path: Path
+) -> None:
+    from pagemill_protocol.models.decoders import decoder_from_config
+
+    config = {
+        "architectures": ["BaichuanForCausalLM"],
+        "hidden_size": size,
+        "num_attention_heads": heads,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+        "model_max_length": 4096,
+        **({"max_position_embeddings": 4096} if has_key else {}),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention = next(decoder_from_config(config, tmp_path / "config.json").attentions())
+    assert (attention.rope is not None) is is_rotated
+    assert (attention.alibi_slopes is None) is is_rotated

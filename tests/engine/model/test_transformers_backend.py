@@ -1,0 +1,171 @@
+"""Decoders that no family declares run by their classes in transformers over the paged cache: greedy answers are those
+of `generate()`, whatever the batch, and what keeps other state is refused before anything is served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.factory import create_runner
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.known import known_architectures
+
+NUM_TOKENS = 16
+SHAPE: dict[str, Any] = {
+    "vocab_size": 203,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "HeliumForCausalLM": {},
+    "Glm4ForCausalLM": {"partial_rotary_factor": 0.5},
+    "Ernie4_5ForCausalLM": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "HunYuanDenseV1ForCausalLM": {},
+}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 2, 16, 33, 90)]
+
+
+def write(folder: Path, name: str, **overrides: Any) -> Any:
+    model_class = getattr(transformers, name)
+    torch.manual_seed(1)
+    model = model_class(model_class.config_class(**SHAPE | overrides)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(0 if parameter_name.endswith("bias") else 1, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def generated(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        ids = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), do_sample=False,
+            max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, eos_token_id=None,
+        )  # fmt: skip
+        answers.append(ids[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_generate(
+    name: str, tmp_path: Path, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    assert name not in known_architectures()
+    expected = generated(write(tmp_path, name, **MODELS[name]))
+    assert len({tuple(answer) for answer in expected}) == len(PROMPTS)
+    runner = runner_loader(tmp_path, backend=backend)
+    driver = make_driver(runner)
+    for settings in ({}, {"waves": True}, {"max_num_batched_tokens": 7}, {"num_blocks": 16}):
+        results = driver.greedy(PROMPTS, NUM_TOKENS, **settings)
+        assert [result.token_ids for result in results] == expected
+    again = driver.greedy(PROMPTS * 2, NUM_TOKENS, waves=True)
+    assert [result.token_ids for result in again] == expected * 2
+    assert sum(result.num_cached_tokens for result in again) > 0
+
+
+def test_it_announces_itself_and_counts_its_memory(tmp_path: Path) -> None:
+    model = write(tmp_path, "HeliumForCausalLM")
+    progress: list[str] = []
+    settings = EngineConfig(model=str(tmp_path), dtype="float32", num_kv_blocks=32, max_model_len=64)
+    runner = create_runner(settings, lambda phase, detail: progress.append(detail))
+    runner.close()
+    said = f"the classes of transformers {transformers.__version__}, slower than a family of our own"
+    assert said in progress[0]
+    assert said in runner.info.compute
+    assert runner.info.weight_bytes == sum(each.nbytes for each in model.parameters())
+
+
+def test_a_planted_fault_in_the_order_of_heads_is_seen(
+    tmp_path: Path,
+    runner_loader: Callable[..., Any],
+    make_driver: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pagemill_engine.transformers_backend import attention
+
+    expected = generated(write(tmp_path, "HeliumForCausalLM"))
+    attend = attention.attend
+
+    def swapped(module: Any, query: Any, key: Any, *rest: Any, **more: Any) -> Any:
+        return attend(module, query, key.flip(1), *rest, **more)
+
+    monkeypatch.setattr(attention, "attend", swapped)
+    results = make_driver(runner_loader(tmp_path)).greedy(PROMPTS, NUM_TOKENS)
+    assert [result.token_ids for result in results] != expected
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("Exaone4ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 2}, "`sliding_attention`"),
+        ("MambaForCausalLM", {}, "`MambaForCausalLM`, which is not supported"),
+        ("JambaForCausalLM", {"num_experts": 2}, "`JambaForCausalLM`"),
+        ("Qwen3NextForCausalLM", {}, "`Qwen3NextForCausalLM`"),
+        ("HeliumForCausalLM", {"rope_scaling": LONG}, "`longrope`"),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 16}, "`kv_lora_rank`"),
+    ],
+)
+def test_other_state_than_keys_and_values_is_refused_by_the_header(
+    name: str, overrides: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config_class = getattr(transformers, name).config_class
+    own = {"vocab_size": 203, "hidden_size": 64} if name == "MambaForCausalLM" else SHAPE
+    config = {**config_class(**own, **overrides).to_dict(), "architectures": [name]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelArchitecture, match=message):
+        load_model_spec(tmp_path)
+
+
+def test_attention_with_arguments_that_are_not_computed_is_refused_before_ready(
+    tmp_path: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagemill_engine.transformers_backend import attention
+
+    monkeypatch.setattr(attention, "WITHOUT_EFFECT", ("is_causal",))
+    write(tmp_path, "HeliumForCausalLM")
+    with pytest.raises(LoadError, match=r"no family of Pagemill's.*its attention asks for .*dropout"):
+        runner_loader(tmp_path)
+
+
+def test_a_class_that_fails_at_a_first_token_is_refused_before_ready(
+    tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    write(tmp_path, "VaultGemmaForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3)
+    with pytest.raises(LoadError, match="does not compute a first token"):
+        runner_loader(tmp_path)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("quantization", "int8"), ("deterministic", True)])
+def test_settings_that_it_does_not_follow_are_refused(
+    setting: str, value: Any, tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    write(tmp_path, "HeliumForCausalLM")
+    with pytest.raises(LoadError, match=f"`{setting}` {value} does not hold"):
+        runner_loader(tmp_path, **{setting: value})
+
+
+@pytest.mark.parametrize("model_type", ["unheard_of", "../../etc", "Helium", None])
+def test_what_transformers_has_no_class_for_is_refused_with_the_list(model_type: str | None, tmp_path: Path) -> None:
+    config = {**SHAPE, "architectures": ["StrangeForCausalLM"], "model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelArchitecture, match="Supported: Aquila"):
+        load_model_spec(tmp_path)

@@ -1,0 +1,194 @@
+"""Hugging Face folders of dense families as GGUF files, as llama.cpp's converters store them: names by the `gguf`
+package's own tables, rows in the order that llama.cpp computes with, norms with their offset added.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Config = dict[str, Any]
+Change = Callable[[str, Tensor, Config], dict[str, Tensor]]
+SPLIT_TENSORS = 9
+
+_METADATA = {
+    "block_count": ("num_hidden_layers", "n_layer", "n_layers"),
+    "context_length": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    "embedding_length": ("hidden_size", "n_embd", "d_model"),
+    "feed_forward_length": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "attention.head_count": ("num_attention_heads", "n_head", "n_heads"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "logit_scale": ("logit_scale", "logits_scaling"),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "attention.scale": ("attention_multiplier",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+_WINDOWED = ("gemma2", "gemma3", "phi3")
+_ROTATED_APART = ("granite", "smollm3")
+_AROUND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
+
+
+def write_family_gguf(path: Path, folder: Path, architecture: str, *, parts: int = 1, **metadata: Any) -> None:
+    """`parts`: files of a split model, the first at `path`. `metadata`: keys beside those of the configuration."""
+    config: Config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=SPLIT_TENSORS if parts > 1 else 0)
+    for key, value in (_common(config, architecture) | _own(config, architecture) | metadata).items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](f"{architecture}.{key}", value)
+    for name, tensor in _tensors(folder, config, architecture).items():
+        writer.add_tensor(name, tensor.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _common(config: Config, architecture: str) -> dict[str, Any]:
+    found = {key: next((config[name] for name in names if config.get(name) is not None), None)
+             for key, names in _METADATA.items()}  # fmt: skip
+    found["feed_forward_length"] = found["feed_forward_length"] or 4 * found["embedding_length"]
+    if architecture in _WINDOWED:
+        found["attention.sliding_window"] = config.get("sliding_window") or 0
+    return {key: value for key, value in found.items() if value is not None} | _rope(config, found)
+
+
+def _rope(config: Config, found: dict[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    head_dim = found["attention.key_length"] or found["embedding_length"] // found["attention.head_count"]
+    share = rope.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+    keys: dict[str, Any] = {"rope.dimension_count": int(head_dim * share)}
+    if "rope_theta" in rope:
+        keys["rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / original
+        magnitude = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        keys |= {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": magnitude}
+    return keys
+
+
+def _own(config: Config, architecture: str) -> dict[str, Any]:
+    if architecture == "falcon":
+        grouped = config.get("new_decoder_architecture")
+        return {"attention.head_count_kv": config.get("num_kv_heads", 1) if grouped else 1}
+    if architecture == "bloom":
+        return {"context_length": 2048}
+    if architecture == "starcoder":
+        return {"attention.head_count_kv": 1}
+    if architecture == "gemma3":
+        local = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+        return {"rope.freq_base_swa": float(local)}
+    if architecture == "mpt":
+        return {"attention.max_alibi_bias": float(config["attn_config"]["alibi_bias_max"])}
+    if architecture == "olmoe":
+        return {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
+    return {}
+
+
+def _tensors(folder: Path, config: Config, architecture: str) -> dict[str, Tensor]:
+    kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    num_layers = next(config[name] for name in _METADATA["block_count"] if name in config)
+    names = gguf.get_tensor_name_map(kind, num_layers)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _stacked_experts(load_file(folder / "model.safetensors")).items():
+        for part, values in _changed(architecture)(name, tensor, config).items():
+            short = part if part.startswith("blk.") else names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert short is not None, part
+            tensors[short] = values
+    rope = config.get("rope_parameters") or {}
+    for which in ("long", "short") if rope.get("rope_type") == "longrope" else ():
+        tensors[f"rope_factors_{which}.weight"] = torch.tensor(rope[f"{which}_factor"])
+    return tensors
+
+
+def _stacked_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The matrices of a layer's experts as one tensor."""
+    found: dict[str, list[Tensor]] = {}
+    for name in sorted(weights, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        found.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(weights[name])
+    return {name: torch.stack(each) if ".experts." in name else each[0] for name, each in found.items()}
+
+
+def _changed(architecture: str) -> Change:
+    if architecture in _ROTATED_APART:
+        return _permuted
+    if architecture in _AROUND_ONE:
+        return lambda name, tensor, _: {name: tensor + 1 if name.endswith("norm.weight") else tensor}
+    changes: dict[str, Change] = {
+        "baichuan": _unpacked, "internlm2": _ungrouped, "bloom": _bloom, "gptneox": _by_part, "falcon": _falcon,
+        "gpt2": _turned,
+    }  # fmt: skip
+    return changes.get(architecture, lambda name, tensor, _: {name: tensor})
+
+
+def _rotary_pairs(rows: Tensor, num_heads: int) -> Tensor:
+    """Value i of a head beside the one that turns with it."""
+    return rows.view(num_heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _permuted(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    key = next((key for part, key in heads.items() if part in name), None)
+    return {name: tensor if key is None else _rotary_pairs(tensor, config[key])}
+
+
+def _unpacked(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    if "W_pack" not in name:
+        return {name: tensor}
+    query, key, value = tensor.chunk(3)
+    layer, heads = name.split(".")[2], config["num_attention_heads"]
+    pairs = {"q": _rotary_pairs(query, heads), "k": _rotary_pairs(key, heads), "v": value}
+    return {f"blk.{layer}.attn_{part}.weight": rows for part, rows in pairs.items()}
+
+
+def _ungrouped(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    if "wqkv" not in name:
+        return {name: tensor}
+    heads, groups, layer = config["num_attention_heads"], config["num_key_value_heads"], name.split(".")[2]
+    rows = tensor.view(groups, heads // groups + 2, -1, tensor.shape[1])
+    query, key, value = (each.reshape(-1, tensor.shape[1]) for each in (rows[:, :-2], rows[:, -2], rows[:, -1]))
+    pairs = {"q": _rotary_pairs(query, heads), "k": _rotary_pairs(key, groups), "v": value}
+    return {f"blk.{layer}.attn_{part}.weight": rows for part, rows in pairs.items()}
+
+
+def _by_part(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    if "query_key_value" not in name:
+        return {name: tensor}
+    heads = config.get("num_attention_heads") or config["n_head"]
+    return {name: tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)}
+
+
+def _bloom(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    return {each.removeprefix("transformer."): rows for each, rows in _by_part(name, tensor, config).items()}
+
+
+def _falcon(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    if "query_key_value" not in name:
+        return {name: tensor}
+    heads = config["num_attention_heads"]
+    groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+    rows = tensor.view(groups, heads // groups + 2, -1, tensor.shape[1])
+    return {name: torch.cat([each.flatten(0, -2) for each in (rows[:, :-2], rows[:, -2], rows[:, -1])])}
+
+
+def _turned(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    return {name: tensor.T if ".c_" in name and tensor.dim() == 2 else tensor}
