@@ -43,11 +43,11 @@ def howto() -> None:
 @check("`invoke`, `stream` and `ainvoke`")
 async def chat() -> None:
     short = model.model_copy(update={"max_tokens": TEXT_TOKENS})
-    text = short.invoke(QUESTION).content
+    assert short.invoke(QUESTION).content
     chunks = list(short.stream(QUESTION))
-    assert text == "".join(str(chunk.content) for chunk in chunks)
+    assert "".join(str(chunk.content) for chunk in chunks)
     assert any(chunk.usage_metadata for chunk in chunks)
-    assert (await short.ainvoke(QUESTION)).content == text
+    assert (await short.ainvoke(QUESTION)).content
 
 
 @check("`with_structured_output`, method `json_schema`")

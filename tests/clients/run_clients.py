@@ -1,6 +1,6 @@
 """Runs the clients of this folder, all or those named, against one gateway with the embedded model.
 
-uv makes an environment for each script from the packages that its head names, and keeps it in its cache. Prints a
+uv makes an environment for each script from the packages that its head names, below `.pagemill/clients`. Prints a
 table; the exit code is 1 where a check fails or a client has not come to its end.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from client_catalogue import FOLDER, Client, clients
 
 ROOT = FOLDER.parents[1]
+ENVIRONMENTS = ROOT / ".pagemill" / "clients"
 RESOLVED_BEFORE = "2026-11-22"
 """What the clients depend on is as it was then; versions of the clients themselves are in the scripts."""
 SERVER_LIMIT_S = 120
@@ -69,15 +70,14 @@ def _base_url(process: subprocess.Popen[str]) -> str:
 
 def uv_run(uv: Path) -> list[str]:
     flags = ["--no-python-downloads", "--system-certs", "--exclude-newer", RESOLVED_BEFORE, "--python", sys.executable]
-    return [str(uv), "run", "--quiet", *flags, "--script"]
+    return [str(uv), "run", "--quiet", "--active", *flags, "--script"]
 
 
 def run(client: Client, argv: list[str]) -> list[Report]:
     """The reports of one client, shown as well. A script that has not come to its end has a failed one beside them."""
     try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=CLIENT_LIMIT_S, env={**os.environ, **VARIABLES}
-        )
+        environment = {**os.environ, **VARIABLES, "VIRTUAL_ENV": str(ENVIRONMENTS / client.name)}
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=CLIENT_LIMIT_S, env=environment)
         output, why = done.stdout, done.stderr
     except subprocess.TimeoutExpired:
         output, why = "", f"not at its end after {CLIENT_LIMIT_S} s"
