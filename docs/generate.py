@@ -307,7 +307,7 @@ def cell(text: str) -> str:
 
 
 def models_page() -> str:
-    from pagemill_protocol.models.registry import BUILT_IN
+    from pagemill_protocol.models.known import BUILT_IN
 
     rows = []
     for module, names in BUILT_IN.items():

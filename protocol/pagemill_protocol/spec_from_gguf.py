@@ -7,7 +7,8 @@ from collections import Counter
 from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.gguf_values import EMBEDDING, ROPE_FACTORS, GGUFValues
-from pagemill_protocol.models.registry import Found, find_gguf_family, unsupported
+from pagemill_protocol.models.known import unsupported
+from pagemill_protocol.models.registry import Found, find_gguf_family
 
 _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture
-from pagemill_protocol.models.registry import known_architectures
+from pagemill_protocol.models.known import known_architectures
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.sources import SourceError, UnreadableModelError

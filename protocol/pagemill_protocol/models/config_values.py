@@ -12,8 +12,8 @@ from typing import Any
 
 from pagemill_protocol.models.declaration import Activation, RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.known import rope_refusals, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
-from pagemill_protocol.models.registry import rope_refusals, unsupported
 from pagemill_protocol.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
 from pagemill_protocol.sources import UnreadableModelError

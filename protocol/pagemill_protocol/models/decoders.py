@@ -10,7 +10,8 @@ from pagemill_protocol.models.by_transformers import class_is_installed
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.registry import GROUP, Found, find_family
+from pagemill_protocol.models.known import GROUP
+from pagemill_protocol.models.registry import Found, find_family
 from pagemill_protocol.sources import UnreadableModelError
 
 

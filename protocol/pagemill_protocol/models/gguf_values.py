@@ -11,8 +11,8 @@ import numpy as np
 from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
 from pagemill_protocol.models.declaration import RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.known import rope_refusals, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
-from pagemill_protocol.models.registry import rope_refusals, unsupported
 from pagemill_protocol.rope_scaling import RopeError, RopeScaling, UnsupportedRopeError
 from pagemill_protocol.rope_settings import DEFAULT_THETA, read_gguf_scaling
 

@@ -17,7 +17,7 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.registry import known_architectures
+from pagemill_protocol.models.known import known_architectures
 
 NUM_TOKENS = 16
 SHAPE: dict[str, Any] = {

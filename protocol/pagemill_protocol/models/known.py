@@ -1,0 +1,102 @@
+"""The list of what is supported: what files call each family, and the errors for what is not in it.
+
+Packages from outside add families by entry points of the groups below, named as the files name the architecture;
+`registry` finds and imports them. Planner, loader, error messages and the reference page read this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import NamedTuple
+
+from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.rope_scaling import RopeError, UnsupportedRopeError
+from pagemill_protocol.sources import UnreadableModelError
+
+GROUP = "pagemill.models"
+"""Entry points named as in `architectures` of config.json, or as its `model_type`."""
+GGUF_GROUP = "pagemill.models.gguf"
+"""Entry points named as `general.architecture`."""
+
+
+class Names(NamedTuple):
+    """What files call a family."""
+
+    architectures: tuple[str, ...]
+    """In `architectures` of config.json; the first is the canonical one, the others are old spellings."""
+    model_type: str
+    """In config.json: found where it names no architecture."""
+    gguf: tuple[str, ...] = ()
+    """In `general.architecture`."""
+
+
+BUILT_IN: dict[str, Names] = {
+    "aquila": Names(("AquilaForCausalLM", "AquilaModel"), "aquila"),
+    "baichuan": Names(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan", ("baichuan",)),
+    "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
+    "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
+    "falcon": Names(("FalconForCausalLM", "RWForCausalLM"), "falcon", ("falcon",)),
+    "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
+    "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
+    "gemma3": Names(("Gemma3ForCausalLM",), "gemma3_text", ("gemma3",)),
+    "gpt2": Names(("GPT2LMHeadModel",), "gpt2", ("gpt2",)),
+    "gpt_bigcode": Names(("GPTBigCodeForCausalLM",), "gpt_bigcode", ("starcoder",)),
+    "gpt_neox": Names(("GPTNeoXForCausalLM",), "gpt_neox", ("gptneox",)),
+    "gptj": Names(("GPTJForCausalLM",), "gptj"),
+    "gpt_oss": Names(("GptOssForCausalLM",), "gpt_oss", ("gpt-oss",)),
+    "granite": Names(("GraniteForCausalLM",), "granite", ("granite",)),
+    "internlm": Names(("InternLMForCausalLM",), "internlm"),
+    "internlm2": Names(("InternLM2ForCausalLM",), "internlm2", ("internlm2",)),
+    "internlm3": Names(("InternLM3ForCausalLM",), "internlm3"),
+    "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
+    "mistral": Names(("MistralForCausalLM",), "mistral"),
+    "mixtral": Names(("MixtralForCausalLM",), "mixtral"),
+    "mpt": Names(("MptForCausalLM", "MPTForCausalLM"), "mpt", ("mpt",)),
+    "nemotron": Names(("NemotronForCausalLM",), "nemotron", ("nemotron",)),
+    "olmo2": Names(("Olmo2ForCausalLM",), "olmo2", ("olmo2",)),
+    "olmoe": Names(("OlmoeForCausalLM",), "olmoe", ("olmoe",)),
+    "opt": Names(("OPTForCausalLM",), "opt"),
+    "phi": Names(("PhiForCausalLM",), "phi", ("phi2",)),
+    "phi3": Names(("Phi3ForCausalLM",), "phi3", ("phi3",)),
+    "qwen": Names(("QWenLMHeadModel",), "qwen", ("qwen",)),
+    "qwen2": Names(("Qwen2ForCausalLM",), "qwen2", ("qwen2",)),
+    "qwen2_moe": Names(("Qwen2MoeForCausalLM",), "qwen2_moe", ("qwen2moe",)),
+    "qwen3": Names(("Qwen3ForCausalLM",), "qwen3", ("qwen3",)),
+    "qwen3_moe": Names(("Qwen3MoeForCausalLM",), "qwen3_moe", ("qwen3moe",)),
+    "smollm3": Names(("SmolLM3ForCausalLM",), "smollm3", ("smollm3",)),
+    "stablelm": Names(("StableLmForCausalLM", "StableLMEpochForCausalLM"), "stablelm", ("stablelm",)),
+    "starcoder2": Names(("Starcoder2ForCausalLM",), "starcoder2", ("starcoder2",)),
+}
+"""By module of this package."""
+
+
+def known_architectures() -> list[str]:
+    """Canonical names, those of packages from outside too; imports no family."""
+    return sorted({known.architectures[0] for known in BUILT_IN.values()} | outside(GROUP).keys())
+
+
+def unsupported(architecture: str, path: Path, feature: str = "") -> UnsupportedModelArchitecture:
+    """The error for a model that no family here describes; names what it is and what would work."""
+    return UnsupportedModelArchitecture(
+        f"`{path}` has the architecture `{architecture}`{feature}, which is not supported. "
+        f"Supported: {', '.join(known_architectures())}."
+    )
+
+
+@contextmanager
+def rope_refusals(architecture: str, path: Path) -> Iterator[None]:
+    """Report rope settings that cannot be used as errors of the model at `path`."""
+    try:
+        yield
+    except UnsupportedRopeError as error:
+        raise unsupported(architecture, path, f" with {error}") from None
+    except RopeError as error:
+        raise UnreadableModelError(f"`{path}`: {error}") from None
+
+
+def outside(group: str) -> dict[str, EntryPoint]:
+    """What installed packages add, by name."""
+    return {point.name: point for point in entry_points(group=group)}
