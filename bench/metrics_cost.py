@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from gateway_pods import is_whole
@@ -80,7 +81,7 @@ def measure_scrapes(num_pods: int, num_scrapes: int) -> dict[str, dict[str, floa
                 time.sleep(0.1)
             around.load([start.port], 100.0, num_requests=10 * num_pods)
             return {
-                name: _scrapes(lambda accept=accept: _scrape(start.control_port, accept), num_scrapes, gateway.pid)
+                name: _scrapes(partial(_scrape, start.control_port, accept), num_scrapes, gateway.pid)
                 for name, accept in ACCEPTED.items()
             }
         finally:

@@ -77,7 +77,7 @@ def main() -> None:
     for size in REQUESTS_OF_A_REPLICA:
         errors[size, "all"] = [each for shape in SHAPES for each in errors[size, shape]]
     rows = [[f"{size} requests, {shape}", len(each), *_figures(each)] for (size, shape), each in sorted(errors.items())]
-    result = {row[0]: dict(zip(("forecasts", "median", "p90"), row[1:], strict=True)) for row in rows}
+    result = {str(row[0]): dict(zip(("forecasts", "median", "p90"), row[1:], strict=True)) for row in rows}
     emit("saturation_forecast", ["ramps", "forecasts", "median error", "p90"], rows, result)
     missed = [size for size in REQUESTS_OF_A_REPLICA if _median_size(errors[size, "all"]) >= GOAL]
     if missed:

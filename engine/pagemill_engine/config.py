@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.text.generation_defaults import GenerationConfig, GenerationDefaults
 
 PrefixScope = Literal["deployment", "tenant", "key"]
 

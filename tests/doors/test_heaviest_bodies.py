@@ -93,6 +93,11 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
         "2,048 choices": lambda: prompt(["x"] * 16, logprobs=20, **{**WIDE, "max_tokens": 16}),
     },
     "POST /v1/messages": {"a prompt as long as the context": lambda: chat(LONG)},
+    "POST /v1/responses": {
+        "an input as long as the context": lambda: json.dumps(
+            {"model": MODEL, "input": LONG, "max_output_tokens": 1}
+        ).encode()
+    },
     "POST /v1/messages/count_tokens": {"a text as long as the context": lambda: messages(LONG)},
     "POST /tokenize": {
         "a text as long as the context": lambda: prompt(LONG, return_token_strs=True),

@@ -16,8 +16,8 @@ from real_cluster import Cluster, endpoint_of, fetch
 from tiny_llama import write_tiny_llama
 from waiting import wait_until
 
+from pagemill_protocol.generation_defaults import GenerationDefaults
 from pagemill_protocol.http.auth import hash_key
-from pagemill_protocol.text.generation_defaults import GenerationDefaults
 
 QUESTION: list[Any] = [{"role": "user", "content": "Name the capital of France."}]
 
@@ -95,7 +95,9 @@ def test_a_schema_holds_the_answer_through_the_gateway(real: Cluster) -> None:
         "json_schema": {"name": "answer", "schema": {**schema, "additionalProperties": False}},
     }
     with real.client() as client:
-        answer = client.chat.completions.create(model="smol", messages=QUESTION, max_tokens=60, response_format=form)
+        answer = client.chat.completions.create(
+            model="smol", messages=QUESTION, max_tokens=60, temperature=0, response_format=form
+        )
         assert list(json.loads(answer.choices[0].message.content or "")) == ["ok"]
         form["json_schema"]["schema"] = {"type": "string", "format": "unheard-of"}
         with pytest.raises(openai.BadRequestError, match="unheard-of"):

@@ -305,7 +305,7 @@ async def test_keys_share_cached_prompts_only_where_the_deployment_says_so(engin
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", "sk-two")]
     shared, apart = engines[0], engines[1]
     models = [
-        msgspec.structs.replace(fake.catalog_of(shared).models[0], name="shared"),
+        msgspec.structs.replace(fake.catalog_of(shared).models[0], name="shared", prefix_scope="deployment"),
         msgspec.structs.replace(fake.catalog_of(apart).models[0], deployment="e", name="apart", prefix_scope="key"),
     ]
     gateway = await gateways(shared, apart, api_keys=keys, catalog=Catalog(models=models))

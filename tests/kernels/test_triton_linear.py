@@ -30,6 +30,7 @@ CODES = {
     "8 bits": codes_of(8, 40, 160, offsets=False),
     "8 bits with offsets": codes_of(8, 40, 96),
     "8 bits in groups of 16": codes_of(8, 40, 96, group_size=16, offsets=False),
+    "8 bits in groups of 16 with offsets": codes_of(8, 40, 96, group_size=16),
     "one group": codes_of(4, 5, 32),
 }
 

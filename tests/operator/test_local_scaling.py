@@ -13,9 +13,10 @@ from waiting import eventually
 Machine = Any
 
 
-async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4) -> tuple[int, bytes]:
+async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4, token: str = "") -> tuple[int, bytes]:
     body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
-    async with session.post(f"{base_url}/v1/chat/completions", json=body) as response:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    async with session.post(f"{base_url}/v1/chat/completions", json=body, headers=headers) as response:
         return response.status, await response.read()
 
 
@@ -118,7 +119,8 @@ async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> No
     assert youngest.launch is not None
     async with aiohttp.ClientSession() as session:
         # Past the gateway, which would choose the engine itself; it hears of it all the same.
-        asking = asyncio.create_task(ask(session, youngest.launch.data_url, 4000))
+        token = machine.backend._deployments[plan.key].token
+        asking = asyncio.create_task(ask(session, youngest.launch.data_url, 4000, token))
         assert await held_by(machine, plan, 1) == {youngest.name}
         await machine.backend.apply([planned(1)])
         await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)

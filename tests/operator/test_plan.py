@@ -18,7 +18,7 @@ from pagemill_operator.plan import make_plan
 from pagemill_operator.plan.extra_args import SETTINGS
 from pagemill_operator.plan.planner import name_conflicts
 from pagemill_operator.plan.types import Queue
-from pagemill_protocol.text.generation_defaults import GenerationDefaults
+from pagemill_protocol.generation_defaults import GenerationDefaults
 
 Make = Callable[..., LLMDeployment]
 

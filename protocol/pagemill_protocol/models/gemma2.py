@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from pagemill_protocol.models.changes import with_whole_norms
@@ -20,6 +22,7 @@ from pagemill_protocol.models.gguf_values import GGUFValues
 from pagemill_protocol.models.llama_like import Numbers, decoder, gguf_names, numbers_from_config
 
 WINDOWED = "sliding_attention"
+DEFAULT_WINDOW = 4096
 LAYERS_OF_27B = 46
 """The one size whose scores are scaled by another number than the size of a head; files do not say so."""
 
@@ -82,11 +85,12 @@ def _norm(name: str, numbers: Numbers) -> NormSpec:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    caps = {
+    own: dict[str, Any] = {
+        "sliding_window": values.window() or DEFAULT_WINDOW,
         "attn_logit_softcapping": values.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": values.number("final_logit_softcapping", 30.0),
     }
-    return with_whole_norms(read_config(GGUFConfig(values, **caps, **scale_of_scores(values, LAYERS_OF_27B))))
+    return with_whole_norms(read_config(GGUFConfig(values, **own, **scale_of_scores(values, LAYERS_OF_27B))))
 
 
 def scale_of_scores(values: GGUFValues, layers_of_largest: int) -> dict[str, int]:

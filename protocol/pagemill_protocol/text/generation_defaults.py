@@ -1,39 +1,20 @@
-"""Sampling values for requests that send none: a model's own, from its generation_config.json, and its owner's.
+"""Resolves the sampling values for requests that send none: a model's own, then its owner's.
 
-An engine resolves them once and hands them out in its tokenizer bundle, so that it and every gateway prepare requests
-alike (`openai.prepare`).
+An engine does it once and hands them out in its tokenizer bundle, so that it and every gateway prepare requests alike
+(`openai.prepare`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.bundle import TokenizerBundle
-
-GenerationConfig = Literal["auto", "vllm"]
-"""`auto`: the model's own values count; `vllm`: they do not."""
-
-
-class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an owner sets, by name of `SamplingParams`; `None`: as the model has it."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
-
-    @property
-    def values(self) -> dict[str, float]:
-        given = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: value for name, value in given.items() if value is not None}
-
 
 _KEYS = {name: name for name in GenerationDefaults.__struct_fields__ if name != "max_tokens"} | {
     "max_new_tokens": "max_tokens"

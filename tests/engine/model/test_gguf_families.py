@@ -16,6 +16,7 @@ from family_models import FALCON, GPT2, LLAMA, MODELS, VARIANTS, write_model
 from safetensors.torch import load_file, save_file
 
 from pagemill_engine.loading.errors import LoadError
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.models import baichuan, gemma2
 
 Loader = Callable[..., Any]
@@ -115,6 +116,13 @@ def test_gemma_2_of_27b_scales_its_scores_by_another_number(
     write_model(name, {**shape, "query_pre_attn_scalar": 16}, tmp_path)
     write_family_gguf(tmp_path / "model.gguf", tmp_path, "gemma2")
     assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)
+
+
+def test_a_gemma_2_whose_file_has_no_window_has_the_published_one(tmp_path: Path) -> None:
+    name, shape = MODELS["gemma2"]
+    write_model(name, {**shape, "sliding_window": None}, tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, "gemma2")
+    assert load_model_spec(tmp_path / "model.gguf").decoder.windows() == {4096, None}
 
 
 @pytest.mark.parametrize(

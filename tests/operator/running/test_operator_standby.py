@@ -234,4 +234,4 @@ async def test_how_long_it_took_to_wake_up_is_measured(api: Any, world: World, r
     world.tell(starts=[EngineStart("uid-a", {"load": 1.0, "wake": 0.2}, 1)], queue=waiting(1))
 
     count = 'pagemill_cold_start_phase_seconds_count{phase="wake"} 1.0'
-    await api.until(lambda: count in running.operator.metrics.text().decode())
+    await api.until(lambda: count in running.operator.metrics.scrape().body.decode())
