@@ -59,6 +59,10 @@ test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU): a
 test-full: .venv/.installed ## Run every unit and integration test (no cluster, no GPU)
 	$(BIN)/pytest -m "not gpu" $(TEST_WORKERS) tests
 
+.PHONY: clients
+clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some)
+	$(BIN)/python tests/clients/run_clients.py --uv $(UV) $(CLIENTS)
+
 .PHONY: lint
 lint: .venv/.installed ## Check style, types, import layers, house rules and generated pages
 	$(BIN)/ruff check .
@@ -67,6 +71,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/mypy bench/*.py bench/peers/*.py bench/routers/*.py bench/truth/*.py docs/*.py charts/pagemill/files/*.py
 	$(BIN)/mypy charts/*.py
 	$(BIN)/mypy bench/gpu/*.py
+	$(BIN)/mypy tests/clients/run_clients.py tests/clients/checks.py
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/house/test_house_rules.py tests/house/test_generated_pages.py
 

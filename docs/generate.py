@@ -1,9 +1,10 @@
 """Writes the reference pages that come from the code: `python docs/generate.py [--check]`.
 
-`docs/reference/configuration.md` from the settings classes, `metrics.md` from the one list of metrics, `cli.md` from
-the command line itself, `simulator.md` from the workloads and scaling policies of simulations, `models.md` from the
-registry of models. `llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` nothing is
-written and the exit code is 1 when a page differs from the code.
+`docs/reference/configuration.md` from the settings classes, `metrics.md` from the one list of metrics, `cli.md`
+from the command line itself, `simulator.md` from the workloads and scaling policies of simulations, `models.md`
+from the registry of models, `clients.md` from the scripts of tested clients. `llmdeployment.md` has its own
+generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code is 1 when a page differs
+from the code.
 """
 
 from __future__ import annotations
@@ -319,9 +320,17 @@ def models_page() -> str:
     return "\n".join([f"# Models\n\n{NOTE}\n\n{MODELS}\n", *head, *sorted(rows), "", MODELS_NOTES])
 
 
+def clients_page() -> str:
+    sys.path.append(str(ROOT / "tests" / "clients"))
+    from client_catalogue import page
+
+    return page(NOTE)
+
+
 def pages() -> dict[Path, str]:
     return {
         REFERENCE / "models.md": models_page(),
+        REFERENCE / "clients.md": clients_page(),
         REFERENCE / "configuration.md": configuration_page(),
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "cli.md": cli_page(),

@@ -1,0 +1,180 @@
+# /// script
+# dependencies = ["openai==3.54.0"]
+# ///
+"""OpenAI's own Python client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+from checks import (
+    CITY_SCHEMA,
+    CITY_TOOL,
+    JSON_QUESTION,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    QUESTION,
+    TEXT_TOKENS,
+    City,
+    base_url,
+    check,
+    report_all,
+    run_howto,
+)
+
+client = openai.OpenAI(base_url=base_url(), api_key=KEY, max_retries=0)
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+ASK: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": MAX_TOKENS, "temperature": 0}
+TEXT = {**ASK, "max_tokens": TEXT_TOKENS}
+ONE_CALL = {**ASK, "parallel_tool_calls": False}
+STRICT_TOOL = {**CITY_TOOL, "function": {**CITY_TOOL["function"], "strict": True}}
+RESPOND: dict[str, Any] = {"model": MODEL, "input": QUESTION, "max_output_tokens": MAX_TOKENS, "temperature": 0}
+NAMED = {"type": "function", "function": {"name": "record_city"}}
+
+
+@check("the how-to's example")
+def howto() -> None:
+    assert run_howto("OpenAI")["answer"]
+
+
+@check("models")
+def models() -> None:
+    assert MODEL in [model.id for model in client.models.list()]
+
+
+@check("chat, streamed with usage")
+def stream() -> None:
+    chunks = list(client.chat.completions.create(**TEXT, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage is not None
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert client.chat.completions.create(**TEXT).choices[0].message.content
+
+
+@check("log probabilities")
+def logprobs() -> None:
+    choice = client.chat.completions.create(**TEXT, logprobs=True, top_logprobs=2).choices[0]
+    assert choice.logprobs is not None
+    assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+
+
+@check("completions, streamed")
+def completions() -> None:
+    chunks = client.completions.create(model=MODEL, prompt="Once", max_tokens=8, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+@check("`parse()` into a type")
+def parse() -> None:
+    message = client.chat.completions.parse(**ASK, response_format=City).choices[0].message
+    assert isinstance(message.parsed, City)
+
+
+@check("a type, streamed with events")
+def parse_stream() -> None:
+    with client.chat.completions.stream(**ASK, response_format=City) as events:
+        kinds = {event.type for event in events}
+        assert isinstance(events.get_final_completion().choices[0].message.parsed, City)
+    assert {"chunk", "content.delta", "content.done"} <= kinds
+
+
+@check("`json_object` and strict `json_schema`")
+def response_formats() -> None:
+    strict = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY_SCHEMA, "strict": True}}
+    City.model_validate_json(_text(response_format=strict))
+    _text(response_format={"type": "json_object"}, messages=[{"role": "user", "content": JSON_QUESTION}])
+
+
+@check("tools: `auto` and `none`")
+def tools() -> None:
+    assert client.chat.completions.create(**TEXT, tools=[CITY_TOOL], tool_choice="auto").choices[0].message
+    message = client.chat.completions.create(**TEXT, tools=[CITY_TOOL], tool_choice="none").choices[0].message
+    assert message.content
+    assert not message.tool_calls
+
+
+@check("tools: `required`, named and strict")
+def forced_tools() -> None:
+    for choice in ("required", NAMED):
+        message = client.chat.completions.create(**ONE_CALL, tools=[STRICT_TOOL], tool_choice=choice).choices[0].message
+        _assert_calls(message.tool_calls)
+
+
+@check("a call, streamed with events")
+def tool_stream() -> None:
+    with client.chat.completions.stream(**ASK, tools=[STRICT_TOOL], tool_choice=NAMED) as events:
+        kinds = {event.type for event in events}
+        message = events.get_final_completion().choices[0].message
+    _assert_calls(message.tool_calls)
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+
+
+@check("the result of a call, sent back")
+def tool_result() -> None:
+    message = client.chat.completions.create(**ASK, tools=[CITY_TOOL], tool_choice=NAMED).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "Recorded."} for call in message.tool_calls]
+    ask = {**TEXT, "messages": [*MESSAGES, message, *results]}
+    assert client.chat.completions.create(**ask, tools=[CITY_TOOL], tool_choice="none").choices[0].message.content
+
+
+@check("Responses: text, and `parse()` into a type")
+def responses() -> None:
+    assert client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=TEXT_TOKENS).output_text
+    assert isinstance(client.responses.parse(**RESPOND, text_format=City).output_parsed, City)
+
+
+@check(
+    "Responses: `previous_response_id`",
+    limit="responses are not stored; send the whole conversation as `input`",
+    shows="`previous_response_id` is not supported",
+)
+def stored_response() -> None:
+    answer = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=1)
+    client.responses.create(model=MODEL, input="Go on.", max_output_tokens=1, previous_response_id=answer.id)
+
+
+@check("Responses: a call, streamed")
+def response_tools() -> None:
+    tool: Any = {"type": "function", "strict": True, **CITY_TOOL["function"]}
+    with client.responses.stream(**RESPOND, tools=[tool], tool_choice="required", parallel_tool_calls=False) as events:
+        kinds = {event.type for event in events}
+        calls = [item for item in events.get_final_response().output if item.type == "function_call"]
+    assert "response.function_call_arguments.delta" in kinds
+    assert [City.model_validate_json(call.arguments) for call in calls]
+
+
+@check("embeddings", limit="engines run generative models only", shows="openai.NotFoundError")
+def embeddings() -> None:
+    client.embeddings.create(model=MODEL, input=QUESTION)
+
+
+@check("a prompt beyond the context: `context_length_exceeded`")
+def overflow() -> None:
+    refused: openai.BadRequestError | None = None
+    try:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 10_000}])
+    except openai.BadRequestError as error:
+        refused = error
+    assert refused is not None
+    assert refused.code == "context_length_exceeded"
+    assert "maximum context length is" in str(refused)
+
+
+def _text(**fields: Any) -> str:
+    text = client.chat.completions.create(**{**ASK, **fields}).choices[0].message.content
+    assert isinstance(json.loads(text), dict)
+    return str(text)
+
+
+def _assert_calls(calls: Any) -> None:
+    assert calls
+    for call in calls:
+        assert call.id
+        assert call.function.name == "record_city"
+        City.model_validate_json(call.function.arguments)
+
+
+if __name__ == "__main__":
+    report_all()

@@ -1,0 +1,109 @@
+"""Runs the clients of this folder, all or those named, against one gateway with the embedded model.
+
+uv makes an environment for each script from the packages that its head names, below `.pagemill/clients`. Prints a
+table; the exit code is 1 where a check fails or a client has not come to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from client_catalogue import FOLDER, Client, clients
+
+ROOT = FOLDER.parents[1]
+ENVIRONMENTS = ROOT / ".pagemill" / "clients"
+RESOLVED_BEFORE = "2026-11-22"
+"""What the clients depend on is as it was then; versions of the clients themselves are in the scripts."""
+SERVER_LIMIT_S = 120
+CLIENT_LIMIT_S = 600
+VARIABLES = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # litellm would download its list of models
+    "UV_HTTP_TIMEOUT": "120",
+}
+Report = dict[str, Any]
+
+
+def main() -> int:
+    found = {client.name: client for client in clients()}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(found)}; all without")
+    parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in found]:
+        parser.error(f"unknown clients: {' '.join(unknown)}; there are {' '.join(found)}")
+    chosen = [found[name] for name in args.names or found]
+    with served() as base_url:
+        reports = {client: run(client, [*uv_run(args.uv), str(client.script), base_url]) for client in chosen}
+    sys.stdout.write(table(reports))
+    return int(any(report["error"] for each in reports.values() for report in each))
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The base URL of `pagemill up`, which ends with the block."""
+    argv = [sys.executable, "-m", "pagemill", "up", "--file", str(FOLDER / "deployment.yaml"), "--port", "0", "--keep"]
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        yield _base_url(process)
+    finally:
+        process.terminate()
+        process.communicate(timeout=SERVER_LIMIT_S)
+
+
+def _base_url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.write(line)
+        if match := re.match(r"OpenAI base URL\s+(\S+)", line):
+            return match[1]
+    raise SystemExit("`pagemill up` ended before it served; its lines are above.")
+
+
+def uv_run(uv: Path) -> list[str]:
+    flags = ["--no-python-downloads", "--system-certs", "--exclude-newer", RESOLVED_BEFORE, "--python", sys.executable]
+    return [str(uv), "run", "--quiet", "--active", *flags, "--script"]
+
+
+def run(client: Client, argv: list[str]) -> list[Report]:
+    """The reports of one client, shown as well. A script that has not come to its end has a failed one beside them."""
+    try:
+        environment = {**os.environ, **VARIABLES, "VIRTUAL_ENV": str(ENVIRONMENTS / client.name)}
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=CLIENT_LIMIT_S, env=environment)
+        output, why = done.stdout, done.stderr
+    except subprocess.TimeoutExpired:
+        output, why = "", f"not at its end after {CLIENT_LIMIT_S} s"
+    reports: list[Report] = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if len(reports) < len(client.checks):
+        reports.append({"name": "the script comes to its end", "limit": "", "seconds": 0, "error": why or "it did not"})
+    sys.stdout.write("".join(shown(client, report) for report in reports))
+    sys.stdout.flush()
+    return reports
+
+
+def shown(client: Client, report: Report) -> str:
+    word = "FAILED" if report["error"] else "limit" if report["limit"] else "works"
+    return f"{client.name:14} {report['seconds']:5.1f} s  {word:6} {report['name']}\n{report['error']}"
+
+
+def table(reports: dict[Client, list[Report]]) -> str:
+    lines = [f"\n{'client':28} {'version':9} {'works':>6} {'limits':>6} {'failed':>6} {'s':>6}"]
+    for client, each in reports.items():
+        num_failed = sum(bool(report["error"]) for report in each)
+        num_limits = sum(bool(report["limit"]) and not report["error"] for report in each)
+        counts = f"{len(each) - num_failed - num_limits:6} {num_limits:6} {num_failed:6}"
+        seconds = sum(report["seconds"] for report in each)
+        lines.append(f"{client.package:28} {client.version:9} {counts} {seconds:6.1f}")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The runner of `make clients`: what it reads from scripts, and what fails a run. Needs no client and no server."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import client_catalogue
+import pytest
+import run_clients
+
+SCRIPT = """
+# /// script
+# dependencies = ["some-client[extra]==1.2.3", "other==4"]
+# ///
+'''Some client.'''
+from checks import check, report_all
+
+@check("passes")
+def passes() -> None: ...
+
+{checks}
+
+if __name__ == "__main__":
+    print("a line of the client's own")
+    {end}
+"""
+LIMITED = """
+@check("has a limit", limit="not here", shows="the expected word")
+def has_a_limit() -> None:
+    {body}
+"""
+
+
+@pytest.fixture
+def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run a script of its checks with this interpreter: the errors of its reports, by name."""
+
+    def errors(checks: str = "", end: str = "report_all()") -> dict[str, str]:
+        script = tmp_path / "check_some.py"
+        script.write_text(SCRIPT.format(checks=checks, end=end))
+        monkeypatch.setattr(client_catalogue, "FOLDER", tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(Path(run_clients.__file__).parent))
+        (client,) = client_catalogue.clients()
+        assert (client.name, client.package, client.version) == ("some", "some-client", "1.2.3")
+        reports = run_clients.run(client, [sys.executable, str(script), "http://127.0.0.1:1/v1"])
+        return {report["name"]: report["error"] for report in reports}
+
+    return errors
+
+
+def test_a_check_that_passes_has_no_error(errors) -> None:
+    assert errors() == {"passes": ""}
+
+
+def test_a_check_that_fails_shows_its_traceback(errors) -> None:
+    found = errors('@check("fails")\ndef fails() -> None:\n    assert 1 == 2, "the reason"')
+    assert "the reason" in found["fails"]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("raise ValueError('the expected word')", "^$"),
+        ("raise ValueError('another')", "another"),
+        ("pass", "It works now; remove its `limit`"),
+    ],
+)
+def test_a_limit_must_fail_as_it_says(body: str, error: str, errors) -> None:
+    assert re.search(error, errors(LIMITED.format(body=body))["has a limit"])
+
+
+@pytest.mark.parametrize(
+    ("end", "error"), [("raise SystemExit('broken import')", "broken import"), ("pass", "did not")]
+)
+def test_a_script_that_does_not_come_to_its_end_fails(end: str, error: str, errors) -> None:
+    assert error in errors(end=end)["the script comes to its end"]
+
+
+def test_every_script_has_checks_with_names_of_their_own() -> None:
+    for client in client_catalogue.clients():
+        names = [each.name for each in client.checks]
+        assert names, client.name
+        assert len(names) == len(set(names)), client.name
+
+
+def test_the_clients_of_ci_exist() -> None:
+    chosen = re.search(r'make clients CLIENTS="([^"]+)"', (run_clients.ROOT / ".ci/run").read_text())
+    assert chosen is not None
+    assert set(chosen[1].split()) <= {client.name for client in client_catalogue.clients()}
