@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -106,6 +107,8 @@ def main() -> None:
 
     if not Path(pagemill_engine.__file__).is_relative_to(args.packages):
         raise SystemExit(f"pagemill_engine comes from {pagemill_engine.__file__}, not from {args.packages}")
+    # Asked to end, it first ends what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with FIGURES[args.figure].prepared() as measure:
         measure()
         print(json.dumps({"ready": True}), flush=True)
