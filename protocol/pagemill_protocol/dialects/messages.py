@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,9 +10,9 @@ from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.chat import ChatBody
-from pagemill_protocol.dialects.translation import as_chat, with_names
+from pagemill_protocol.dialects.translation import TranslatedDialect, as_chat, with_names
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, TokenizeRequest
@@ -45,10 +44,9 @@ def read_count(raw: bytes) -> TokenizeRequest:
     )
 
 
-class MessagesDialect:
+class MessagesDialect(TranslatedDialect):
     name = "messages"
     path = "/v1/messages"
-    operation = "chat"
     prompt_field = "messages"
 
     def new_request_id(self) -> str:
@@ -65,13 +63,6 @@ class MessagesDialect:
 
     def error_event(self, error: PagemillError) -> bytes:
         return render.error_event(error)
-
-    def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
-        raise NotImplementedError("a body of messages is one prompt")
-
-    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
-        (body,) = bodies
-        return body
 
 
 class MessagesBody(ChatBody):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,9 +11,9 @@ from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.chat import ChatBody
 from pagemill_protocol.dialects.openai_responses import render
 from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
-from pagemill_protocol.dialects.translation import as_chat, with_names
+from pagemill_protocol.dialects.translation import TranslatedDialect, as_chat, with_names
 from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.render import error_body
@@ -31,10 +30,9 @@ RENAMED = (
 )
 
 
-class ResponsesDialect:
+class ResponsesDialect(TranslatedDialect):
     name = "responses"
     path = "/v1/responses"
-    operation = "chat"
     prompt_field = "input"
 
     def new_request_id(self) -> str:
@@ -51,13 +49,6 @@ class ResponsesDialect:
 
     def error_event(self, error: PagemillError) -> bytes:
         return render.error_event(error)
-
-    def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
-        raise NotImplementedError("a body of responses is one prompt")
-
-    def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
-        (body,) = bodies
-        return body
 
 
 class ItemsChat(ChatCompletionRequest):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, FiniteFloat, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from pagemill_protocol.dialects.translation import SamplingExtensions
 from pagemill_protocol.openai.fields import (
     MAX_CONTENT_PARTS,
     MAX_TEXT_CHARS,
@@ -22,14 +23,13 @@ from pagemill_protocol.openai.fields import (
     refusal,
     shorten,
 )
-from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort, Priority
+from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort
 from pagemill_protocol.openai.tools import MAX_TOOLS, NAME_PATTERN
 from pagemill_protocol.openai.unsupported import Unsupported
 from pagemill_protocol.sampling import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS
 
 Message = dict[str, Any]
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)]
-EXTENSIONS = ("seed", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "priority")
 _REMOVE = "Remove it."
 
 
@@ -206,7 +206,7 @@ class Metadata(RequestModel):
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
-class MessagesRequest(RequestModel):
+class MessagesRequest(SamplingExtensions):
     UNSUPPORTED: ClassVar = {
         "container": Unsupported("This server runs no code. " + _REMOVE),
         "mcp_servers": Unsupported("This server connects to no MCP servers; call them from the client.", ([],)),
@@ -227,13 +227,6 @@ class MessagesRequest(RequestModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     metadata: Metadata | None = None
-    # Not Anthropic's; as in chat completions, which check their values.
-    seed: int | None = None
-    min_p: FiniteFloat | None = None
-    repetition_penalty: FiniteFloat | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool = False
-    priority: Priority = 0
 
     def for_chat(self) -> dict[str, Any]:
         """The body of a chat completion that asks for the same. Raises `PydanticCustomError` for what is refused."""
@@ -254,7 +247,7 @@ class MessagesRequest(RequestModel):
             "user": self.metadata.user_id if self.metadata is not None else None,
             "continue_final_message": prefilled or None,
             "add_generation_prompt": False if prefilled else None,
-            **{name: getattr(self, name) for name in EXTENSIONS},
+            **self.extensions,
             **self._choice(),
             **self._reasoning(),
             **self._output(),

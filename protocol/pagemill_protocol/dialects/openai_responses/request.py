@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, FiniteFloat, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from pagemill_protocol.dialects.translation import SamplingExtensions
 from pagemill_protocol.openai.fields import (
     MAX_CONTENT_PARTS,
     MAX_TEXT_CHARS,
@@ -21,7 +22,7 @@ from pagemill_protocol.openai.fields import (
     refusal,
     shorten,
 )
-from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort, Priority
+from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort
 from pagemill_protocol.openai.tools import MAX_TOOLS
 from pagemill_protocol.openai.unsupported import Unsupported
 
@@ -29,7 +30,6 @@ Item = dict[str, Any]
 _NOT_STORED = "Responses are not stored; send the whole conversation as `input`."
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 ROLES = ("user", "assistant", "system", "developer")
-EXTENSIONS = ("seed", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "priority")
 
 
 def _input(value: Any) -> list[Item]:
@@ -107,7 +107,7 @@ class Reasoning(RequestModel):
     effort: Effort | None = None
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(SamplingExtensions):
     UNSUPPORTED: ClassVar = {
         "previous_response_id": Unsupported(_NOT_STORED),
         "conversation": Unsupported(_NOT_STORED),
@@ -131,13 +131,6 @@ class ResponsesRequest(RequestModel):
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
-    # Not OpenAI's; as in chat completions, which check their values.
-    seed: int | None = None
-    min_p: FiniteFloat | None = None
-    repetition_penalty: FiniteFloat | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool = False
-    priority: Priority = 0
 
     def for_chat(self) -> dict[str, Any]:
         """The body of a chat completion that asks for the same. Raises `PydanticCustomError` for what is refused."""
@@ -154,14 +147,16 @@ class ResponsesRequest(RequestModel):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
             "user": self.user,
-            **{name: getattr(self, name) for name in EXTENSIONS},
+            **self.extensions,
             **self._text(),
         }
         return {name: value for name, value in body.items() if value is not None}
 
     def shown(self) -> dict[str, Any]:
         """What a response repeats of its request."""
-        given = self.model_dump(by_alias=True, mode="json", exclude={"input", "model", "stream", "user", *EXTENSIONS})
+        given = self.model_dump(
+            by_alias=True, mode="json", exclude={"input", "model", "stream", "user", *self.extensions}
+        )
         given["text"] = given["text"] or {"format": {"type": "text"}}
         given["metadata"] = given["metadata"] or {}
         return given
