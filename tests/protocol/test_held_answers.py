@@ -310,6 +310,18 @@ def test_a_schema_that_cannot_be_held_is_refused_at_once_with_its_place(schema: 
     assert min(took_s) < 0.05, "at once, whatever else the machine does"
 
 
+def test_512_strict_tools_cost_in_proportion_to_their_number() -> None:
+    took_s = {}
+    for number in (128, 512):
+        schemas = {f"f{index}": {**WEATHER, "description": f"{number} {index}"} for index in range(number)}
+        strict = request(tools=tools(strict=True, **schemas))
+        began_s = time.monotonic()
+        check_form(strict)
+        matcher_of(prescribed(strict, call_syntax("hermes", ""), "", ""))
+        took_s[number] = time.monotonic() - began_s
+    assert took_s[512] < 12 * took_s[128], "four times as many; sixteen times would be quadratic"
+
+
 def test_schemas_of_tools_that_are_not_held_are_not_looked_at() -> None:
     check_form(request(tools=tools(bad={"type": 7})))
     named = {"type": "function", "function": {"name": "weather"}}
