@@ -41,6 +41,11 @@ NATIVE = "{{ tools | tojson if tools }}" + PLAIN.replace(
 AUTO = ParserSettings()
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+
+
 def raw(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [USER], **fields}).encode()
 
@@ -216,6 +221,26 @@ def test_tokenize_counts_the_prompt_with_its_tools(tokenizer_with: Callable[[str
             "tool_choice.function.name",
             '"other", which is not among',
         ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}},
+            "tool_choice.allowed_tools",
+            "an object with `mode`",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": allowed("sometimes", "weather")},
+            "tool_choice.allowed_tools.mode",
+            '"sometimes". Send "auto"',
+        ),
+        ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools", "a list of 1 to"),
+        (
+            {"tools": [WEATHER], "tool_choice": allowed("auto", "other")},
+            "tool_choice.allowed_tools.tools[0].function.name",
+            '"other", which is not among',
+        ),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "must be one of"),
+        ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", "-1"),
+        ({"reasoning": {"max_tokens": 5}, "thinking_token_budget": 6}, "reasoning.max_tokens", "differ"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning.effort", "differ"),
         ({"messages": [USER, RESULT]}, "messages[1].tool_call_id", '"c1"'),
         ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id", "needs `tool_call_id`"),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls", "role user"),

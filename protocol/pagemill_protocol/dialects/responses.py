@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RENAMED = (
     (".function.", "."),
+    (".allowed_tools.", "."),
     ("max_completion_tokens", "max_output_tokens"),
     ("response_format.json_schema", "text.format"),
 )

@@ -46,6 +46,8 @@ def check_schemas(req: ChatCompletionRequest) -> None:
             raise invalid_field(
                 f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to hold calls to it.'
             )
+    if not held:
+        return
     together = Or(elements=[JsonSchema(json_schema=dict(each.schema)) for each in held])
     fields = [each.field for each in held]
     CHECKS.check(StructuredOutputs(structural_tag=write_tag(together)), "tools", fields)
@@ -101,9 +103,10 @@ def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
 
 def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
     """Those that may be called."""
+    names = req.callable_names
     for index, tool in enumerate(req.prompt_tools):
         function = tool["function"]
-        if req.names_function and function["name"] != req.names_function:
+        if names is not None and function["name"] not in names:
             continue
         held = req.forces_calls or bool(function.get("strict"))
         parameters = function.get("parameters")

@@ -28,7 +28,7 @@ from pagemill_protocol.openai.fields import (
     shorten,
 )
 from pagemill_protocol.openai.form_fields import FormFields
-from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
+from pagemill_protocol.openai.tools import ALLOWED, ToolCalls, ToolChoice, Tools, choice_error, chosen_names
 from pagemill_protocol.sampling import (
     INT32_MAX,
     MAX_ALLOWED_TOKEN_IDS,
@@ -50,6 +50,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TokenBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 
@@ -199,6 +200,11 @@ class ChatTemplateFields(RequestModel):
         return self.chat_template_kwargs
 
 
+class ReasoningFields(RequestModel):
+    effort: Effort | None = None
+    max_tokens: TokenBudget | None = None
+
+
 class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """Body of `POST /v1/chat/completions`."""
 
@@ -214,8 +220,10 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     """A variable of the chat template; "none" also sets `enable_thinking` and `thinking` to false."""
-    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
+    thinking_token_budget: TokenBudget | None = None
     """Tokens of reasoning at most; -1: no limit."""
+    reasoning: ReasoningFields | None = None
+    """The two above in one object."""
     include_reasoning: bool = True
     """False: reasoning is read and left out of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -228,26 +236,40 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     @property
     def names_function(self) -> str:
         """The only function that the model may call, and must; "" if the client named none."""
-        return "" if isinstance(self.tool_choice, str) else str(self.tool_choice["function"]["name"])
+        if isinstance(self.tool_choice, str) or self.tool_choice["type"] == ALLOWED:
+            return ""
+        return str(self.tool_choice["function"]["name"])
+
+    @property
+    def callable_names(self) -> frozenset[str] | None:
+        """The functions that may be called; `None`: all."""
+        return chosen_names(self.tool_choice)
 
     @property
     def reasoning_budget(self) -> int | None:
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+        given = self.thinking_token_budget
+        if given is None and self.reasoning is not None:
+            given = self.reasoning.max_tokens
+        return None if given == -1 else given
 
     @property
     def forces_calls(self) -> bool:
-        return self.tool_choice == "required" or bool(self.names_function)
+        if isinstance(self.tool_choice, str):
+            return self.tool_choice == "required"
+        return self.tool_choice["type"] != ALLOWED or self.tool_choice[ALLOWED]["mode"] == "required"
 
     @property
     def holds_calls(self) -> bool:
-        """Whether calls are held to the schema of their function."""
-        return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)
+        """Whether a grammar holds calls: to the schema of their function, or to the functions that are allowed."""
+        chooses = self.forces_calls or self.callable_names is not None
+        return chooses or any(tool["function"].get("strict") for tool in self.prompt_tools)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template; `chat_template_kwargs` wins over the fields of its own."""
-        given: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        if self.reasoning_effort == "none":
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+        given: dict[str, Any] = {"reasoning_effort": effort, "verbosity": self.verbosity}
+        if effort == "none":
             given |= {"enable_thinking": False, "thinking": False}
         return {name: value for name, value in given.items() if value is not None} | self.chat_template_kwargs
 
@@ -260,6 +282,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
             _continuation_error(self, self.messages),
             choice_error(self.tool_choice, self.tools),
             _history_error(self.messages),
+            _reasoning_error(self),
             _held_beams_error(self),
         )
         for error in errors:
@@ -361,6 +384,17 @@ def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | N
         return None
     message = "Forced and strict tool calls and budgets of reasoning do not go with `use_beam_search`. Remove it."
     return refusal("use_beam_search", message)
+
+
+def _reasoning_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
+    given = request.reasoning or ReasoningFields()
+    for name, value, other in (
+        ("effort", given.effort, "reasoning_effort"),
+        ("max_tokens", given.max_tokens, "thinking_token_budget"),
+    ):
+        if value is not None and getattr(request, other) not in (None, value):
+            return refusal(f"reasoning.{name}", f"`reasoning.{name}` and `{other}` differ. Send one of them.")
+    return None
 
 
 def _alternatives_error(request: SamplingFields, *, wants_logprobs: bool) -> PydanticCustomError | None:
