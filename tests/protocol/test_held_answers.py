@@ -331,7 +331,9 @@ def test_only_the_allowed_tools_can_be_called_and_all_are_in_the_prompt(mode: st
     check_form(body)
     assert [each["function"]["name"] for each in body.prompt_tools] == ["bad", *SCHEMAS]
     matcher = matcher_of(prescribed(body, call_syntax("hermes", ""), "", ""))
-    called = {name: f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in ("now", "weather")}
+    called = {
+        name: f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in ("now", "weather")
+    }
     assert matcher.deep_copy().try_consume_tokens(spelled(called["now"])) == len(spelled(called["now"]))
     assert matcher.deep_copy().try_consume_tokens(spelled(called["weather"])) < len(spelled(called["weather"]))
     can_be_text = matcher.deep_copy().try_consume_tokens(spelled("Hello")) == 5

@@ -79,7 +79,11 @@ BOMBS: dict[str, tuple[Callable[[int], dict[str, Any]], int, str]] = {
         400,
         "response_format",
     ),
-    "an expression that explodes": (lambda n: {"guided_regex": f"{n}(((x{{100}}){{100}}){{100}})"}, 400, "guided_regex"),
+    "an expression that explodes": (
+        lambda n: {"guided_regex": f"{n}(((x{{100}}){{100}}){{100}})"},
+        400,
+        "guided_regex",
+    ),
     "parentheses": (lambda n: {"guided_regex": "(" * 3000 + str(n) + ")" * 3000}, 400, "guided_regex"),
     "intersections of expressions": (
         lambda n: {"guided_grammar": f"start: A\nA: /.*a.{{15}}/ & ~/.*b.{{16}}/ & /.*{n}.{{17}}/\n"},
