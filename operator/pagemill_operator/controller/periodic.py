@@ -28,7 +28,7 @@ async def retry(name: str, task: Task, retry_s: float) -> float:
         try:
             return await task()
         except (ApiError, Unreachable, NotLeading) as error:
-            logger.warning("%s: %s", name, error or type(error).__name__)
+            logger.warning("%s: %s", name, str(error) or type(error).__name__)
         await asyncio.sleep(random.uniform(0.5, 1.0) * retry_s)
 
 

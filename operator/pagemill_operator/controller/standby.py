@@ -159,7 +159,7 @@ class Standby:
         try:
             answer = await self._client.merge(POD, metadata["namespace"], metadata["name"], patch)
         except (ApiError, Unreachable, NotLeading) as error:
-            return f"its annotation was not written: {error or type(error).__name__}"
+            return f"its annotation was not written: {str(error) or type(error).__name__}"
         self._cache.put(POD.name, answer)
         return ""
 

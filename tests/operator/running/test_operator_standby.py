@@ -174,7 +174,7 @@ async def test_the_next_leader_goes_on_with_what_sleeps(api: Any, world: World, 
     world.pods(a=True)
     world.rolled_out()
     world.tell(pods=PodsSeen(ready=1))
-    await api.until(lambda: world.calls == ["sleep"])
+    await api.until(lambda: world.calls == ["sleep"] and world.told("a") == "asleep")
     world.tell(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodsSeen(asleep=1))
     world.pods(a=False)
     await api.until(lambda: world.reason("Ready") == "ScaledToZero" and world.status().get("standbyReplicas") == 1)
