@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pagemill_crds.models import LLMDeployment
+from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import ApiError
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import Cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagemill_operator.backends.kubernetes.client import ApiError
+from pagemill_kube.errors import ApiError
 from pagemill_operator.controller.keys import KeyRing, new_keys, read_keys
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Unreachable
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
 
 DURATION_S, DEADLINE_S, RETRY_S = 15.0, 10.0, 2.0

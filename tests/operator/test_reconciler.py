@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import ApiError
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.events import EventRecorder

@@ -11,7 +11,8 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD_MONITOR
 from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, Manifest
 from pagemill_operator.controller.cache import Cache

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import aiohttp
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD
 from pagemill_operator.backends.kubernetes.observe.pods import Rest, ordered_rest
 from pagemill_operator.backends.kubernetes.ownership import is_ending

@@ -19,10 +19,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import Configuration
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD_MONITOR, Kind
+from pagemill_kube.credentials import Credentials
+from pagemill_kube.kinds import Kind
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD_MONITOR
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller.operator import Operator
 
@@ -287,6 +288,10 @@ def merged(target: Any, patch: Any) -> Any:
     return result
 
 
+async def no_token() -> str:
+    return ""
+
+
 class Running:
     """One operator in this process."""
 
@@ -302,8 +307,8 @@ class Running:
             "retry_period_s": 0.2,
             **changes,
         }
-        configuration = Configuration(host=api.url)
-        self.operator = Operator(OperatorConfig(**settings), configuration, identity, on_lost=self.lost.set)
+        credentials = Credentials(api.url, None, no_token)
+        self.operator = Operator(OperatorConfig(**settings), credentials, identity, on_lost=self.lost.set)
         self.task = asyncio.create_task(self.operator.run())
 
     async def url(self) -> str:

@@ -199,7 +199,7 @@ async def test_the_contexts_namespace_is_the_default(api: Any, kubeconfig: Path)
     result = await why("chat", "--kubeconfig", kubeconfig, "--context", "prod")
     assert "in namespace prod" in result.stderr
     result = await why("chat", "--kubeconfig", kubeconfig, "--context", "none")
-    assert "--context none: the kubeconfig has no such context; it has here, prod" in result.stderr
+    assert "--context none: the kubeconfig has no context none; it has here, prod" in result.stderr
 
 
 async def test_a_server_that_is_away_is_told(api: Any, kubeconfig: Path) -> None:
