@@ -53,7 +53,7 @@ async def answered(session: aiohttp.ClientSession, machine: Machine) -> tuple[in
     return await eventually(answer, every_s=0.05)
 
 
-@pytest.mark.parametrize("policy", ["Demand", "TargetTracking"])
+@pytest.mark.parametrize("policy", ["Demand", pytest.param("TargetTracking", marks=pytest.mark.full)])
 async def test_requests_that_wait_bring_more_engines_and_all_are_served(machine: Machine, policy: str) -> None:
     autoscaling = {"maxReplicas": 2, "targets": {"queueDepth": 1}, "policy": policy}
     plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)
