@@ -92,7 +92,7 @@ async def test_it_is_ready_once_everything_was_listed_and_the_keys_are_there(api
     gateway = await start.gateway()
     await fake.until(lambda: "Secret pagemill/pagemill-keys" in gateway.detail)
     assert not gateway.ready
-    assert gateway.control_tokens.accepted() == (), "without keys nobody gets in, not even from this machine"
+    assert gateway.control_tokens.accepted() == (), "without keys no client gets in, not even from this machine"
     await fake.give_keys(api)
     await fake.until(lambda: gateway.ready)
     assert gateway.detail == ""
@@ -251,7 +251,7 @@ async def test_an_object_that_cannot_be_read_does_not_hide_the_others(api, start
     await fake.until(lambda: models(gateway) == [])
 
 
-async def test_what_the_server_forbids_is_told(api, start, fake) -> None:
+async def test_what_the_server_forbids_is_reported(api, start, fake) -> None:
     api.status = 403
     gateway = await start.gateway()
     await fake.until(lambda: "you shall not" in gateway.detail)
@@ -294,7 +294,7 @@ async def test_a_namespace_that_is_gone_does_not_hide_the_others(api, start, fak
     assert models(gateway) == ["one", "two"], "what was known once stays in use"
 
 
-async def test_a_kind_that_nobody_may_see_is_no_empty_catalogue(api, start, fake) -> None:
+async def test_a_kind_that_is_forbidden_is_no_empty_catalogue(api, start, fake) -> None:
     await fake.give_keys(api)
     api.closed.update({"one", "two"})
     gateway = await start.gateway(namespaces=["one", "two"])

@@ -1,4 +1,4 @@
-"""One reconcile: what is told of which version, when it waits, and what is kept of what is gone."""
+"""One reconcile: what is reported of which version, when it waits, and what is kept of what is gone."""
 
 from __future__ import annotations
 

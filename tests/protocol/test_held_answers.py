@@ -105,7 +105,7 @@ def matcher_of(outputs: StructuredOutputs | None, special: dict[str, int] = IDS)
 
 
 def walk(matcher: LLMatcher, seed: int, start: str = "") -> str:
-    """A random answer that the grammar allows, behind `start`: printable letters, and late ones that close something."""
+    """A random answer that the grammar allows, behind `start`: printable letters, later those that end it."""
     draw = random.Random(seed)
     token_ids = spelled(start)
     assert matcher.try_consume_tokens(token_ids) == len(token_ids), "the start fits the grammar"

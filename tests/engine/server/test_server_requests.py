@@ -399,7 +399,7 @@ def test_the_bundle_comes_with_its_digest(null_server: Any) -> None:
     assert TokenizerBundle.from_bytes(response.content).digest == response.headers["x-pagemill-digest"]
 
 
-def test_the_state_stream_tells_load_prefixes_and_digests(client: httpx.Client, null_server: Any) -> None:
+def test_the_state_stream_reports_load_prefixes_and_digests(client: httpx.Client, null_server: Any) -> None:
     frames: list[StateFrame] = []
     decoder = StateDecoder()
     url = null_server.control_url + "/internal/state"

@@ -72,11 +72,11 @@ class FakeApi:
     # What a test does
 
     def change(self, kind: str, manifest: Manifest) -> Manifest:
-        """Somebody else writes an object."""
+        """Another client writes an object."""
         return self._store(kind, copy.deepcopy(manifest))
 
     def remove(self, kind: str, namespace: str, name: str, *, tell: bool = True) -> None:
-        """Not told: it happens while nobody watches."""
+        """Not reported: it happens while no client watches."""
         gone = self.collections[kind].objects.pop((namespace, name))
         self.version += 1
         if tell:
@@ -86,7 +86,7 @@ class FakeApi:
         return self.collections[kind].objects.get((namespace, name))
 
     def compact(self) -> None:
-        """All that happened is forgotten: watches end, and those that resume are told so."""
+        """All that happened is forgotten: watches end, and those that resume are answered with 410."""
         for collection in self.collections.values():
             collection.log.clear()
         self.version += 1000
