@@ -324,6 +324,7 @@ def test_idle_is_what_lies_between_ranges_that_may_overlap(facts: dict[str, Any]
     assert facts["idle"] == pytest.approx([0.0, 0.6, 0.1])
 
 
+@pytest.mark.full
 def test_transformers_generates_static_batches_of_the_same_shape() -> None:
     found = inside("""
 import transformers

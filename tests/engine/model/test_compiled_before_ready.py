@@ -87,7 +87,13 @@ def serve(driver: Any) -> None:
         assert all(answer.error is None for answer in answers)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int4", "kv_cache_dtype": "int8"}], ids=["floats", "codes"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.full, id="floats"),
+        pytest.param({"quantization": "int4", "kv_cache_dtype": "int8"}, id="codes"),
+    ],
+)
 def test_requests_launch_nothing_that_was_not_launched_before(
     tmp_path: Path,
     runner_loader: Callable[..., Any],
