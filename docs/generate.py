@@ -43,8 +43,8 @@ MODELS_NOTES = """\
   and cache: on the CPU, in floats, slower than a family (the log and `/version` say so). Not with windows, recurrent or
   compressed state, `longrope`, or arguments of attention that are not computed; never by code from the model's files.
   The engine needs `transformers` installed, and so do the operator and `pagemill plan`, which read the same header.
-- **Hybrids** (Qwen3.5, Qwen3-Next, Jamba and others whose layers keep a recurrent state beside the KV cache) are refused
-  with the key that shows it, folder or GGUF file ([ADR 53](../adr/0053-recurrent-state.md)).
+- **Hybrids** (Qwen3.5, Qwen3-Next, Jamba and others whose layers keep a recurrent state beside the KV cache) are
+  refused with the key that shows it, folder or GGUF file ([ADR 53](../adr/0053-recurrent-state.md)).
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `dynamic` changes contexts beyond
   `max_position_embeddings` alone, which no engine accepts. `longrope` takes its long factors where `maxModelLen`
   exceeds the original context.
