@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+from family_models import write_model
 from greedy_families import Family, family_of
 
 VOCAB_SIZE = 256
@@ -108,28 +107,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_model(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Any:
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
-    config._attn_implementation = "eager"
-    torch.manual_seed(1)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("bias", "sinks")):
-                parameter.normal_(0, 0.2)
-            elif parameter.dim() == 1:
-                parameter.normal_(1, 0.2)
-            elif tied_experts and parameter_name.endswith("gate.weight"):
-                parameter[1::2] = parameter[: len(parameter) // 2 * 2 : 2]
-        model.get_output_embeddings().weight.mul_(4)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
-                buffer.normal_(0, 0.2)
-    model.save_pretrained(folder)
-    return model
-
-
 def make_family(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Family:
-    model = write_model(name, overrides, folder, tied_experts=tied_experts)
+    model = write_model(name, overrides, folder, VOCAB_SIZE, tied_experts=tied_experts)
     return family_of(model, folder, VOCAB_SIZE)

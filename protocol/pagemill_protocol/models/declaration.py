@@ -179,12 +179,12 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
         return self.rope.rotary_dim
 
     def linears(self) -> Iterator[LinearSpec]:
-        """Products with activations; `up` is none."""
-        yield from (each for each in (self.query_down, self.query, self.down, self.output) if each is not None)
+        every = (self.query_down, self.query, self.down, self.up, self.output)
+        yield from (each for each in every if each is not None)
 
     def shapes(self) -> Shapes:
         norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
-        return _merged(*self.linears(), self.up, *norms)
+        return _merged(*self.linears(), *norms)
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):

@@ -13,6 +13,8 @@ from pagemill_protocol.models.declaration import (
     GatingSpec,
     LatentAttentionSpec,
     LayerSpec,
+    LinearSpec,
+    MatrixSpec,
     MoESpec,
     NormSpec,
     RopeSpec,
@@ -25,6 +27,8 @@ from pagemill_protocol.models.parts import linear, sequential
 from pagemill_protocol.rope_scaling import YarnScaling
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
+SPLIT_UP = "kv_b_proj_by_head"
+"""No key of config.json: a GGUF file stores `kv_b_proj` as two tensors with a matrix for each head."""
 COMPRESSED_EPS = 1e-6
 """Of the norms of latents and compressed queries, whatever `rms_norm_eps` says."""
 
@@ -102,6 +106,9 @@ def _attention(config: ConfigValues, numbers: Numbers, rope: RopeSpec, name: str
     size, num_heads, turning = numbers.hidden_size, numbers.num_heads, rope.rotary_dim
     latent_size = config.size("kv_lora_rank", default=512)
     key_dim, value_dim = config.size("qk_nope_head_dim", default=128), config.size("v_head_dim", default=128)
+    up = [MatrixSpec(name=f"{name}.kv_b_proj", rows=num_heads * (key_dim + value_dim))]
+    if config.flag(SPLIT_UP, False):
+        up = [part for head in range(num_heads) for part in _parts_of_head(name, head, key_dim, value_dim)]
     query_rows = num_heads * (key_dim + turning)
     magnitude = rope.scaling.magnitude if isinstance(rope.scaling, YarnScaling) else 1.0
     queries = dict[str, Any](query=linear(size, (f"{name}.q_proj", query_rows)))
@@ -120,11 +127,17 @@ def _attention(config: ConfigValues, numbers: Numbers, rope: RopeSpec, name: str
         rope=rope,
         down=linear(size, (f"{name}.kv_a_proj_with_mqa", latent_size + turning), bias=biased),
         latent_norm=_norm(f"{name}.kv_a_layernorm", latent_size),
-        up=linear(latent_size, (f"{name}.kv_b_proj", num_heads * (key_dim + value_dim))),
+        up=LinearSpec(latent_size, tuple(up)),
         output=linear(num_heads * value_dim, (f"{name}.o_proj", size), bias=biased),
         scale=(key_dim + turning) ** -0.5 * magnitude**2,
         **queries,
     )
+
+
+def _parts_of_head(name: str, head: int, key_dim: int, value_dim: int) -> tuple[MatrixSpec, MatrixSpec]:
+    """As GGUF files have them: multiplied into queries and outputs, so that keys' are the other way round."""
+    key = MatrixSpec(name=f"{name}.k_b_proj.{head}", rows=key_dim, transposed=True)
+    return key, MatrixSpec(name=f"{name}.v_b_proj.{head}", rows=value_dim)
 
 
 def _norm(name: str, size: int) -> NormSpec:

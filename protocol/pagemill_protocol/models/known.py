@@ -39,7 +39,7 @@ BUILT_IN: dict[str, Names] = {
     "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
     "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
     "deepseek_v2": Names(("DeepseekV2ForCausalLM",), "deepseek_v2"),
-    "deepseek_v3": Names(("DeepseekV3ForCausalLM",), "deepseek_v3"),
+    "deepseek_v3": Names(("DeepseekV3ForCausalLM",), "deepseek_v3", ("deepseek2",)),
     "falcon": Names(("FalconForCausalLM", "RWForCausalLM"), "falcon", ("falcon",)),
     "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
     "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
@@ -77,8 +77,8 @@ BUILT_IN: dict[str, Names] = {
 RECURRENT = "layers that keep a recurrent state beside the KV cache"
 """Hybrids: docs/adr/0053."""
 RECURRENT_GGUF = (
-    "arwkv7", "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe", "mamba", "mamba2",
-    "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next", "rwkv6", "rwkv6qwen2", "rwkv7",
+    "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe",
+    "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next",
 )  # fmt: skip
 """Names in `general.architecture`."""
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from expert_models import DEEPSEEK_V2, MODELS, make_family, write_model
+from expert_models import DEEPSEEK_V2, MODELS, make_family
+from family_models import write_model
 from greedy_families import NUM_TOKENS, Family, tokens_of
 from safetensors.torch import load_file, save_file
 
