@@ -33,12 +33,13 @@ MODELS_NOTES = """\
   there.
 - **DeepSeek** keeps one compressed vector for each token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
   `pagemill plan` and the KV cache count. It runs on the CPU: products and experts native, latent attention on torch.
-  `device` cuda is refused by name. Its `fp8` checkpoints, and layers that draft further tokens, are not read.
+  `device` cuda is refused by name. Its `fp8` checkpoints are not read, nor are layers that draft further tokens.
 - **Quantization**: `int8` and `int4` on the CPU, and `w8a8` and `fp8` on GPUs, at load for every family (experts:
   `int8` and `int4` alone).
 - **GGUF types**: F32, F16, BF16, Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS and MXFP4, each held as
   it is stored or in wider codes of the same values (the engine's start says which: Q2_K takes 12 bits a weight, Q3_K
   10, IQ4_NL, IQ4_XS and MXFP4 9). Split files (`NAME-00001-of-00003.gguf`): name the first, the others lie beside it.
+  Files of Aquila, InternLM and InternLM 3 are `llama`, as of Mistral and Mixtral. GGUF has no name for OPT.
 - **Any other decoder** that the installed `transformers` has a class for runs by that class, with Pagemill's attention
   and cache: on the CPU, in floats, slower than a family (the log and `/version` say so). Not with windows, recurrent or
   compressed state, `longrope`, or arguments of attention that are not computed; never by code from the model's files.

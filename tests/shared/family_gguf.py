@@ -92,6 +92,8 @@ def _own(config: Config, architecture: str) -> dict[str, Any]:
     if architecture == "falcon":
         grouped = config.get("new_decoder_architecture")
         return {"attention.head_count_kv": config.get("num_kv_heads", 1) if grouped else 1}
+    if architecture == "gptj":
+        return {"rope.dimension_count": config["rotary_dim"]}
     if architecture == "bloom":
         return {"context_length": 2048}
     if architecture == "starcoder":

@@ -40,7 +40,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteForCausalLM", GRANITE),
     "llama": ("LlamaForCausalLM", LLAMA),
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": None}),
-    "mixtral": experts.MODELS["mixtral"],
+    "mixtral": ("MixtralForCausalLM", {**experts.MODELS["mixtral"][1], "head_dim": 16}),
     "mpt": ("MptForCausalLM", {**MPT, "tie_word_embeddings": False}),
     "nemotron": ("NemotronForCausalLM", LLAMA),
     "olmo2": ("Olmo2ForCausalLM", LLAMA),

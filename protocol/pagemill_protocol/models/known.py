@@ -47,7 +47,7 @@ BUILT_IN: dict[str, Names] = {
     "gpt2": Names(("GPT2LMHeadModel",), "gpt2", ("gpt2",)),
     "gpt_bigcode": Names(("GPTBigCodeForCausalLM",), "gpt_bigcode", ("starcoder",)),
     "gpt_neox": Names(("GPTNeoXForCausalLM",), "gpt_neox", ("gptneox",)),
-    "gptj": Names(("GPTJForCausalLM",), "gptj"),
+    "gptj": Names(("GPTJForCausalLM",), "gptj", ("gptj",)),
     "gpt_oss": Names(("GptOssForCausalLM",), "gpt_oss", ("gpt-oss",)),
     "granite": Names(("GraniteForCausalLM",), "granite", ("granite",)),
     "internlm": Names(("InternLMForCausalLM",), "internlm"),

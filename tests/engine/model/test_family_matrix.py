@@ -12,7 +12,7 @@ import torch
 from family_checkpoints import KINDS
 from family_matrix import BASES, CASES
 from family_models import VOCAB_SIZE, write_model
-from greedy_families import NUM_TOKENS, Family, family_of, tokens_of
+from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, prompt_logprobs, tokens_of
 
 from pagemill_kernels.cpu import library
 from pagemill_protocol.models.known import BUILT_IN
@@ -36,18 +36,20 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> Family:
 
 
 def assert_prompts_have_the_logprobs_of_transformers(family: Family, results: list[Any]) -> None:
+    """Within 1e-4 and twice what transformers itself rounds: random tokens lie tens of nats below 0."""
     for prompt, result in zip(family.prompts, results, strict=True):
-        with torch.no_grad():
-            rows = family.reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
-        expected = rows.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None]).squeeze(1)
-        # Beside 1e-4, what float32 rounds of values that lie tens of nats below 0, as random tokens' do.
-        torch.testing.assert_close(torch.tensor(result.prompt_logprobs), expected, atol=1e-4, rtol=1e-5)
+        exact, rounding = prompt_logprobs(family, prompt)
+        assert rounding < 1e-3
+        found = torch.tensor(result.prompt_logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, exact, atol=1e-4 + 2 * rounding, rtol=0)
 
 
 def test_answers_equal_transformers_under_everything_that_must_not_change_them(
     family: Family, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
 ) -> None:
-    for backend in ("cpu_native", "cpu") if library.load() else ("cpu",):
+    backends = ("cpu_native", "cpu") if library.load() else ("cpu",)
+    # Cases of rotary tables, which all backends share, have fewer prompts.
+    for backend in backends if len(family.prompts) == len(LENGTHS) else backends[:1]:
         driver = make_driver(runner_loader(family.folder, backend=backend))
         asks = [ASKS] * len(family.prompts)
         for settings in ({}, {"max_num_batched_tokens": 13}):

@@ -38,6 +38,7 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
         "gptneox",
         ("GPTNeoXForCausalLM", {**MODELS["gpt-neox"][1], "use_parallel_residual": False, "attention_bias": False}),
     ),
+    "gptj": ("gptj", MODELS["gptj"]),
     "falcon 7b": ("falcon", MODELS["falcon"]),
     "falcon 40b": ("falcon", ("FalconForCausalLM", FALCON_GROUPED)),
     "falcon 11b": ("falcon", ("FalconForCausalLM", {**FALCON_GROUPED, "num_ln_in_parallel_attn": 1})),
