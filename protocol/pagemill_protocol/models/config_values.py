@@ -125,6 +125,13 @@ class ConfigValues:
             raise self.unsupported(f"the activation `{value}`")
         return _ACTIVATIONS[value]
 
+    def choice(self, key: str, options: tuple[str, ...]) -> str:
+        """One of `options`, the first where the key is missing."""
+        value = self._values.get(key) or options[0]
+        if value not in options:
+            raise self.wrong(key, value, f"one of {', '.join(options)}")
+        return str(value)
+
     def quantization(self) -> str | None:
         """How the file says that its weights are quantized."""
         return quantization_of(self._values)
