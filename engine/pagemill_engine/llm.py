@@ -202,7 +202,7 @@ class LLM:
         while num_unfinished:
             for out in self._core.step().outputs:
                 run = runs.get(out.request_id)
-                if run is None or run.finished:
+                if run is None or run.output.finished:
                     continue
                 num_tokens += len(out.token_ids)
                 if run.push(out):

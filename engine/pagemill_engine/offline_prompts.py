@@ -110,7 +110,8 @@ class PromptEncoder:
 
         bundle = self.tokenizer.bundle
         names = {"bos_token": bundle.bos_token, "eos_token": bundle.eos_token, **bundle.special_tokens}
-        return PreTrainedTokenizerFast(
+        make: Any = PreTrainedTokenizerFast
+        return make(
             tokenizer_object=Backend.from_str(bundle.tokenizer_json),
             chat_template=bundle.chat_template,
             clean_up_tokenization_spaces=False,

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 ANY = None
 """Every value is taken."""
+EITHER = (True, False)
+"""Of a flag."""
 _reported: set[str] = set()
 
 
@@ -59,7 +61,9 @@ ARGUMENTS: Mapping[str, Argument] = {
         "Type of the KV cache.", sets="kv_cache_dtype", values={"fp8_e4m3": "fp8"}, option="kv-cache-dtype"
     ),
     "served_model_name": Argument("Names for clients.", sets="served_names", option="served-name"),
-    "num_gpu_blocks_override": Argument("Blocks of the KV cache.", sets="num_kv_blocks", only="LLM"),
+    "num_gpu_blocks_override": Argument(
+        "Blocks of the KV cache; of a server, --kv-cache-memory sets it.", sets="num_kv_blocks", only="LLM"
+    ),
     "scheduling_policy": Argument("Order of waiting requests.", sets="policy", option="policy"),
     "enforce_eager": Argument(
         "True: no CUDA graphs. Nothing is compiled in either case.",
@@ -67,8 +71,10 @@ ARGUMENTS: Mapping[str, Argument] = {
         values={True: False, False: True},
         option="no-cuda-graphs",
     ),
-    "async_scheduling": Argument("The next step is launched early.", ANY, sets="overlap", only="LLM"),
-    "override_generation_config": Argument("Sampling values by default.", sets="generation_defaults", only="LLM"),
+    "async_scheduling": Argument("Steps overlap where the device gains by it; see `overlap`.", EITHER),
+    "override_generation_config": Argument(
+        "Sampling values by default; of a server, send them with the requests.", sets="generation_defaults", only="LLM"
+    ),
     "tool_call_parser": Argument("Form of calls.", sets="tool_call_parser", values=_PARSERS, option="tool-call-parser"),
     "reasoning_parser": Argument(
         "How reasoning is read.", sets="reasoning_parser", values=_REASONING, option="reasoning-parser"
@@ -91,11 +97,11 @@ ARGUMENTS: Mapping[str, Argument] = {
     "enable_expert_parallel": Argument(_ONE, (False,)),
     "distributed_executor_backend": Argument(_ONE, (None, "mp", "uni")),
     "worker_use_ray": Argument(_ONE, (False,)),
-    "disable_custom_all_reduce": Argument(_ONE, ANY),
+    "disable_custom_all_reduce": Argument(_ONE, EITHER),
     "api_server_count": Argument("One process serves HTTP.", (1, None), only="serve"),
     "headless": Argument(_ONE, (False,), only="serve"),
     # The model's files.
-    "trust_remote_code": Argument("Code in a model's files is never run, whatever this says.", ANY),
+    "trust_remote_code": Argument("Code in a model's files is never run, whatever this says.", EITHER),
     "load_format": Argument("The format is seen from the files.", ("auto", "safetensors", "gguf", None)),
     "config_format": Argument("The format is seen from the files.", ("auto", "hf", None)),
     "tokenizer_mode": Argument("The tokenizer is the model's, in its fast form.", ("auto", "hf", None)),
@@ -104,7 +110,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "revision": Argument(_FOLDER, (None,)),
     "code_revision": Argument(_FOLDER, (None,)),
     "skip_tokenizer_init": Argument("The tokenizer is always read. Send token ids and detokenize=False.", (False,)),
-    "hf_token": Argument("Set the environment variable HF_TOKEN.", (None, True, False)),
+    "hf_token": Argument("Set the environment variable HF_TOKEN.", (None,)),
     "hf_config_path": Argument(_FOLDER, (None,)),
     "hf_overrides": Argument("Change config.json in the model's folder.", (None, {})),
     "download_dir": Argument("Downloads go to the Hugging Face cache; HF_HOME moves it.", (None,)),
@@ -133,20 +139,20 @@ ARGUMENTS: Mapping[str, Argument] = {
     "disable_sliding_window": Argument("Windows are the model's own.", (False,)),
     "max_seq_len_to_capture": Argument("CUDA graphs hold decodes of any length.", ANY),
     "compilation_config": Argument("Nothing is compiled by torch.", ANY),
-    "use_v2_block_manager": Argument("There is one manager of blocks.", ANY),
-    "disable_cascade_attention": Argument("There is no cascade attention.", ANY),
+    "use_v2_block_manager": Argument("There is one manager of blocks.", EITHER),
+    "disable_cascade_attention": Argument("There is no cascade attention.", EITHER),
     "prefix_caching_hash_algo": Argument("Blocks have one hash, blake2b.", ANY),
-    "calculate_kv_scales": Argument("Scales of int8 and fp8 are computed for each token and head.", ANY),
+    "calculate_kv_scales": Argument("Scales of int8 and fp8 are computed for each token and head.", EITHER),
     "max_logprobs": Argument("Answers have up to 20 log probabilities a token.", tuple(range(21))),
     "logits_processors": Argument("Use `logit_bias` or `structured_outputs` of a request.", (None, [])),
     "guided_decoding_backend": Argument("Forms are compiled by llguidance.", ("auto", "guidance", None)),
     "structured_outputs_config": Argument("Forms are compiled by llguidance.", (None, {})),
     "kv_transfer_config": Argument("Prefill and decode run in one engine.", (None,)),
     # Logs and HTTP.
-    "disable_log_stats": Argument("Statistics are metrics, not lines of the log.", ANY),
-    "disable_log_requests": Argument(_LOGS, ANY, only="serve"),
+    "disable_log_stats": Argument("Statistics are metrics, not lines of the log.", EITHER),
+    "disable_log_requests": Argument(_LOGS, EITHER, only="serve"),
     "enable_log_requests": Argument(_LOGS, (False,), only="serve"),
-    "disable_uvicorn_access_log": Argument(_LOGS, ANY, only="serve"),
+    "disable_uvicorn_access_log": Argument(_LOGS, EITHER, only="serve"),
     "max_log_len": Argument(_LOGS, ANY, only="serve"),
     "uvicorn_log_level": Argument(_LOGS, ANY, only="serve"),
     "enable_auto_tool_choice": Argument("Tools are always accepted.", (True,), only="serve"),

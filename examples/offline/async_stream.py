@@ -1,5 +1,7 @@
 """Stream answers to two prompts side by side, then end a long one early."""
 
+from __future__ import annotations
+
 import asyncio
 
 from pagemill import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagemill.secret_options import refuse_argument
+from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
@@ -171,6 +172,11 @@ def serve(
             raise
         console.print(f"pagemill serve: {failure}", style="red", markup=False)
         raise typer.Exit(1) from None
+
+
+def rewritten_arguments(words: list[str]) -> list[str]:
+    """Options of `vllm serve` as those of this command."""
+    return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_sampling_parameters_that_ask_for_nothing_pass_and_others_are_refused_by
     assert SamplingParams(**nothing) == SamplingParams(top_p=0.5)
     with pytest.raises(TypeError, match=r"does not support logits_processors=\[1\]. Python cannot run"):
         SamplingParams(logits_processors=[1])
-    with pytest.raises(TypeError, match="no parameter 'max_token'. Did you mean 'max_tokens'"):
+    with pytest.raises(TypeError, match=r"no parameter 'max_token'\. Did you mean 'max_tokens'"):
         SamplingParams(max_token=1, flat_logprobs=False)
     with pytest.raises(PagemillError, match="stop needs the text"):
         SamplingParams(stop=["x"], detokenize=False).validate()
@@ -143,7 +144,7 @@ async def test_async_outputs_are_those_of_their_kind() -> None:
     assert [token for each in deltas for token in each.outputs[0].token_ids] == whole.token_ids
     assert sum(len(each.outputs[0].logprobs or []) for each in deltas) == len(whole.logprobs or []) == 6
     assert sums[-1].outputs[0].text == whole.text
-    assert all(late.outputs[0].text.startswith(early.outputs[0].text) for early, late in zip(sums, sums[1:]))
+    assert all(late.outputs[0].text.startswith(early.outputs[0].text) for early, late in itertools.pairwise(sums))
     assert [each.finished for each in deltas] == [False] * (len(deltas) - 1) + [True]
     with pytest.raises(RuntimeError, match="was shut down"):
         await collect(llm, "x", SamplingParams())
