@@ -53,8 +53,8 @@ VLLM_HEAD = [
     "",
     "`pagemill serve` takes the options of `vllm serve` (`--tensor-parallel-size 1`), `LLM(...)` and `AsyncLLM(...)` "
     "its arguments (`tensor_parallel_size=1`). Those without an effect here are taken with a line that says why; "
-    "values that contradict what is done are refused. `--api-key KEY` is taken, with a line that `--api-keys-file` keeps keys "
-    "out of process lists. What is not in this table has the same name and meaning, or is refused as unknown.",
+    "values that contradict what is done are refused. `--api-key KEY` is taken, with a line that `--api-keys-file` "
+    "keeps keys out of process lists. What is not in this table has the same name and meaning, or is unknown.",
     "",
     "| vLLM's argument | Of | Here | Meaning |",
     "|---|---|---|---|",

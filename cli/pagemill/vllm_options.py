@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -63,6 +64,8 @@ def _options(argument: Argument, option: str, denied: bool, left: list[str], not
         return ["--no-prefix-caching" if denied else "--prefix-caching"]
     if argument.sets == "cuda_graphs":
         return ["--cuda-graphs" if denied else "--no-cuda-graphs"]
+    if argument.option == "allowed-origin":
+        return [word for origin in _origins(left) for word in ("--allowed-origin", origin)]
     if argument.option:
         given = left.pop(0) if left else ""
         return [f"--{argument.option}", str(argument.values.get(given, given))]
@@ -91,6 +94,17 @@ def _takes(argument: Argument, value: Any) -> bool:
     if isinstance(value, bool):
         return takes(argument, value)
     return argument.taken is None or value in [str(each) for each in argument.taken if each is not None]
+
+
+def _origins(left: list[str]) -> list[str]:
+    """vLLM's form of a list is JSON."""
+    try:
+        found = json.loads(left.pop(0) if left else "")
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise typer.BadParameter("--allowed-origins needs a JSON list of origins. --allowed-origin takes one.")
+    return found
 
 
 def _values(left: list[str]) -> list[str]:

@@ -46,7 +46,7 @@ _NO_LORA = "Engines serve no adapters. Merge the adapter into the model's weight
 _LOGS = "Requests are not logged one by one; counters are at /metrics."
 _TLS = "Engines serve plain HTTP. `pagemill gateway --tls-cert-file FILE --tls-key-file FILE` serves TLS."
 _FOLDER = "The model's folder or file says it. Name it in the source: hf://ORG/NAME@REVISION."
-_CORS = "Engines answer no web pages of other sites. A gateway does: `allowed_origins` in its settings."
+_CORS = "Which headers and methods pages may use is fixed; cookies are never allowed."
 
 ARGUMENTS: Mapping[str, Argument] = {
     # What an engine has under the same or another name.
@@ -164,7 +164,10 @@ ARGUMENTS: Mapping[str, Argument] = {
     "root_path": Argument("Let the proxy remove the path.", ("",), only="serve"),
     "ssl_keyfile": Argument(_TLS, only="serve"),
     "ssl_certfile": Argument(_TLS, only="serve"),
-    "allowed_origins": Argument(_CORS, only="serve"),
+    "allowed_origins": Argument("Web pages that may use the server.", option="allowed-origin", only="serve"),
+    "allowed_methods": Argument(_CORS, ('["*"]',), only="serve"),
+    "allowed_headers": Argument(_CORS, ('["*"]',), only="serve"),
+    "allow_credentials": Argument(_CORS, (False,), only="serve"),
     "middleware": Argument("Engines run no code of other packages in their server. Use a proxy.", only="serve"),
 }
 

@@ -113,6 +113,10 @@ def serve(
     internal_token_file: Annotated[
         Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may use this server from a browser (CORS); `*`: all."),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
@@ -159,6 +163,7 @@ def serve(
             internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
             allowed_hosts=allowed_host or [],
+            allowed_origins=allowed_origin or [],
             control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
         )

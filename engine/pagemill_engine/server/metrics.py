@@ -52,6 +52,19 @@ class ServerMetrics:
             names.NUM_REQUESTS_WAITING,
         ):
             self._metrics.gauge(spec).set(0)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Series of vLLM's names are there before the first request: tools that read them ask once at their start."""
+        for spec in ENGINE_METRICS:
+            if not spec.name.startswith("vllm:") or set(spec.labels) - {"model_name", "engine"}:
+                continue
+            if spec.kind == "counter":
+                self._metrics.counter(spec)
+            elif spec.kind == "histogram":
+                self._metrics.histogram(spec)
+        for reason in ("stop", "length", "abort", "error"):
+            self._metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason)
 
     def scrape(self, accept: str) -> Scrape:
         return self._metrics.scrape(accept)
