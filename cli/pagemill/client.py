@@ -131,7 +131,7 @@ class _Answer:
             )
         if isinstance(error, TimeoutError):
             return ClientError(f"{self._root} stopped sending in the middle of an answer.")
-        return ClientError(f"The connection to {self._root} broke: {error or type(error).__name__}")
+        return ClientError(f"The connection to {self._root} broke: {str(error) or type(error).__name__}")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

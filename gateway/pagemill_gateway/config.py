@@ -5,7 +5,6 @@ What changes while the gateway runs (models and endpoints) is the catalogue, not
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -361,14 +360,6 @@ def load_config(path: Path) -> GatewayConfig:
         raise SettingsError(f"settings: {path}: {error}.") from error
     except msgspec.DecodeError as error:
         raise SettingsError(f"settings: {path} is not valid JSON: {error}.") from error
-
-
-def in_cluster_url() -> str:
-    """The API server's address as kubelets give it to every pod; it needs no DNS."""
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    if not host:
-        return "https://kubernetes.default.svc"
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def open_keys_file(path: str | None, *, quiet: bool = False) -> SecretFile | None:

@@ -260,6 +260,7 @@ print(json.dumps([hung.error, lived, group.returncode, died.error]))
     assert found == ["it was ended after 0 s", True, -9, "the process returned 2"]
 
 
+@pytest.mark.full
 def test_tests_run_without_our_packages_installed_and_every_file_that_a_device_changes_is_among_them() -> None:
     problem, text, files = inside("""
 import own_tests

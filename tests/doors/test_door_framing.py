@@ -103,7 +103,7 @@ def test_a_body_that_never_ends_gets_413(door: Door) -> None:
     door.serves()
 
 
-def test_hundreds_of_slow_senders_keep_nobody_else_waiting(door: Door) -> None:
+def test_hundreds_of_slow_senders_keep_no_other_client_waiting(door: Door) -> None:
     """Half of a head, a head without its body, and nothing at all; others are served meanwhile."""
     beginnings = [
         b"",

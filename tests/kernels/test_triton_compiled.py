@@ -102,7 +102,7 @@ def test_every_kernel_that_a_launcher_launches_is_among_those_compiled() -> None
     assert json.loads(done.stdout) == sorted(launched)
 
 
-def test_what_an_older_device_does_not_have_is_told_and_not_compiled(tmp_path: Path) -> None:
+def test_what_an_older_device_does_not_have_is_reported_and_not_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     argv = [sys.executable, str(SCRIPT), "--architectures", "80", "89", "--only", "cache write, fp8 cache"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)

@@ -276,7 +276,7 @@ def rounded(
         pytest.skip(f"no native kernels: {library.why_absent()}")
     folder = tmp_path_factory.mktemp("rounded")
     kind, overrides = ARCHITECTURES[architecture]
-    # Logits of a size that bfloat16, with its 8 bits, tells apart to much less than a near tie.
+    # Logits of a size that bfloat16, with its 8 bits, resolves to much less than a near tie.
     model = reference_model(kind, {**overrides, "initializer_range": 0.15})
     with torch.no_grad():
         model.lm_head.weight.div_(8)
