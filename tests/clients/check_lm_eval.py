@@ -1,8 +1,8 @@
 # /// script
 # dependencies = ["lm-eval[api]==0.4.13", "transformers==5.20.0"]
 # ///
-"""EleutherAI's evaluation harness, with its model `local-completions`, a task of its own over local JSON and the model's
-tokenizer from a folder."""
+"""EleutherAI's evaluation harness, with its model `local-completions`, a task over local JSON, and the
+model's tokenizer from a folder."""
 
 from __future__ import annotations
 
