@@ -55,6 +55,18 @@ MODELS_NOTES = """\
   weights. On a published checkpoint Llama's family (SmolLM2) alone was compared.
 """
 
+VLLM_HEAD = [
+    "## vLLM's arguments",
+    "",
+    "`pagemill serve` takes the options of `vllm serve` (`--tensor-parallel-size 1`), `LLM(...)` and `AsyncLLM(...)` "
+    "its arguments (`tensor_parallel_size=1`). Those without an effect here are taken with a line that says why; "
+    "values that contradict what is done are refused. `--api-key KEY` is taken, with a line that `--api-keys-file` "
+    "keeps keys out of process lists. What is not in this table has the same name and meaning, or is unknown.",
+    "",
+    "| vLLM's argument | Of | Here | Meaning |",
+    "|---|---|---|---|",
+]
+
 SETTINGS = [
     (
         "pagemill_engine.config",
@@ -142,7 +154,20 @@ def cli_page() -> str:
     parts = [f"# Command line\n\n{NOTE}\n\n`pagemill COMMAND --help` prints the same.\n"]
     for name, summary in COMMANDS.items():
         parts.append(_command_section(name, summary, LazyCommand(name, help=summary, callback=lambda: None).load()))
-    return "\n".join(parts)
+    return "\n".join([*parts, _vllm_section()])
+
+
+def _vllm_section() -> str:
+    from pagemill_engine.vllm_arguments import ARGUMENTS
+
+    rows = []
+    for name, each in sorted(ARGUMENTS.items()):
+        homes = [f"`--{each.option}`"] if each.option and each.only != "LLM" else []
+        homes += [f"`LLM({each.sets}=...)`"] if each.sets and each.only != "serve" else []
+        taken = "every value" if each.taken is None else ", ".join(f"`{value}`" for value in each.taken)
+        here = ", ".join(homes) or (f"no effect; taken: {taken}" if taken else "refused")
+        rows.append(f"| `{name}` | {each.only or 'both'} | {here} | {cell(each.meaning)} |")
+    return "\n".join([*VLLM_HEAD, *rows, ""])
 
 
 def _command_section(name: str, summary: str, command: Any) -> str:

@@ -77,7 +77,16 @@ class Client:
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> _Answer:
         assert self._session is not None, "use the client as an async context manager"
+        check_url(self._root)
         return _Answer(self._session, method, self._root + path, body, self._root)
+
+
+def check_url(url: str) -> None:
+    """Raises `ClientError` for an address that does not begin with http:// or https://."""
+    if url.startswith(("http://", "https://")):
+        return
+    host = url.rpartition("://")[2]
+    raise ClientError(f"`{url}` does not begin with http:// or https://. Write http://{host or '127.0.0.1:8080'}")
 
 
 class _Answer:

@@ -14,6 +14,7 @@ import msgspec
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.cors import is_origin
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError
@@ -152,6 +153,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     Names by which clients may address a gateway on loopback without API keys, in the header Host, beside those that
     `control_allowed_hosts` describes: a web page could bind any other name to this machine.
+    """
+    allowed_origins: list[str] = []
+    """
+    Origins of web pages that may use the data port from a browser (CORS), such as `https://app.example.com`; `*`: all.
+    Cookies are never allowed. Empty: none.
     """
     api_keys: list[str] = []
     """
@@ -302,6 +308,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingsError(
                 "catalog: with discovery `kubernetes` the cluster's objects are the catalogue. Empty it."
             )
+        for origin in self.allowed_origins:
+            if not is_origin(origin):
+                raise SettingsError(
+                    f"allowed_origins: {origin[:80]!r} is no origin. Write it like https://app.example.com."
+                )
         for field in ("port", "control_port"):
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)

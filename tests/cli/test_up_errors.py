@@ -56,6 +56,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
     ("spec", "expected"),
     [
         (f"{MODEL}  maxModelLen: 8\n", "f.yaml:6: spec.maxModelLen: unknown field; it belongs to spec.engine"),
+        (f"{MODEL}  replicas: two\n", 'f.yaml:6: spec.replicas: must be an integer, not "two", which is text'),
         (
             f"{MODEL}  replicas: 1\n  replicas: 2\n",
             "f.yaml:7: spec.replicas: appears twice (first on line 6); keep one",

@@ -187,3 +187,14 @@ def test_columns_line_up_and_end_without_blanks() -> None:
         "long  b     c d",
         "x     y",
     ]
+
+
+def test_a_running_up_that_has_decided_nothing_is_found(alone: Path) -> None:
+    state = StateDir(alone)
+    state.write_targets([{"targets": ["127.0.0.1:1"], "labels": {"pod": "p", "variant": "default/chat"}}])
+    try:
+        result = why("chat")
+    finally:
+        state.remove()
+    assert result.exit_code == 2
+    assert "serves chat and has decided nothing about its replicas" in result.stderr
