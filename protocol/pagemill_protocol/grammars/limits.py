@@ -96,7 +96,8 @@ def _check_divisor(divisor: float) -> None:
     remainders = int(str(int(divisor)).rstrip("0") or 0) if divisor == divisor and abs(divisor) < float("inf") else 0
     if remainders > MAX_REMAINDERS:
         raise ValueError(
-            f"multipleOf {divisor} has {remainders} remainders; at most {MAX_REMAINDERS} are allowed: send a smaller one"
+            f"multipleOf {divisor} has {remainders} remainders; at most {MAX_REMAINDERS} are allowed: send a "
+            "smaller one"
         )
 
 
