@@ -63,7 +63,7 @@ SPECIAL = (
     "[/THINK]",
 )
 EOS = 256
-CLOSING = b'"}]<'
+CLOSING = frozenset(b'"}]<')
 TEMPLATES = {"mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"], "deepseek": ["", "```json"]}
 VARIANTS = [(name, template) for name in tool_formats() for template in TEMPLATES.get(name, [""])]
 
@@ -116,7 +116,7 @@ def walk(matcher: LLMatcher, seed: int, start: str = "") -> str:
         allowed = np.flatnonzero(bits).tolist()
         likely = [each for each in allowed if each >= EOS or 32 <= each < 127] or allowed
         if num_tokens > 300:
-            likely = [each for each in likely if each == EOS or each in CLOSING] or likely
+            likely = [each for each in likely if each >= EOS or each in CLOSING] or likely
         chosen = EOS if EOS in likely and draw.random() < 0.3 else draw.choice(likely)
         assert matcher.consume_token(chosen)
         token_ids.append(chosen)
