@@ -45,7 +45,7 @@ MODELS_NOTES = """\
   compressed state, `longrope`, or arguments of attention that are not computed; never by code from the model's files.
   The engine needs `transformers` installed, and so do the operator and `pagemill plan`, which read the same header.
 - **Hybrids** (Qwen3.5, Qwen3-Next, Jamba and others whose layers keep a recurrent state beside the KV cache) are
-  refused with the key that shows it, folder or GGUF file ([ADR 53](../adr/0053-recurrent-state.md)).
+  refused with the key that shows it, folder or GGUF file ([ADR 54](../adr/0054-recurrent-state.md)).
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `dynamic` changes contexts beyond
   `max_position_embeddings` alone, which no engine accepts. `longrope` takes its long factors where `maxModelLen`
   exceeds the original context.
@@ -56,6 +56,18 @@ MODELS_NOTES = """\
   Qwen, which transformers does not have, are compared with plain formulas. GGUF files of each architecture give the
   answers of the folder with the same weights. On a published checkpoint Llama's family (SmolLM2) alone was compared.
 """
+
+VLLM_HEAD = [
+    "## vLLM's arguments",
+    "",
+    "`pagemill serve` takes the options of `vllm serve` (`--tensor-parallel-size 1`), `LLM(...)` and `AsyncLLM(...)` "
+    "its arguments (`tensor_parallel_size=1`). Those without an effect here are taken with a line that says why; "
+    "values that contradict what is done are refused. `--api-key KEY` is taken, with a line that `--api-keys-file` "
+    "keeps keys out of process lists. What is not in this table has the same name and meaning, or is unknown.",
+    "",
+    "| vLLM's argument | Of | Here | Meaning |",
+    "|---|---|---|---|",
+]
 
 SETTINGS = [
     (
@@ -144,7 +156,20 @@ def cli_page() -> str:
     parts = [f"# Command line\n\n{NOTE}\n\n`pagemill COMMAND --help` prints the same.\n"]
     for name, summary in COMMANDS.items():
         parts.append(_command_section(name, summary, LazyCommand(name, help=summary, callback=lambda: None).load()))
-    return "\n".join(parts)
+    return "\n".join([*parts, _vllm_section()])
+
+
+def _vllm_section() -> str:
+    from pagemill_engine.vllm_arguments import ARGUMENTS
+
+    rows = []
+    for name, each in sorted(ARGUMENTS.items()):
+        homes = [f"`--{each.option}`"] if each.option and each.only != "LLM" else []
+        homes += [f"`LLM({each.sets}=...)`"] if each.sets and each.only != "serve" else []
+        taken = "every value" if each.taken is None else ", ".join(f"`{value}`" for value in each.taken)
+        here = ", ".join(homes) or (f"no effect; taken: {taken}" if taken else "refused")
+        rows.append(f"| `{name}` | {each.only or 'both'} | {here} | {cell(each.meaning)} |")
+    return "\n".join([*VLLM_HEAD, *rows, ""])
 
 
 def _command_section(name: str, summary: str, command: Any) -> str:

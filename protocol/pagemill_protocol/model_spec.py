@@ -23,6 +23,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Type of the stored weights (`bfloat16`), where one is declared."""
     quantization: str | None = None
     """Quantization method or main GGUF storage type; `None`: plain floats."""
+    quantization_bits: int | None = None
+    """Bits of a quantized weight in a Hugging Face folder, where all have the same."""
     weights_format: Literal["safetensors", "gguf"] = "safetensors"
     weight_bytes: int = 0
     """Stored size of all tensors that the decoder uses."""

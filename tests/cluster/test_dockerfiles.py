@@ -22,7 +22,7 @@ def final_stage(dockerfile: str) -> str:
     return re.split(r"^FROM .*$", dockerfile, flags=re.MULTILINE)[-1]
 
 
-def test_it_runs_as_nobody_in_particular_without_a_shell(dockerfile: str) -> None:
+def test_it_runs_as_an_unprivileged_user_without_a_shell(dockerfile: str) -> None:
     stage = final_stage(dockerfile)
     assert re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["65532:65532"]
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", stage, re.MULTILINE)

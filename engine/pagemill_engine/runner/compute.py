@@ -231,7 +231,7 @@ def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
 
 
 def _has_4_bits(config: EngineConfig, spec: ModelSpec) -> bool:
-    return config.quantization == "int4" or (spec.quantization or "").startswith("Q4")
+    return config.quantization == "int4" or spec.quantization_bits == 4 or (spec.quantization or "").startswith("Q4")
 
 
 def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) -> bool:

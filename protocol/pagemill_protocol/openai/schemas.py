@@ -19,6 +19,7 @@ from pagemill_protocol.openai.fields import (
     LogitBias,
     Name,
     Prompts,
+    RequestId,
     RequestModel,
     StopList,
     TemplateKwargs,
@@ -139,6 +140,8 @@ class SamplingFields(RequestModel, FormFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Priority = 0
+    request_id: RequestId | None = None
+    """vLLM's: the answer's `id` is made of it."""
     user: Annotated[str, Field(max_length=1024)] | None = None
 
     @model_validator(mode="after")
