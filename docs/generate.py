@@ -33,7 +33,7 @@ MODELS_NOTES = """\
   there.
 - **DeepSeek** keeps one compressed vector for each token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
   `pagemill plan` and the KV cache count. It runs on the CPU: products and experts native, latent attention on torch.
-  `device` cuda is refused by name. Its `fp8` checkpoints are not read, nor are layers that draft further tokens.
+  `device` cuda is refused by name. FP8 checkpoints are read; layers that draft further tokens are left in the file.
 - **Quantization**: `int8` and `int4` on the CPU, and `w8a8` and `fp8` on GPUs, at load for every family (experts:
   `int8` and `int4` alone).
 - **GGUF types**: F32, F16, BF16, Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS and MXFP4, each held as
