@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import expert_models
 import msgspec
 import pytest
 from click.testing import Result
+from family_models import write_model
 from scaling_world import BLOCK_SIZE, STEP_TIME, Scaled, arrivals, signals
 from typer.testing import CliRunner
 
@@ -251,6 +253,20 @@ def test_an_accelerator_is_its_data_sheet(file: Path) -> None:
     assert "reckoned, not measured: NVIDIA H200 Tensor Core GPU data sheet" in result.stdout
     assert "126.90 GiB" not in result.stdout
     assert "141.00 GiB" in result.stdout
+
+
+def test_latents_take_the_bytes_that_their_model_declares_and_gpus_refuse_them(
+    tmp_path: Path, write: Write, simulated: Simulated, fit: Path
+) -> None:
+    write_model(*expert_models.MODELS["deepseek-v3"], tmp_path / "model")
+    spec = simulated(engine={"maxModelLen": 256, "dtype": "float32", "extraArgs": []})
+    spec["spec"]["model"] = {"source": f"file://{tmp_path / 'model'}"}
+    result = plan(write("deep.yaml", spec), "--fit", fit, "-o", "json", rps=1, input=8, output=8)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["replica"]["kvBytesPerToken"] == 3 * (24 + 8) * 4
+    refused = plan(write("deep.yaml", spec), "--accelerator", "h200", rps=1, input=8, output=8)
+    assert refused.exit_code != 0
+    assert "the Triton kernels have no latent attention" in refused.stderr
 
 
 def test_a_file_with_gpus_names_its_accelerator(write: Write, simulated: Simulated) -> None:

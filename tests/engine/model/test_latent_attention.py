@@ -181,3 +181,31 @@ def test_a_configuration_that_is_not_computed_is_refused_by_its_header(
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(SourceError, match=message):
         load_model_spec(tmp_path)
+
+
+def test_a_checkpoint_in_fp8_answers_as_the_values_that_it_holds(
+    v3: Family, tmp_path: Path, runner_loader: Loader, make_driver: Drivers
+) -> None:
+    """As DeepSeek-V3 is published: matrices in E4M3 with a factor for each square, the rest and routers in floats."""
+    block, config = 16, json.loads((v3.folder / "config.json").read_text())
+    packed, decoded = {}, {}
+    for name, tensor in load_file(v3.folder / "model.safetensors").items():
+        packed[name] = decoded[name] = tensor
+        if tensor.dim() != 2 or "_proj" not in name:
+            continue
+        rows, columns = (-(-size // block) for size in tensor.shape)
+        factors = 0.002 + 0.001 * torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows))
+        spread = factors.repeat_interleave(block, 0).repeat_interleave(block, 1)[: len(tensor), : tensor.shape[1]]
+        packed[name] = (tensor / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+        packed[name.replace(".weight", ".weight_scale_inv")] = factors
+        decoded[name] = packed[name].float() * spread
+    quantized = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    for which, tensors in (("packed", packed), ("decoded", decoded)):
+        (tmp_path / which).mkdir()
+        save_file(tensors, tmp_path / which / "model.safetensors")
+        settings = {"quantization_config": quantized} if which == "packed" else {}
+        (tmp_path / which / "config.json").write_text(json.dumps(config | settings))
+    drivers = [make_driver(runner_loader(tmp_path / which)) for which in ("packed", "decoded")]
+    found, expected = (tokens_of(driver.greedy(v3.prompts, NUM_TOKENS)) for driver in drivers)
+    assert found == expected
+    assert found != v3.expected
