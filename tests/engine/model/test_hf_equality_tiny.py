@@ -140,7 +140,9 @@ def test_a_batch_of_fifty_equals_transformers(tiny: TinyModel, driver: Any) -> N
     assert tokens_of(driver.greedy(prompts, NUM_TOKENS, enable_prefix_caching=False)) == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.full), 7, pytest.param(16, marks=pytest.mark.full), 33]
+)
 def test_any_chunk_size_equals_transformers(tiny: TinyModel, driver: Any, chunk: int) -> None:
     results = driver.greedy(tiny.prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert tokens_of(results) == tiny.expected

@@ -24,7 +24,8 @@ from pagemill_kernels.cpu import library
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
-CHUNKS = (1, 7, 16)
+LARGEST_CHUNK = 16
+IN_FULL = pytest.mark.full
 
 
 def make_family(name: str, overrides: dict[str, Any], folder: Path, lengths: tuple[int, ...] = LENGTHS) -> Family:
@@ -51,7 +52,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family
     return get
 
 
-@pytest.fixture(scope="module", params=["cpu_native", "cpu", "reference"])
+@pytest.fixture(scope="module", params=["cpu_native", "cpu", pytest.param("reference", marks=IN_FULL)])
 def any_backend(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu_native" and library.load() is None:
         pytest.skip(f"no native kernels: {library.why_absent()}")
@@ -76,9 +77,9 @@ def test_a_batch_equals_transformers(family: Family, driver: Any) -> None:
     assert tokens_of(results) == family.expected * 3
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=IN_FULL), 7, pytest.param(LARGEST_CHUNK, marks=IN_FULL)])
 def test_any_chunk_size_equals_transformers(family: Family, driver: Any, chunk: int) -> None:
-    prompts = family.prompts if chunk == max(CHUNKS) else family.prompts[:-1]
+    prompts = family.prompts if chunk == LARGEST_CHUNK else family.prompts[:-1]
     results = driver.greedy(prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert tokens_of(results) == family.expected[: len(prompts)]
 
@@ -101,7 +102,9 @@ def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> No
     torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[IN_FULL] * (index % 3 > 0)) for index, name in enumerate(VARIANTS)]
+)
 def test_variants_equal_transformers(
     name: str, families: Callable[[str], Family], runner_loader: Loader, make_driver: Drivers
 ) -> None:
