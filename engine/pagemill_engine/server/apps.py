@@ -19,6 +19,7 @@ from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.http.errors import with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 
@@ -54,7 +55,10 @@ DATA_ROUTES = [
     Route(OPENAPI_PATH, show_openapi),
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
-    *(Route(each.path, keyed(openai_routes.generate_route(each)), methods=["POST"]) for each in dialects().values()),
+    *(
+        Route(each.path, with_errors(each.error_body, keyed(openai_routes.generate_route(each))), methods=["POST"])
+        for each in dialects().values()
+    ),
     *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),
