@@ -27,7 +27,7 @@ from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.sampling import SamplingParams
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 8,
     "num_attention_heads": 16,
@@ -36,7 +36,7 @@ SHAPE = {
     "max_position_embeddings": 1024,
 }
 INNER, EXPERTS, TOP_K = 1792, 8, 2
-DENSE = {"architectures": ["LlamaForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
+DENSE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
 MOE = {"architectures": ["MixtralForCausalLM"], "intermediate_size": INNER, **SHAPE}
 MOE |= {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
 STORAGE: dict[str, dict[str, Any]] = {

@@ -160,6 +160,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: list[str] = []
     """Names by which clients may address this server on loopback without API keys, in the header Host, beside those
     that `control_allowed_hosts` describes: a web page could bind any other name to this machine."""
+    allowed_origins: list[str] = []
+    """Origins of web pages that may use the data port from a browser (CORS), such as `https://app.example.com`; `*`:
+    all. Cookies are never allowed. Empty: none."""
     control_allowed_hosts: list[str] = []
     """Names by which callers of those routes may address this server, in the header Host. IP addresses, the machine's
     own name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may."""

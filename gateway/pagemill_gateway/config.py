@@ -5,7 +5,6 @@ What changes while the gateway runs (models and endpoints) is the catalogue, not
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,6 +14,7 @@ import msgspec
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.cors import is_origin
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError
@@ -153,6 +153,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     Names by which clients may address a gateway on loopback without API keys, in the header Host, beside those that
     `control_allowed_hosts` describes: a web page could bind any other name to this machine.
+    """
+    allowed_origins: list[str] = []
+    """
+    Origins of web pages that may use the data port from a browser (CORS), such as `https://app.example.com`; `*`: all.
+    Cookies are never allowed. Empty: none.
     """
     api_keys: list[str] = []
     """
@@ -303,6 +308,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingsError(
                 "catalog: with discovery `kubernetes` the cluster's objects are the catalogue. Empty it."
             )
+        for origin in self.allowed_origins:
+            if not is_origin(origin):
+                raise SettingsError(
+                    f"allowed_origins: {origin[:80]!r} is no origin. Write it like https://app.example.com."
+                )
         for field in ("port", "control_port"):
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)
@@ -350,14 +360,6 @@ def load_config(path: Path) -> GatewayConfig:
         raise SettingsError(f"settings: {path}: {error}.") from error
     except msgspec.DecodeError as error:
         raise SettingsError(f"settings: {path} is not valid JSON: {error}.") from error
-
-
-def in_cluster_url() -> str:
-    """The API server's address as kubelets give it to every pod; it needs no DNS."""
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    if not host:
-        return "https://kubernetes.default.svc"
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def open_keys_file(path: str | None, *, quiet: bool = False) -> SecretFile | None:

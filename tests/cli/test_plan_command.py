@@ -424,7 +424,7 @@ def test_a_file_that_cannot_be_planned_says_why(
     assert words in result.stderr
 
 
-def test_errors_of_the_file_are_told_with_their_lines(write: Write) -> None:
+def test_errors_of_the_file_are_reported_with_their_lines(write: Write) -> None:
     result = plan(write("f.yaml", "kind: Service\n"))
     assert result.exit_code == 2
     assert "f.yaml:1: kind" in result.stderr

@@ -176,7 +176,7 @@ async def test_a_migration_is_a_span_between_the_parts_of_two_engines(engines, g
     )
 
 
-async def test_what_the_client_does_not_sample_is_not_told(engines, gateways, fake, receiver) -> None:
+async def test_what_the_client_does_not_sample_is_not_reported(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(headers=UNSAMPLED)).status == 200
     assert (await gateway.chat()).status == 200
@@ -184,7 +184,7 @@ async def test_what_the_client_does_not_sample_is_not_told(engines, gateways, fa
     assert TRACE_ID not in {span["trace"] for span in receiver.spans}
 
 
-async def test_of_requests_that_nobody_traces_the_ratio_is_told(engines, gateways, fake, receiver) -> None:
+async def test_of_requests_without_a_trace_the_ratio_is_reported(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url, sample_ratio=0.0))
     assert (await gateway.chat()).status == 200
     assert (await gateway.chat(headers=SAMPLED)).status == 200
@@ -208,7 +208,7 @@ async def test_the_log_line_names_the_trace(engines, gateways, fake, receiver, c
     assert json.loads(caplog.messages[-1])["trace_id"] == TRACE_ID
 
 
-async def test_a_refused_request_is_told_with_its_error(engines, gateways, fake, receiver) -> None:
+async def test_a_refused_request_is_reported_with_its_error(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(max_tokens=-1)).status == 400
     await fake.until(lambda: receiver.named("POST /v1/chat/completions"))

@@ -41,6 +41,10 @@ def gateway(
         Path | None, typer.Option(help="Certificate chain of the data port, in PEM: serve HTTPS. Read again on change.")
     ] = None,
     tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may use this gateway from a browser (CORS); `*`: all."),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which clients address this gateway, as behind a proxy; needed without keys."),
@@ -64,6 +68,7 @@ def gateway(
             "port": port,
             "control_port": control_port,
             "allowed_hosts": allowed_host,
+            "allowed_origins": allowed_origin,
             "tls": _tls(tls_cert_file, tls_key_file),
             "workers": workers,
         }

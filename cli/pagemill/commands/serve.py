@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagemill.secret_options import refuse_argument
+from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
@@ -112,6 +113,10 @@ def serve(
     internal_token_file: Annotated[
         Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may use this server from a browser (CORS); `*`: all."),
+    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
@@ -158,6 +163,7 @@ def serve(
             internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
             allowed_hosts=allowed_host or [],
+            allowed_origins=allowed_origin or [],
             control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
         )
@@ -171,6 +177,11 @@ def serve(
             raise
         console.print(f"pagemill serve: {failure}", style="red", markup=False)
         raise typer.Exit(1) from None
+
+
+def rewritten_arguments(words: list[str]) -> list[str]:
+    """Options of `vllm serve` as those of this command."""
+    return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:

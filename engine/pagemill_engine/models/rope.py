@@ -32,8 +32,8 @@ def decoder_tables(
     decoder: DecoderSpec, max_positions: int, dtype: torch.dtype, source: TensorSource
 ) -> list[tuple[Tensor, Tensor]]:
     """For each of `decoder.ropes()`. `source`: of stored divisors of frequencies."""
-    head_dim = next(decoder.attentions()).head_dim
-    return [_head_tables(rope, head_dim, max_positions, dtype, source) for rope in decoder.ropes()]
+    turning_dim = next(decoder.attentions()).turning_dim
+    return [_head_tables(rope, turning_dim, max_positions, dtype, source) for rope in decoder.ropes()]
 
 
 def _head_tables(

@@ -31,7 +31,7 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
 )
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.output.processor import Processor
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
 from pagemill_engine.server.answer import Answer
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 class _Running(NamedTuple):
     request_id: str
     """As the front door named it."""
-    processor: OutputProcessor
+    processor: Processor
     answer: Answer
     timing: RequestTiming
 
@@ -102,7 +102,7 @@ class EngineClient:
         if len(requests) > 1 and num_sequences > self._config.max_num_waiting:
             raise wider_than_queue("prompt", num_sequences, self._config.max_num_waiting)
 
-    def submit(self, request: GenerateRequest, processor: OutputProcessor, answer: Answer) -> None:
+    def submit(self, request: GenerateRequest, processor: Processor, answer: Answer) -> None:
         """Hand a request to the engine, or refuse it now. Once accepted, `answer` gets everything up to its end.
 
         The engine's own admission rules are applied here too, so that a refusal is known before any status is sent.

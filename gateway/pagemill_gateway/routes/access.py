@@ -25,7 +25,7 @@ logger = logging.getLogger("pagemill.gateway.access")
 ROUTES = {
     *(each.path for each in dialects().values()),
     *(each.path for each in TOKEN_COUNTS),
-    *("/v1/models", "/detokenize", "/version"),
+    *("/v1/models", "/detokenize", "/version", "/load", "/server_info", "/docs"),
 }
 ROUTE_HEADER = b"x-pagemill-route"
 """On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; and for clients
@@ -34,7 +34,7 @@ known.
 """
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """On an answer that another engine continued before its headers were sent."""
-PROBES = frozenset({"/health", "/livez", "/readyz", "/version"})
+PROBES = frozenset({"/health", "/livez", "/readyz", "/version", "/ping"})
 """Requested every few seconds by machines: logged only when they fail."""
 
 
@@ -105,6 +105,7 @@ def _outcome(record: RequestRecord) -> RequestOutcome:
 
 def _route(path: str) -> str:
     """The route for logs and metrics; unknown paths must not create series."""
+    path = path[:-1] if path.endswith("/") else path
     if path in ROUTES or path in PROBES:
         return path
     return "/v1/models" if path.startswith("/v1/models/") else "other"

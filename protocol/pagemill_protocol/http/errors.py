@@ -58,7 +58,7 @@ def method_not_allowed(method: str, path: str) -> PagemillError:
 def install_error_handlers(app: Starlette) -> None:
     """Register handlers for everything `app` can raise.
 
-    A path with a slash too many is unknown like any other: a redirect would lead where the Host header says.
+    `door` removes a slash at the end of a path; there is no redirect, which would lead where the Host header says.
     """
     app.router.redirect_slashes = False
     app.add_exception_handler(PagemillError, _on_pagemill_error)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import aiohttp
+from typing import Protocol
 
 
 class TooLarge(Exception):
     """The peer sent more than the limit."""
 
 
-async def read_bounded(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+class _Content(Protocol):
+    async def readany(self) -> bytes: ...
+
+
+class Body(Protocol):
+    """What is needed of an `aiohttp.ClientResponse`."""
+
+    @property
+    def content(self) -> _Content: ...
+
+
+async def read_bounded(response: Body, limit_bytes: int) -> bytes:
     """The whole body. Raises `TooLarge`, or `aiohttp.ClientError` when the connection breaks."""
     chunks: list[bytes] = []
     size = 0

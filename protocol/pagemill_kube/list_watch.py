@@ -11,18 +11,17 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from pagemill_gateway.config import KubernetesConfig
-from pagemill_gateway.discovery.kubernetes.api import FAULTS, ApiClient, ApiFault, Gone, WatchEvent
-from pagemill_gateway.discovery.kubernetes.credentials import CredentialsError
-from pagemill_gateway.discovery.kubernetes.objects import NO_NAMESPACE, EndpointSlice, LLMDeployment, Secret
+from pagemill_kube.client import Client, WatchEvent
+from pagemill_kube.errors import ApiError, Gone, Unreachable
 
-logger = logging.getLogger("pagemill.gateway.kubernetes")
+logger = logging.getLogger("pagemill.kube")
 
-Object = TypeVar("Object", LLMDeployment, EndpointSlice, Secret)
+Object = TypeVar("Object", bound=msgspec.Struct)
+FAULTS = (ApiError, Unreachable, msgspec.DecodeError, UnicodeDecodeError)
 Key = tuple[str, str]
 WATCH_S = (20, 30)
 """The server is asked to end a watch after this long, so that a dead one is noticed soon. The next watch continues from
@@ -37,7 +36,7 @@ NUM_REFUSALS = 4
 
 class _Metadata(msgspec.Struct, rename="camel"):
     resource_version: str = ""
-    namespace: str = NO_NAMESPACE
+    namespace: str = ""
     name: str = ""
 
 
@@ -47,14 +46,22 @@ class _Bare(msgspec.Struct):
     metadata: _Metadata
 
 
+class Intervals(NamedTuple):
+    backoff_base_s: float
+    backoff_max_s: float
+    """First and longest pause between attempts to reach the API server; each is drawn from the upper half."""
+    idle_timeout_s: float
+    """A watch silent for this long is opened again."""
+
+
 class ListWatch(Generic[Object]):
     def __init__(
         self,
-        api: ApiClient,
+        client: Client,
         kind: type[Object],
         path: str,
         selector: dict[str, str],
-        config: KubernetesConfig,
+        intervals: Intervals,
         on_change: Callable[[], None],
     ) -> None:
         self.objects: dict[Key, Object] = {}
@@ -66,10 +73,10 @@ class ListWatch(Generic[Object]):
         self.refused = False
         """The server refuses and has never answered: the namespace is gone, or forbidden to this gateway."""
         self.path = path
-        self._api = api
+        self._client = client
         self._decoder: msgspec.json.Decoder[Object] = msgspec.json.Decoder(kind)
         self._selector = selector
-        self._config = config
+        self._intervals = intervals
         self._on_change = on_change
         self._version = ""
         self._num_refusals = 0
@@ -78,13 +85,13 @@ class ListWatch(Generic[Object]):
     async def run(self) -> None:
         """Never returns."""
         loop = asyncio.get_running_loop()
-        pause_s = self._config.backoff_base_s
+        pause_s = self._intervals.backoff_base_s
         while True:
             started = loop.time()
             fault = await self._attempt()
             # Successful lists between failing watches must not shorten the pauses.
-            if fault is None or loop.time() - started > self._config.backoff_max_s:
-                pause_s = self._config.backoff_base_s
+            if fault is None or loop.time() - started > self._intervals.backoff_max_s:
+                pause_s = self._intervals.backoff_base_s
             if fault is None:
                 await asyncio.sleep(QUICK_WATCH_PAUSE_S)
                 continue
@@ -92,7 +99,7 @@ class ListWatch(Generic[Object]):
                 logger.warning("watch of %s: %s; what is known stays in use", self.path, fault)
             self._set_fault(fault)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(self._config.backoff_max_s, pause_s * 2)
+            pause_s = min(self._intervals.backoff_max_s, pause_s * 2)
 
     async def _attempt(self) -> str | None:
         """List if needed, watch once; returns the fault, if any."""
@@ -103,10 +110,8 @@ class ListWatch(Generic[Object]):
             self._was_gone = False
         except Gone as gone:
             return self._begin_anew(gone)
-        except CredentialsError as error:
-            return str(error)
         except FAULTS as error:
-            if isinstance(error, ApiFault) and error.status in REFUSALS:
+            if isinstance(error, ApiError) and error.status in REFUSALS:
                 self._count_refusal(error)
             return f"{type(error).__name__}: {error}"
         except Exception as error:
@@ -123,7 +128,7 @@ class ListWatch(Generic[Object]):
         again, self._was_gone = self._was_gone, True
         return f"the watch cannot go on: {gone}" if again else None
 
-    def _count_refusal(self, error: ApiFault) -> None:
+    def _count_refusal(self, error: ApiError) -> None:
         if self.listed or self.refused:
             return
         self._num_refusals += 1
@@ -133,7 +138,7 @@ class ListWatch(Generic[Object]):
             self._on_change()
 
     async def _list(self) -> None:
-        page = await self._api.list(self.path, self._selector)
+        page = await self._client.list(self.path, self._selector)
         objects: dict[Key, Object] = {}
         for raw in page.items:
             key = _key(raw)
@@ -148,12 +153,12 @@ class ListWatch(Generic[Object]):
             self._on_change()
 
     async def _watch(self) -> None:
-        events = self._api.watch(
+        events = self._client.watch(
             self.path,
             self._selector,
             self._version,
             timeout_s=random.randint(*WATCH_S),
-            idle_timeout_s=self._config.watch_idle_timeout_s,
+            idle_timeout_s=self._intervals.idle_timeout_s,
             on_open=lambda: self._set_fault(None),
         )
         async with aclosing(events):
@@ -197,5 +202,5 @@ def _key(raw: msgspec.Raw) -> Key:
     try:
         metadata = msgspec.json.decode(raw, type=_Bare).metadata
     except msgspec.DecodeError:
-        return NO_NAMESPACE, ""
+        return "", ""
     return metadata.namespace, metadata.name

@@ -1,6 +1,7 @@
 """The address of the API server and the credentials for it: the service account of the pod, or a kubeconfig file.
 
 A kubelet replaces a service account's token every hour, so it is read again for each request; requests are rare here.
+Neighbour: `login` reads a kubeconfig with the official client, as kubectl does; a gateway goes without it.
 """
 
 from __future__ import annotations
@@ -10,63 +11,73 @@ import binascii
 import os
 import ssl
 import tempfile
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pagemill_gateway.config import KubernetesConfig, in_cluster_url
+from pagemill_kube.config import in_cluster_url
+from pagemill_kube.errors import CredentialsError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
-class CredentialsError(Exception):
-    """There are no usable credentials for the API server; the message names the file and the remedy."""
-
-
 class Credentials:
     def __init__(
-        self, base_url: str, tls: ssl.SSLContext | None, *, token: str = "", token_file: Path | None = None
+        self,
+        base_url: str,
+        tls: ssl.SSLContext | None,
+        authorization: Callable[[], Awaitable[str]],
+        *,
+        proxy: str | None = None,
     ) -> None:
+        """`authorization`: the header's value, or an empty string; asked for each request."""
         self.base_url = base_url.rstrip("/")
         self.tls = tls
-        self._token = token
-        self._token_file = token_file
+        self.proxy = proxy
+        self._authorization = authorization
 
-    def headers(self) -> dict[str, str]:
+    async def headers(self) -> dict[str, str]:
         """Raises `CredentialsError`."""
+        authorization = await self._authorization()
+        return {"Authorization": authorization} if authorization else {}
+
+
+class _Bearer:
+    """A fixed token, or that of a file as it is now."""
+
+    def __init__(self, token: str = "", file: Path | None = None) -> None:
+        self._token = token
+        self._file = file
+
+    async def __call__(self) -> str:
         token = self._token
-        if self._token_file is not None:
+        if self._file is not None:
             try:
-                token = self._token_file.read_text().strip()
+                token = self._file.read_text().strip()
             except OSError as error:
-                raise CredentialsError(f"cannot read {self._token_file}: {error.strerror}") from error
-        return {"Authorization": f"Bearer {token}"} if token else {}
+                raise CredentialsError(f"cannot read {self._file}: {error.strerror}") from error
+        return f"Bearer {token}" if token else ""
 
 
-def load_credentials(config: KubernetesConfig) -> Credentials:
-    """Raises `CredentialsError`."""
-    if config.kubeconfig is None:
-        return in_cluster(config.api_server or in_cluster_url())
-    return from_kubeconfig(Path(config.kubeconfig), config.api_server)
-
-
-def in_cluster(base_url: str, folder: Path = SERVICE_ACCOUNT) -> Credentials:
+def in_cluster(base_url: str = "", folder: Path = SERVICE_ACCOUNT) -> Credentials:
+    """Of the pod's service account. Raises `CredentialsError`."""
     token_file = folder / "token"
     if not token_file.exists():
         raise CredentialsError(
             f"{token_file} does not exist. Let the pod mount its service account's token "
-            "(automountServiceAccountToken), or set kubernetes.kubeconfig outside a cluster."
+            "(automountServiceAccountToken), or give a kubeconfig outside a cluster."
         )
     try:
         tls = ssl.create_default_context(cafile=str(folder / "ca.crt"))
     except (OSError, ssl.SSLError) as error:
         raise CredentialsError(f"{folder / 'ca.crt'} is no certificate: {error}") from error
-    return Credentials(base_url, tls, token_file=token_file)
+    return Credentials(base_url or in_cluster_url(), tls, _Bearer(file=token_file))
 
 
 def from_kubeconfig(path: Path, server: str = "") -> Credentials:
-    """Tokens and client certificates; programs that fetch credentials are not run."""
+    """Tokens and client certificates; programs that fetch credentials are not run: `login` does that."""
     try:
         content = yaml.safe_load(path.read_text())
         context = _named(content["contexts"], content["current-context"])["context"]
@@ -76,8 +87,7 @@ def from_kubeconfig(path: Path, server: str = "") -> Credentials:
         return Credentials(
             server,
             _tls(cluster, user, path.parent) if server.startswith("https://") else None,
-            token=user.get("token", ""),
-            token_file=path.parent / user["tokenFile"] if "tokenFile" in user else None,
+            _Bearer(user.get("token", ""), path.parent / user["tokenFile"] if "tokenFile" in user else None),
         )
     except OSError as error:
         raise CredentialsError(f"kubeconfig {path}: {error.filename or path}: {error.strerror}") from error
