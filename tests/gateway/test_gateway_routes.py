@@ -292,6 +292,8 @@ async def test_only_known_keys_get_in(engines, gateways) -> None:
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", "sk-two")]
     gateway = await gateways(engines[0], api_keys=keys)
     assert (await gateway.chat()).status == 401
+    in_anthropics_shape = (await gateway.post("/v1/messages", {"model": "m"})).json
+    assert (in_anthropics_shape["type"], in_anthropics_shape["error"]["type"]) == ("error", "authentication_error")
     assert (await gateway.chat(headers={"Authorization": "Bearer sk-three"})).error["code"] == "invalid_api_key"
     assert (await gateway.chat(headers={"Authorization": f"Bearer {keys[0]}"})).status == 401
     assert (await gateway.get("/v1/models")).status == 401

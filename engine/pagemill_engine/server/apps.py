@@ -21,6 +21,7 @@ from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
 from pagemill_protocol.http.docs_page import DOCS_PATH, docs_page
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.http.errors import with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 
@@ -78,7 +79,10 @@ DATA_ROUTES = [
     Route(DOCS_PATH, show_docs),
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
-    *(Route(each.path, keyed(openai_routes.generate_route(each)), methods=["POST"]) for each in dialects().values()),
+    *(
+        Route(each.path, with_errors(each.error_body, keyed(openai_routes.generate_route(each))), methods=["POST"])
+        for each in dialects().values()
+    ),
     *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),
