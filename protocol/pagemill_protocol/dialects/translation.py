@@ -12,12 +12,11 @@ from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.chat import ChatBody
-from pagemill_protocol.dialects.completions import CompletionsBody
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.parse import from_refusal, from_validation
-from pagemill_protocol.openai.schemas import Priority, SamplingFields
+from pagemill_protocol.openai.schemas import ChatCompletionRequest, Priority, SamplingFields
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,23 +53,25 @@ class TranslatedDialect:
         return body
 
 
-class _Translated:
-    """Before a body of OpenAI's in a class's bases: requests name their dialect, errors the client's own fields."""
+class TranslatedChat(ChatBody):
+    """A body that became a chat request: requests name their dialect, errors the client's own fields."""
 
-    def __init__(self, fields: Any, dialect: str, renamed: Sequence[Renamed], client_fields: str = "") -> None:
-        super().__init__(fields)  # type: ignore[call-arg]
+    def __init__(
+        self, fields: ChatCompletionRequest, dialect: str, renamed: Sequence[Renamed], client_fields: str = ""
+    ) -> None:
+        super().__init__(fields)
         self._added = {"dialect": dialect, "client_fields": client_fields}
         self._renamed = renamed
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         with self._named():
-            return super().sampling(defaults)  # type: ignore[misc, no-any-return]
+            return super().sampling(defaults)
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
         with self._named():
-            prepared = super().prepare(tokenizer, preparation, sampling, text)  # type: ignore[misc]
+            prepared = super().prepare(tokenizer, preparation, sampling, text)
         return [msgspec.structs.replace(each, **self._added) for each in prepared]
 
     @contextmanager
@@ -79,14 +80,6 @@ class _Translated:
             yield
         except PagemillError as error:
             raise with_names(error, self._renamed) from None
-
-
-class TranslatedChat(_Translated, ChatBody):
-    """A body that became a chat request."""
-
-
-class TranslatedCompletion(_Translated, CompletionsBody):
-    """A body that became a completions request."""
 
 
 def as_chat(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
