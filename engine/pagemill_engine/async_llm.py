@@ -29,7 +29,7 @@ from pagemill_engine.server.metrics import ServerMetrics
 from pagemill_engine.server.sleeping import Sleeping
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
-from pagemill_protocol.generate import FrameMeta, GenerateRequest
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.sources import default_name
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -180,6 +180,10 @@ class _Stream:
         self._collected = CollectedRequest(request, text, tokenizer)
         self._error: PagemillError | None = None
         self._news = asyncio.Event()
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(prompt_tokens=len(self.request.prompt_token_ids), completion_tokens=self.num_new_tokens)
 
     @property
     def num_new_tokens(self) -> int:

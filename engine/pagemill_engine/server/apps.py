@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill_engine.server import health, internal_routes, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
+from pagemill_engine.server.traces import TraceRequests
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
@@ -105,7 +106,8 @@ def data_app(context: ServerContext) -> ASGIApp:
     server = context.settings.server
     is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
     app = _app(context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app)
-    return Cors(app, server.allowed_origins) if server.allowed_origins else app
+    app = Cors(app, server.allowed_origins) if server.allowed_origins else app
+    return TraceRequests(app, context.tracing)
 
 
 def control_app(context: ServerContext) -> ASGIApp:

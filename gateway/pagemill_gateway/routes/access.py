@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
+from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
@@ -72,7 +74,9 @@ class AccessLog:
             self._worker.metrics.finished(record)
             if record.finished:
                 self._worker.brain.record_outcome(_outcome(record))
-            trace_id = self._worker.tracing.finished(record, scope)
+            trace_id = self._worker.tracing.finished(
+                scope, partial(write_spans, record, scope["method"], time.monotonic())
+            )
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))
 
