@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
+from pagemill_protocol.http.tls import TLSConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.tracing.config import TracingConfig
 
@@ -167,6 +168,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     control_allowed_hosts: list[str] = []
     """Names by which callers of those routes may address this server, in the header Host. IP addresses, the machine's
     own name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may."""
+    tls: TLSConfig | None = None
+    """Serve both ports by HTTPS, TLS 1.2 and later; `None`: by HTTP."""
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0

@@ -15,6 +15,7 @@ from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import is_origin
+from pagemill_protocol.http.tls import TLSConfig
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError
@@ -70,13 +71,13 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Gateways that share the limits, for a start while Redis is away; later they count themselves."""
 
 
-class TLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Certificate of the data port, in PEM; both files are read again when they change."""
+class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the certificates of engines are checked whose URLs begin with `https://`."""
 
-    cert_file: str
-    """The server's certificate, and after it those between it and the authority."""
-    key_file: str
-    """Its private key, not encrypted."""
+    ca_file: str = ""
+    """Certificates of the authorities that issued them, in PEM, read again when it changes; empty: this machine's."""
+    server_name: str = ""
+    """Name that each of their certificates has; empty: the host of the engine's URL."""
 
 
 class WorkerBounds(NamedTuple):
@@ -145,6 +146,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Share the limits with other gateways; `None`: each gateway counts for itself."""
     tls: TLSConfig | None = None
     """Serve the data port by HTTPS, TLS 1.2 and later; `None`: by HTTP. The control port is always HTTP."""
+    engine_tls: EngineTLSConfig = EngineTLSConfig()
     tracing: TracingConfig | None = None
     """Send OpenTelemetry traces; `None`: none are made."""
     allow_anonymous: bool = False

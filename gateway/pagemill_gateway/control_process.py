@@ -30,6 +30,7 @@ from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
+from pagemill_protocol.http.tls import EngineTrust
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Scrape
 from pagemill_protocol.token_file import MadeTokens
@@ -81,8 +82,9 @@ class ControlProcess:
         self.sharing: Sharing = open_sharing(
             config.redis, on_fallback=self.metrics.decided_alone, on_keys=self._publish_keys
         )
+        trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+            connector=aiohttp.TCPConnector(limit=0, ssl=trust), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
         )
         self.bundles = Bundles(self.session, keeps_tokenizers=keeps_tokenizers, on_change=self._publish_bundles)
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)

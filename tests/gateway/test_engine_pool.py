@@ -13,6 +13,7 @@ from waiting import WAIT_LIMIT_S, eventually
 
 from pagemill_gateway.relay.engine_connection import ConnectionBroken, EngineConnection
 from pagemill_gateway.relay.engine_pool import CannotConnect, EnginePool, Origin, origin_of
+from pagemill_protocol.http.tls import EngineTrust
 
 IDLE_S = 0.2
 HEAD = b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
@@ -57,7 +58,7 @@ def run(scenario: Callable[[EnginePool, Engine, Origin], Awaitable[None]], host:
         engine = Engine()
         server = await asyncio.start_server(engine.serve, host.strip("[]"), 0)
         engine.port = server.sockets[0].getsockname()[1]
-        pool = EnginePool(connect_timeout_s=0.5, idle_s=IDLE_S)
+        pool = EnginePool(connect_timeout_s=0.5, idle_s=IDLE_S, trust=EngineTrust())
         async with asyncio.timeout(WAIT_LIMIT_S):
             await scenario(pool, engine, origin_of(f"http://{host}:{engine.port}"))
             await pool.close()

