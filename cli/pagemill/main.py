@@ -7,6 +7,7 @@ name and one line of help; its options are read from its function in `pagemill.c
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from importlib.metadata import version as distribution_version
 from typing import Any
@@ -96,4 +97,12 @@ def _root(
 
 def main() -> None:
     """Entry point of the `pagemill` script."""
-    app()
+    try:
+        app()
+    except OSError as error:
+        from pagemill_protocol.settings import full_disk_message
+
+        message = full_disk_message(error)
+        if message is None:
+            raise
+        sys.exit(f"pagemill: {message}")

@@ -18,7 +18,7 @@ from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
-from pagemill_engine.server.failure import StartupError, disk_full
+from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.generation_defaults import GenerationConfig
@@ -188,12 +188,6 @@ def serve(
         _run(Settings(engine=engine, server=server), console)
     except StartupError as error:
         console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
-        raise typer.Exit(1) from None
-    except OSError as error:
-        failure = disk_full(error)
-        if failure is None:
-            raise
-        console.print(f"pagemill serve: {failure}", style="red", markup=False)
         raise typer.Exit(1) from None
 
 
