@@ -34,7 +34,7 @@ from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.openapi import document
 
 KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
-OPEN_PATHS = {"/health", "/livez", "/readyz", "/version", "/openapi.json"}
+OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/openapi.json"}
 PATHS = [
     (method.upper(), path.replace("{model}", MODEL))
     for path, methods in json.loads(document("doors", "1"))["paths"].items()

@@ -194,8 +194,8 @@ async def test_of_two_operators_one_writes_and_the_other_takes_over(ready: Any, 
     assert status == 200
     assert b"leader_election_master_status" in second.operator.metrics.scrape().body
     await first.stop()
-    assert ready.get("Lease", "pagemill-operator", "pagemill-system")["spec"]["holderIdentity"] in ("", "b")
     await second.leads()
+    assert ready.get("Lease", "pagemill-operator", "pagemill-system")["spec"]["holderIdentity"] == "b"
     owner = ready.get("LLMDeployment", "chat")
     ready.change("LLMDeployment", {**owner, "spec": {**owner["spec"], "replicas": 2}})
     await ready.until(lambda: ready.get("Deployment", "chat-engine")["spec"]["replicas"] == 2)
