@@ -112,10 +112,11 @@ class TraceRequests:
         self._routes = {each.path for each in dialects().values()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._routes:
+        route = scope["path"].rstrip("/") if scope["type"] == "http" else ""
+        if route not in self._routes:
             await self._app(scope, receive, send)
             return
-        record = RequestRecord(scope["path"])
+        record = RequestRecord(route)
         state = scope.setdefault("state", {})
         state["record"] = record
 
