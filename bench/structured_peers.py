@@ -1,4 +1,4 @@
-"""Tokens per second with a JSON schema for every row and without one: Pagemill (llguidance) beside vLLM for CPU (xgrammar).
+"""Tokens per second with a JSON schema for every row and without one: Pagemill beside vLLM for CPU with xgrammar.
 
 The same bfloat16 weights, two threads each, in turns; the one that is not measured is stopped. The ratio of tokens per
 second with a schema to those without one is a peer's own, so other work on the machine counts little.

@@ -49,6 +49,7 @@ class Release:
         image = {"registry": "docker.io", "tag": self.image_tag, "pullPolicy": "IfNotPresent"}
         small = {"requests": {"cpu": "20m", "memory": "64Mi"}}
         return {
+            "watchNamespaces": [],  # each case makes a namespace of its own
             "image": dict.fromkeys(("operator", "gateway", "engine"), image),
             "operator": {"resources": small},
             "gateway": {"resources": small, "apiKeys": {"existingSecret": KEYS_SECRET}},

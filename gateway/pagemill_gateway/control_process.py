@@ -18,7 +18,6 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
-from pagemill_gateway.discovery.kubernetes.credentials import Credentials, CredentialsError, load_credentials
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_gateway.discovery.state_streams import StateStreams
@@ -27,8 +26,11 @@ from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
+from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
+from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
+from pagemill_protocol.http.tls import EngineTrust
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.metrics import Scrape
 from pagemill_protocol.token_file import MadeTokens
@@ -80,8 +82,9 @@ class ControlProcess:
         self.sharing: Sharing = open_sharing(
             config.redis, on_fallback=self.metrics.decided_alone, on_keys=self._publish_keys
         )
+        trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+            connector=aiohttp.TCPConnector(limit=0, ssl=trust), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
         )
         self.bundles = Bundles(self.session, keeps_tokenizers=keeps_tokenizers, on_change=self._publish_bundles)
         self._streams = StateStreams(self.session, self.brain, self.bundles, config)
@@ -217,7 +220,10 @@ def _served_before(catalog: Catalog) -> Catalog:
 
 
 def _credentials(config: GatewayConfig) -> Credentials:
+    settings = config.kubernetes
     try:
-        return load_credentials(config.kubernetes)
+        if settings.kubeconfig is None:
+            return in_cluster(settings.api_server)
+        return from_kubeconfig(Path(settings.kubeconfig), settings.api_server)
     except CredentialsError as error:
         raise SettingsError(f"discovery: the API server cannot be asked: {error}") from error

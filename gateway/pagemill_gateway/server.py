@@ -11,23 +11,23 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from pagemill_gateway.app import control_app, data_app
-from pagemill_gateway.config import GatewayConfig, TLSConfig
+from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_token import with_control_token
 from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.logs import log_event
 from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
-from pagemill_gateway.tls import ServerTLS
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.http.tls import ServerTLS, TLSConfig
 
 logger = logging.getLogger("pagemill.gateway")
 
@@ -83,21 +83,18 @@ async def listening(
 async def serving(
     app: ASGIApp, listener: socket.socket, config: GatewayConfig, tls: TLSConfig | None = None
 ) -> AsyncIterator[Listening]:
-    """One app on one port while the block runs. Raises `SettingsError` for a certificate that cannot be used."""
-    secured = ServerTLS(tls) if tls is not None else None
+    """One app on one port while the block runs. Raises `TLSError` for a certificate that cannot be used."""
     server = _server(app, config)
-    if secured is not None:
-        server.config.load()
-        server.config.ssl = secured.context
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    following = asyncio.create_task(secured.follow()) if secured is not None else None
-    try:
-        yield Listening(task, server.refuse_connections)
-    finally:
-        if following is not None:
-            following.cancel()
-        server.should_exit = True
-        await task
+    async with AsyncExitStack() as stack:
+        if tls is not None:
+            server.config.load()
+            server.config.ssl = await stack.enter_async_context(ServerTLS(tls).followed())
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield Listening(task, server.refuse_connections)
+        finally:
+            server.should_exit = True
+            await task
 
 
 async def stopped(stop: Stop, *listening: Listening) -> None:

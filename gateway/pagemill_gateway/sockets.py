@@ -7,14 +7,18 @@ import socket
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.discovery.catalog import check_catalog
 from pagemill_gateway.logs import log_event
-from pagemill_gateway.tls import ServerTLS
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.http.tls import EngineTrust, ServerTLS, TLSError
 
 
 def open_ports(config: GatewayConfig) -> tuple[socket.socket, socket.socket]:
     """Data and control. Raises `SettingsError`, also for an invalid catalogue or certificate."""
-    if config.tls is not None:
-        ServerTLS(config.tls)
+    try:
+        if config.tls is not None:
+            ServerTLS(config.tls)
+        EngineTrust(config.engine_tls.ca_file)
+    except TLSError as error:
+        raise SettingsError(str(error)) from error
     try:
         check_catalog(config.catalog)
     except PagemillError as error:

@@ -11,9 +11,14 @@ import tempfile
 from pathlib import Path
 
 
+class SettingsError(ValueError):
+    """The settings cannot be used; the message names the field, its value and the remedy."""
+
+
 def full_disk_message(error: OSError) -> str | None:
-    """What to do about a full disk; `None` for another error."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    """What to do about a full disk, or no folder for temporary files; `None` for another error."""
+    has_no_folder = error.errno == errno.ENOENT and "temporary directory" in str(error.strerror)  # `tempfile`'s
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) and not has_no_folder:
         return None
     where = error.filename or f"the temporary folder {os.environ.get('TMPDIR') or '/tmp'}"
     return f"Cannot write to {where}: {error.strerror}. Free space there, or set TMPDIR to a folder on another disk."

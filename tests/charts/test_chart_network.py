@@ -70,13 +70,13 @@ def test_the_gateway_reaches_engines_where_they_may_be(variant: Variant) -> None
         assert peer["podSelector"] == ENGINE
         return peer["namespaceSelector"]
 
-    assert engines(variant("anonymous")) == {}
+    assert engines(variant("all-namespaces")) == {}
     (expression,) = engines(variant("namespaced"))["matchExpressions"]
     assert expression["values"] == ["pagemill-system", "team-a"]
 
 
 def test_the_operator_reaches_gateways_and_engines_on_their_control_ports_alone(variant: Variant) -> None:
-    egress = policy(variant("anonymous"), "operator")["egress"]
+    egress = policy(variant("all-namespaces"), "operator")["egress"]
     (gateway,) = rule_for(egress, "control")["to"]
     assert gateway["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
     (engines,) = rule_for(egress, 8001)["to"]

@@ -123,7 +123,7 @@ def test_names_fit_and_namespaces_are_said(rendered: Any) -> None:
 def test_names_fit_with_the_longest_release_and_namespace(render: Callable[..., Any], anonymous: Any) -> None:
     long = render(anonymous, name="r" * 53, namespace="n" * 63)
     for each in long.objects:
-        limit = 253 if each["kind"] in CLUSTER_KINDS else 63
+        limit = 253 if each["kind"] in {*CLUSTER_KINDS, "Role", "RoleBinding"} else 63
         assert len(each["metadata"]["name"]) <= limit, each["metadata"]["name"]
 
 
@@ -203,7 +203,7 @@ def test_the_crd_is_the_one_of_the_models(variant: Callable[[str], Any]) -> None
     assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_the_crd_is_left_out_or_let_go_on_request(variant: Callable[[str], Any]) -> None:
+def test_the_crd_is_left_out_or_kept_on_request(variant: Callable[[str], Any]) -> None:
     assert variant("namespaced").all("CustomResourceDefinition") == []
     assert "annotations" not in variant("single").one("CustomResourceDefinition")["metadata"]
     annotated = variant("everything").one("CustomResourceDefinition")["metadata"]["annotations"]

@@ -53,11 +53,27 @@ def test_the_operator_may_do_what_its_kinds_need(variant: Variant) -> None:
         (POD.group, POD.plural): READ | {"patch"},
         ("", "events"): {"create", "patch"},
     }
-    assert rights(rules_of(variant("anonymous"), "ClusterRole", "operator")) == wanted
+    assert rights(rules_of(variant("all-namespaces"), "ClusterRole", "operator")) == wanted
+
+
+def test_no_role_of_the_whole_cluster_opens_a_secret_by_default(variant: Variant) -> None:
+    default = variant("anonymous")
+    opened = {
+        resource for role in default.all("ClusterRole") for rule in role["rules"] for resource in rule["resources"]
+    }
+    assert opened == {"llmdeployments", "llmdeployments/status", "llmdeployments/scale"}, "what people get"
+    assert default.all("ClusterRoleBinding") == []
+    assert {each["metadata"]["namespace"] for each in default.all("Role")} == {"pagemill-system", "default"}
+    (here,) = [
+        each["rules"]
+        for each in default.all("Role")
+        if each["metadata"]["namespace"] == "pagemill-system" and each["metadata"]["name"] == "pagemill-operator"
+    ]
+    assert rights(here)["", "secrets"] == {"create", *READ}, "changed are only its keys, by their name"
 
 
 def test_the_gateway_reads_deployments_and_endpoints_and_nothing_else(variant: Variant) -> None:
-    assert rights(rules_of(variant("anonymous"), "ClusterRole", "gateway")) == {
+    assert rights(rules_of(variant("all-namespaces"), "ClusterRole", "gateway")) == {
         ("pagemill.dev", "llmdeployments"): READ,
         ("discovery.k8s.io", "endpointslices"): READ,
     }
@@ -70,7 +86,7 @@ def test_the_gateway_reads_one_secret_by_its_name(variant: Variant) -> None:
 
 
 def test_lease_and_keys_are_bound_to_their_names(variant: Variant) -> None:
-    rules = rules_of(variant("anonymous"), "Role", "operator")
+    rules = rules_of(variant("all-namespaces"), "Role", "operator")
     named = {
         (rule["resources"][0], rule["resourceNames"][0]): rule["verbs"] for rule in rules if "resourceNames" in rule
     }
@@ -101,7 +117,7 @@ def test_namespaced_means_no_right_outside_the_namespaces(variant: Variant) -> N
     for kind in ("ClusterRole", "ClusterRoleBinding", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"):
         assert namespaced.all(kind) == []
     assert {each["metadata"]["namespace"] for each in namespaced.all("Role")} == {"pagemill-system", "team-a"}
-    everywhere = variant("anonymous")
+    everywhere = variant("all-namespaces")
     for component in ("operator", "gateway"):
         name = f"pagemill-system.pagemill-{component}"
         here = [each["rules"] for each in namespaced.all("Role") if each["metadata"]["name"] == name]
@@ -113,8 +129,8 @@ def test_objects_of_the_cluster_never_meet_those_of_a_release_elsewhere(render: 
     names = [
         {(kind, each["metadata"]["name"]) for kind in kinds for each in rendered.all(kind)}
         for rendered in (
-            render({**anonymous, "fullnameOverride": "b-c"}, namespace="a"),
-            render({**anonymous, "fullnameOverride": "c"}, namespace="a-b"),
+            render({**anonymous, "watchNamespaces": [], "fullnameOverride": "b-c"}, namespace="a"),
+            render({**anonymous, "watchNamespaces": [], "fullnameOverride": "c"}, namespace="a-b"),
         )
     ]
     assert len(names[0]) == len(names[1]) == 10
@@ -185,13 +201,13 @@ def test_the_operator_may_change_the_annotations_of_engines_only(variant: Varian
     policy = variant("anonymous").one("ValidatingAdmissionPolicy", PODS)
     assert changed(policy, metadata={"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1"}})
     assert not changed(policy, image="miner:1")
-    assert not changed(policy, metadata={"labels": {"app.kubernetes.io/managed-by": "somebody"}})
+    assert not changed(policy, metadata={"labels": {"app.kubernetes.io/managed-by": "another"}})
     assert not changed(policy, old_labels={"app": "database"}, metadata={"annotations": {"a": "b"}})
     assert not changed(policy, old_labels={"app.kubernetes.io/managed-by": "Helm"})
 
 
 @pytest.mark.parametrize("name", [SECRETS, PODS])
-def test_policies_bind_the_operators_account_and_nobody_else(variant: Variant, name: str) -> None:
+def test_policies_bind_the_operators_account_and_no_other(variant: Variant, name: str) -> None:
     policy = variant("anonymous").one("ValidatingAdmissionPolicy", name)
     binding = variant("anonymous").one("ValidatingAdmissionPolicyBinding", name)["spec"]
     assert binding == {"policyName": name, "validationActions": ["Deny"]}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from pagemill.main import COMMANDS, app
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llmdeployment.yaml"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -60,3 +63,22 @@ def test_explain_prints_a_field_and_refuses_an_unknown_one() -> None:
     missing = CliRunner().invoke(app, ["explain", "spec.engine.maxModel"])
     assert missing.exit_code == 2
     assert "did you mean maxModelLen?" in missing.output
+
+
+@pytest.mark.parametrize("command", [["serve"], ["up", "-f", str(EXAMPLE)]])
+def test_no_folder_for_temporary_files_is_named_with_the_remedy(command: list[str]) -> None:
+    """As Python finds it where /tmp is full."""
+    code = (
+        "import errno, sys, tempfile\n"
+        "def none():\n"
+        "    raise FileNotFoundError(errno.ENOENT, \"No usable temporary directory found in ['/tmp']\")\n"
+        "tempfile._get_default_tempdir = none\n"
+        f"sys.argv = ['pagemill', *{command!r}, '--port', '0']\n"
+        "from pagemill.main import main\n"
+        "main()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "No usable temporary directory found in ['/tmp']. Free space there, or set TMPDIR to a folder" in done.stderr
+    assert "Traceback" not in done.stderr

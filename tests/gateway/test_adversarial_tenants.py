@@ -1,24 +1,31 @@
 """Tenants that try to get more than their limits: whatever they send and however it ends, engines never generate more.
 
-Limiter, allowances, their growth and the store are the real ones; engines are a few lines, and time is virtual.
+Limiter, allowances, their growth, the stores and Redis are the real ones; engines are a few lines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import pytest
 import virtual_loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis_server import RedisServer, redis_server
+from waiting import eventually
 
 from pagemill_gateway.brain.interface import Assignment, HashScheme, Target
+from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.limits.redis.link import Link
+from pagemill_gateway.limits.redis.store import RedisStore
 from pagemill_gateway.limits.refusals import Limited
-from pagemill_gateway.limits.store import Ask, token_limits
+from pagemill_gateway.limits.store import Ask, Store, token_limits
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.upstream import Upstream
@@ -32,6 +39,7 @@ CONTEXT, PROMPT = 2000, 7
 NOON_S = 1_795_348_800.0
 SCHEME = HashScheme("w", "auto", 16, 4)
 TARGET = Target("ns/d", "tiny", "digest", CONTEXT, None, "deployment", SCHEME)
+prefixes = (f"adversary-{number}" for number in itertools.count())
 ASSIGNMENT = Assignment(1, "engine", "http://engine", "")
 
 
@@ -79,11 +87,11 @@ class Engine:
             reason = "stop"
         if reason is not None:
             self.finished.add(choice)
-        untold = self.counts[choice] - self.reported[choice]
-        if not can_be_continued(self.request) or not (self.request.stream or reason or untold >= PROGRESS_TOKENS):
+        unreported = self.counts[choice] - self.reported[choice]
+        if not can_be_continued(self.request) or not (self.request.stream or reason or unreported >= PROGRESS_TOKENS):
             return []
         self.reported[choice] = self.counts[choice]
-        return [FrameMeta(choice=choice, token_ids=[1] * untold, finish_reason=reason)]
+        return [FrameMeta(choice=choice, token_ids=[1] * unreported, finish_reason=reason)]
 
 
 class Engines:
@@ -163,11 +171,11 @@ class Request:
 
 
 class World:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, stores: Sequence[Store]) -> None:
+        """`stores`: of each gateway."""
         self.limits = limits
         self.caller = Caller(key_hash="ab" * 32, tenant="adversary", limits=limits)
-        self.store = MemoryStore(lambda: 5_000_000, lambda: NOON_S)
-        self.limiter = Limiter(self.store, WorkerMetrics())
+        self.limiters = itertools.cycle([Limiter(store, WorkerMetrics()) for store in stores])
         self.engines = Engines()
         self.running: list[Request] = []
         self.num_used = 0
@@ -188,7 +196,7 @@ class World:
             for _ in range(prompts)
         ]
         try:
-            reservation = await self.limiter.reserve(self.caller, TARGET, requests)
+            reservation = await next(self.limiters).reserve(self.caller, TARGET, requests)
         except Limited:
             return False
         record = RequestRecord(route="r", model="tiny")
@@ -319,14 +327,47 @@ async def use_up(world: World) -> None:
 @given(limits=limits, steps=st.lists(rounds, max_size=8))
 def test_engines_never_generate_more_than_the_limits_of_a_key(limits: Limits, steps: list[Any]) -> None:
     async def main() -> None:
-        world = World(limits)
+        store = MemoryStore(lambda: 5_000_000, lambda: NOON_S)
+        world = World(limits, [store])
         await play(world, steps)
         await use_up(world)
-        assert world.store.num_held == 0
+        assert store.num_held == 0
         whole = Limits(concurrency=1)
-        assert world.store.decide(Ask(world.caller.account, "last", 0, whole)).refused is None, "a sequence is held"
+        assert store.decide(Ask(world.caller.account, "last", 0, whole)).refused is None, "a sequence is held"
         if world.num_left == 0:
             (least, *_) = sorted(token_limits(limits))
             assert world.num_used > least - PROMPT - 1, "tokens were lost that nothing has used"
 
     virtual_loop.run(main())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@settings(max_examples=15, deadline=None)
+@given(limits=limits, steps=st.lists(rounds, min_size=2, max_size=6))
+def test_three_gateways_with_one_redis_let_engines_generate_no_more_than_one(
+    server: RedisServer, limits: Limits, steps: list[Any]
+) -> None:
+    """With early leavers, failures and migrations."""
+
+    async def main() -> None:
+        config = RedisConfig(url=server.url, prefix=next(prefixes), timeout_ms=10_000.0)
+        clock = {"now_ms": lambda: 1_795_391_000_000, "now_unix_s": lambda: NOON_S}
+        gateways = [RedisStore(Link(config), **clock) for _ in range(3)]
+        for each in gateways:
+            each.start()
+        try:
+            await eventually(lambda: all(each.up for each in gateways))
+            world = World(limits, gateways)
+            await play(world, steps)
+            await use_up(world)
+            assert all(each.up for each in gateways), "none decided alone"
+        finally:
+            for each in gateways:
+                await each.close()
+
+    asyncio.run(main())

@@ -1,4 +1,4 @@
-"""HTTPS on the gateway's data port: answers, streams, certificates that change, and files that cannot be used."""
+"""HTTPS on the gateway's data port: answers, streams, certificates that change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ import pytest
 from certificates import write_certificate as write_files
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_gateway import tls as tls_module
-from pagemill_gateway.config import SettingsError, TLSConfig
-from pagemill_gateway.tls import ServerTLS
+from pagemill_protocol.http.tls import TLSConfig
 
 
 def write_certificate(folder: Path) -> TLSConfig:
@@ -78,25 +76,3 @@ async def test_the_data_port_speaks_https_with_certificates_that_may_change(
 
             await eventually(is_new)
             assert await is_served(), "open connections stay"
-
-
-def test_files_that_do_not_fit_are_refused_at_the_start_and_not_used_later(tmp_path: Path) -> None:
-    config = write_certificate(tmp_path)
-    served = ServerTLS(config)
-    key = Path(config.key_file)
-    before, fitting = tls_module._load, key.read_bytes()
-    loaded: list[ssl.SSLContext] = []
-    key.write_bytes(b"no key")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tls_module, "_load", lambda context, config: (before(context, config), loaded.append(context)))
-        served.refresh()
-        assert loaded == [], "half of a change"
-        key.write_bytes(fitting)
-        served.refresh()
-        assert loaded[-1] is served.context
-    key.write_bytes(b"no key")
-    with pytest.raises(SettingsError, match="cannot be used"):
-        ServerTLS(config)
-    key.unlink()
-    with pytest.raises(SettingsError, match="No such file"):
-        ServerTLS(config)

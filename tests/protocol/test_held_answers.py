@@ -63,6 +63,7 @@ SPECIAL = (
     "[/THINK]",
 )
 EOS = 256
+CLOSING = frozenset(b'"}]<')
 TEMPLATES = {"mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"], "deepseek": ["", "```json"]}
 VARIANTS = [(name, template) for name in tool_formats() for template in TEMPLATES.get(name, [""])]
 
@@ -104,19 +105,22 @@ def matcher_of(outputs: StructuredOutputs | None, special: dict[str, int] = IDS)
 
 
 def walk(matcher: LLMatcher, seed: int, start: str = "") -> str:
-    """A random answer that the grammar allows, behind `start`. Printable letters, where there is a choice."""
+    """A random answer that the grammar allows, behind `start`: printable letters, later those that end it."""
     draw = random.Random(seed)
     token_ids = spelled(start)
     assert matcher.try_consume_tokens(token_ids) == len(token_ids), "the start fits the grammar"
-    for step in range(2000):
+    for num_tokens in range(20_000):
         if matcher.is_stopped():
             break
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
         likely = [each for each in allowed if each >= EOS or 32 <= each < 127] or allowed
-        chosen = EOS if EOS in likely and (step > 400 or draw.random() < 0.3) else draw.choice(likely)
+        if num_tokens > 300:
+            likely = [each for each in likely if each >= EOS or each in CLOSING] or likely
+        chosen = EOS if EOS in likely and draw.random() < 0.3 else draw.choice(likely)
         assert matcher.consume_token(chosen)
         token_ids.append(chosen)
+    assert matcher.is_stopped()
     return b"".join(Tokens.tokens[each] for each in token_ids if each != EOS).decode()
 
 
@@ -323,21 +327,13 @@ def test_512_strict_tools_cost_in_proportion_to_their_number() -> None:
     assert min(took_s[512]) < 12 * min(took_s[128]), "four times as many; sixteen times would be quadratic"
 
 
-@pytest.mark.parametrize("mode", ["auto", "required"])
-def test_only_the_allowed_tools_can_be_called_and_all_are_in_the_prompt(mode: str) -> None:
-    names = [{"type": "function", "function": {"name": name}} for name in ("now", "say.it")]
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
-    body = request(tools=tools(bad={"type": 7}, **SCHEMAS), tool_choice=choice)
-    check_form(body)
-    assert [each["function"]["name"] for each in body.prompt_tools] == ["bad", *SCHEMAS]
-    matcher = matcher_of(prescribed(body, call_syntax("hermes", ""), "", ""))
-    called = {
-        name: f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in ("now", "weather")
-    }
-    assert matcher.deep_copy().try_consume_tokens(spelled(called["now"])) == len(spelled(called["now"]))
-    assert matcher.deep_copy().try_consume_tokens(spelled(called["weather"])) < len(spelled(called["weather"]))
-    can_be_text = matcher.deep_copy().try_consume_tokens(spelled("Hello")) == 5
-    assert can_be_text == (mode == "auto")
+def test_a_fault_among_allowed_tools_is_at_its_place_in_the_request() -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 2}}, "required": ["a"]}
+    named = [{"type": "function", "function": {"name": "bad"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    with pytest.raises(PagemillError) as caught:
+        check_form(request(tools=tools(bad=bad, **SCHEMAS)[::-1], tool_choice=choice))
+    assert caught.value.param == f"tools[{len(SCHEMAS)}].function.parameters"
 
 
 def test_reasoning_as_one_object_is_the_same_as_its_fields() -> None:

@@ -119,7 +119,8 @@ def test_items_become_messages_calls_and_their_outputs() -> None:
             "content": [{"type": "output_text", "text": "Yes.", "annotations": []}],
         },
     ]
-    fields = parse(input=items, tools=[TOOL], tool_choice="auto")
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    fields = parse(input=items, tools=[TOOL], tool_choice=allowed)
     roles = [each.role for each in fields.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant"]
     calling = fields.messages[1]
@@ -127,15 +128,6 @@ def test_items_become_messages_calls_and_their_outputs() -> None:
     assert calling.reasoning_content == "hm"
     assert [each.content for each in fields.messages[2:]] == ["yes", "no", "Yes."]
     assert fields.tools[0]["function"]["name"] == "weather"
-
-
-def test_a_choice_among_allowed_tools_is_read_and_its_faults_are_at_the_clients_fields() -> None:
-    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
-    fields = parse(tools=[TOOL], tool_choice=choice)
-    assert (fields.callable_names, fields.forces_calls) == ({"weather"}, True)
-    assert refused(tools=[TOOL], tool_choice={**choice, "mode": "no"}).param == "tool_choice.mode"
-    other = {**choice, "tools": [{"type": "function", "name": "other"}]}
-    assert refused(tools=[TOOL], tool_choice=other).param == "tool_choice.tools[0].name"
 
 
 @pytest.mark.parametrize(

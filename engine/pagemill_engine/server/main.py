@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,11 +43,14 @@ from pagemill_engine.server.tokens import internal_tokens, with_token
 from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.http.tls import ServerTLS, TLSError
+from pagemill_protocol.settings import SettingsError
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.generation_defaults import with_defaults
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.tracing.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,7 @@ class Server:
         self._settings = settings
         self._process = process
         self._events = events
+        self._tls = _open_tls(settings.server)
         names = settings.engine.served_names or [default_name(settings.engine.model)]
         lifecycle = Lifecycle(self._on_phase)
         publisher = StatePublisher(names)
@@ -100,6 +105,7 @@ class Server:
             keys=open_keys(settings.server),
             draining=Draining(lifecycle, publisher),
             sleeping=Sleeping(lifecycle, publisher, metrics),
+            tracing=_open_tracing(settings.server),
         )
         self._was_ready = False
         self._num_signals = 0
@@ -127,7 +133,12 @@ class Server:
         context, server = self._context, self._settings.server
         data = _HttpServer(data_app(context), server)
         control = _HttpServer(control_app(context), server)
-        with self._signals():
+        async with contextlib.AsyncExitStack() as stack:
+            if self._tls is not None:
+                certificate = await stack.enter_async_context(self._tls.followed())
+                data.speak_tls(certificate)
+                control.speak_tls(certificate)
+            stack.enter_context(self._signals())
             http = [
                 asyncio.create_task(data.serve(sockets=[data_socket])),
                 asyncio.create_task(control.serve(sockets=[control_socket])),
@@ -230,6 +241,7 @@ class Server:
         if context.client is not None:
             closing.append(asyncio.ensure_future(context.client.close()))
         await asyncio.gather(engine, *closing, return_exceptions=True)
+        await context.tracing.close()
         context.lifecycle.enter("stopped")
         context.close()
 
@@ -279,9 +291,20 @@ class _HttpServer(uvicorn.Server):
             )
         )
 
+    def speak_tls(self, certificate: ssl.SSLContext) -> None:
+        self.config.load()
+        self.config.ssl = certificate
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _open_tls(server: ServerConfig) -> ServerTLS | None:
+    try:
+        return None if server.tls is None else ServerTLS(server.tls)
+    except TLSError as error:
+        raise StartupError("SettingsInvalid", str(error), "tls") from error
 
 
 def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
@@ -297,6 +320,13 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         raise StartupError(error.reason, f"`model`: {error.message}", "model") from error
     except PagemillError as error:
         raise StartupError("ModelUnreadable", f"`model` {config.model!r}: {error.message}", "model") from error
+
+
+def _open_tracing(server: ServerConfig) -> Tracing:
+    try:
+        return open_tracing(server.tracing)
+    except SettingsError as error:
+        raise StartupError("SettingsInvalid", str(error), "tracing") from error
 
 
 def _failure_code(error: BaseException) -> str:

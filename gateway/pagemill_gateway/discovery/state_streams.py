@@ -20,12 +20,12 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
-from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers
+from pagemill_protocol.bounded import TooLarge, read_bounded
 from pagemill_protocol.frames import FrameError, StateDecoder
 from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
 
@@ -103,6 +103,9 @@ class StateStreams:
             except STREAM_FAULTS as error:
                 connection.refused = is_refused(error)
                 cause = f"{type(error).__name__}: {error}"
+                if fault := tls_fault(error):
+                    cause = fault
+                    logger.warning("state stream of %s: %s", endpoint_id, fault)
             except Exception as error:
                 # An unexpected error in one stream must neither end it for good nor affect another one.
                 logger.exception("state stream of %s failed", endpoint_id)
@@ -190,6 +193,18 @@ async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwis
     except (aiohttp.ClientError, TimeoutError, OSError, TooLarge, msgspec.DecodeError, UnicodeDecodeError):
         return "unreachable", otherwise
     return answer.phase[:100] or "not ready", answer.detail[:300] or otherwise
+
+
+def tls_fault(error: BaseException) -> str:
+    """What is wrong between the certificate of an engine and the settings, and the remedy; empty for other faults."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            f"{getattr(error.certificate_error, 'verify_message', '')}: the engine's certificate is not accepted; set "
+            "engine_tls.ca_file to its authority, and engine_tls.server_name to a name in it"
+        )
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return f"no TLS at {error.host}:{error.port}: its URL begins with https, so set tls of the engine"
+    return ""
 
 
 def is_refused(error: BaseException) -> bool:

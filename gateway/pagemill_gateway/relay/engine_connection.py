@@ -48,7 +48,7 @@ class EngineConnection(asyncio.Protocol):
         self._num_unread = 0
         self._reads = True
         self._may_write = True
-        self._is_sent = True
+        self._is_sent = self._is_new = True
         self._keeps_alive = True
         self._error: Exception | None = None
         self._is_lost = False
@@ -66,7 +66,7 @@ class EngineConnection(asyncio.Protocol):
             and not self._pieces
             and not self._is_lost
             and not self._transport.is_closing()
-            and not self._transport.get_write_buffer_size()
+            and (self._is_new or not self._transport.get_write_buffer_size())  # a new one may hold TLS's handshake
         )
 
     @property
@@ -78,7 +78,7 @@ class EngineConnection(asyncio.Protocol):
         if not self.is_reusable:
             raise ConnectionBroken("the engine hung up")
         self.status = self._num_header_bytes = self._num_bodiless_bytes = 0
-        self.has_ended = self._is_sent = False
+        self.has_ended = self._is_sent = self._is_new = False
         self._headers = {}
         self._parser = httptools.HttpResponseParser(self)
         if len(body) <= PIECE_BYTES:

@@ -13,7 +13,7 @@ import ipaddress
 import socket
 import ssl
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -55,7 +55,9 @@ def origin_of(base_url: str) -> Origin:
 class EnginePool:
     """Create inside a running event loop; `close` ends every connection."""
 
-    def __init__(self, connect_timeout_s: float, idle_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, idle_s: float, trust: ssl.SSLContext) -> None:
+        """`trust`: for engines by `https://`."""
+        self._trust = trust
         self._connect_timeout_s = connect_timeout_s
         self._idle_s = idle_s
         self._loop = asyncio.get_running_loop()
@@ -117,7 +119,7 @@ class EnginePool:
         raise CannotConnect(refused=is_refused)
 
     async def _connect_to(self, address: str, origin: Origin) -> EngineConnection:
-        context = _tls() if origin.is_tls else None
+        context = self._trust if origin.is_tls else None
         server_hostname = origin.host if origin.is_tls else None
         _, connection = await self._loop.create_connection(
             lambda: EngineConnection(self._lost), address, origin.port, ssl=context, server_hostname=server_hostname
@@ -161,8 +163,3 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()

@@ -29,6 +29,7 @@ from pagemill_protocol.frames import (
     FrameError,
 )
 from pagemill_protocol.generate import AllowanceRaise, FrameMeta
+from pagemill_protocol.http.tls import EngineTrust
 
 MAX_ERROR_BYTES = 64 * 1024
 MAX_DIGEST_CHARS = 256
@@ -145,7 +146,8 @@ class Upstream:
 
     def __init__(self, config: GatewayConfig, idle_s: float) -> None:
         """`idle_s`: how long an unused connection is kept."""
-        self._pool = EnginePool(config.connect_timeout_s, idle_s)
+        trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
+        self._pool = EnginePool(config.connect_timeout_s, idle_s, trust)
         self._accept_timeout_s = config.accept_timeout_s
         self._silence_timeout_s = config.silence_timeout_s
 

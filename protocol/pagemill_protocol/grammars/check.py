@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LIMITS = TemplateLimits(cpu_limit_s=0.5, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
 SMALLEST_CPU_LIMIT_S = 0.02
-"""For a form of a few characters; the largest form may take all of `cpu_limit_s`. Almost all take a millisecond or two."""
+"""For a form of a few characters; the largest form may take all of `cpu_limit_s`. Most take a millisecond or two."""
 MAX_PROCESSES = 2
 MAX_VERDICTS = 1024
 _WORKER_FILE = Path(__file__).with_name("worker.py")

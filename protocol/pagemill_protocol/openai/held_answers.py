@@ -103,10 +103,10 @@ def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
 
 def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
     """Those that may be called."""
-    names = req.callable_names
-    for index, tool in enumerate(req.prompt_tools):
+    names = {req.names_function} if req.names_function else {each["function"]["name"] for each in req.prompt_tools}
+    for index, tool in enumerate(req.tools):
         function = tool["function"]
-        if names is not None and function["name"] not in names:
+        if function["name"] not in names:
             continue
         held = req.forces_calls or bool(function.get("strict"))
         parameters = function.get("parameters")

@@ -19,6 +19,7 @@ from pagemill_protocol.openai.fields import (
     LogitBias,
     Name,
     Prompts,
+    RequestId,
     RequestModel,
     StopList,
     TemplateKwargs,
@@ -28,7 +29,7 @@ from pagemill_protocol.openai.fields import (
     shorten,
 )
 from pagemill_protocol.openai.form_fields import FormFields
-from pagemill_protocol.openai.tools import ALLOWED, ToolCalls, ToolChoice, Tools, choice_error, chosen_names
+from pagemill_protocol.openai.tools import ToolCalls, ToolChoice, Tools, choice_error
 from pagemill_protocol.sampling import (
     INT32_MAX,
     MAX_ALLOWED_TOKEN_IDS,
@@ -140,6 +141,8 @@ class SamplingFields(RequestModel, FormFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Priority = 0
+    request_id: RequestId | None = None
+    """vLLM's: the answer's `id` is made of it."""
     user: Annotated[str, Field(max_length=1024)] | None = None
 
     @model_validator(mode="after")
@@ -231,19 +234,16 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
+        """Of a choice among some tools, those alone: the prompt shows no others, and no grammar has them."""
+        if isinstance(self.tool_choice, dict) and "names" in self.tool_choice:
+            return [tool for tool in self.tools if tool["function"]["name"] in self.tool_choice["names"]]
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def names_function(self) -> str:
         """The only function that the model may call, and must; "" if the client named none."""
-        if isinstance(self.tool_choice, str) or self.tool_choice["type"] == ALLOWED:
-            return ""
-        return str(self.tool_choice["function"]["name"])
-
-    @property
-    def callable_names(self) -> frozenset[str] | None:
-        """The functions that may be called; `None`: all."""
-        return chosen_names(self.tool_choice)
+        choice = self.tool_choice
+        return str(choice["function"]["name"]) if isinstance(choice, dict) and "function" in choice else ""
 
     @property
     def reasoning_budget(self) -> int | None:
@@ -254,15 +254,13 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
     @property
     def forces_calls(self) -> bool:
-        if isinstance(self.tool_choice, str):
-            return self.tool_choice == "required"
-        return self.tool_choice["type"] != ALLOWED or self.tool_choice[ALLOWED]["mode"] == "required"
+        mode = self.tool_choice.get("mode") if isinstance(self.tool_choice, dict) else self.tool_choice
+        return mode == "required" or bool(self.names_function)
 
     @property
     def holds_calls(self) -> bool:
-        """Whether a grammar holds calls: to the schema of their function, or to the functions that are allowed."""
-        chooses = self.forces_calls or self.callable_names is not None
-        return chooses or any(tool["function"].get("strict") for tool in self.prompt_tools)
+        """Whether calls are held to the schema of their function."""
+        return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ How a model writes calls is `pagemill_protocol.answers`'; how tools get into the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import PlainValidator, WithJsonSchema
@@ -20,8 +20,6 @@ NAME_PATTERN = "^[A-Za-z0-9_.-]{1,128}$"
 _NAME = re.compile(NAME_PATTERN[:-1] + r"\Z")
 _NAME_REMEDY = "Use 1 to 128 letters, digits, underscores, hyphens and dots."
 CHOICES = ("none", "auto", "required")
-ALLOWED = "allowed_tools"
-"""OpenAI's type of choice among some of the tools: all are in the prompt, so that its prefix stays cached."""
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
@@ -79,28 +77,25 @@ def _tool_choice(value: Any) -> str | dict[str, Any]:
         return value
     if isinstance(value, dict) and value.get("type") == "function":
         return {"type": "function", "function": {"name": _function(value, "")["name"]}}
-    if isinstance(value, dict) and value.get("type") == ALLOWED:
-        return {"type": ALLOWED, ALLOWED: _allowed_tools(value.get(ALLOWED))}
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value.get("allowed_tools"))
     raise refusal(
         "",
         f'`tool_choice` is {shorten(value)}. Send "none", "auto", "required", '
-        '{"type": "function", "function": {"name": ...}} or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}.',
+        '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", "allowed_tools": {...}}.',
     )
 
 
 def _allowed_tools(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise refusal(f".{ALLOWED}", f"`{ALLOWED}` must be an object with `mode` and `tools`, got {shorten(value)}.")
-    mode, tools = value.get("mode"), value.get("tools")
-    if mode not in ("auto", "required"):
-        raise refusal(f".{ALLOWED}.mode", f'The `mode` is {shorten(mode)}. Send "auto" or "required".')
-    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+    if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
         raise refusal(
-            f".{ALLOWED}.tools", f"`tools` must be a list of 1 to {MAX_TOOLS} functions, got {shorten(tools)}."
+            "allowed_tools.mode", f'`allowed_tools` needs a `mode`, "auto" or "required", got {shorten(value)}.'
         )
-    names = [_function(tool, f".{ALLOWED}.tools[{index}]")["name"] for index, tool in enumerate(tools)]
-    return {"mode": mode, "tools": [{"type": "function", "function": {"name": name}} for name in names]}
+    tools = value.get("tools")
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+        raise refusal("allowed_tools.tools", f"`tools` must be a list of 1 to {MAX_TOOLS} tools, got {shorten(tools)}.")
+    names = [_function(tool, f"allowed_tools.tools[{index}]")["name"] for index, tool in enumerate(tools)]
+    return {"type": "allowed_tools", "mode": value["mode"], "names": names}
 
 
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
@@ -126,25 +121,13 @@ def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, A
         return refusal("tool_choice", f"`tool_choice` is {shorten(choice)} and there are no `tools`. Send some.")
     if isinstance(choice, str):
         return None
-    known = {tool["function"]["name"] for tool in tools}
-    for field, name in _chosen(choice):
-        if name not in known:
-            return refusal(field, f"`tool_choice` names {shorten(name)}, which is not among `tools`. Add it there.")
-    return None
-
-
-def chosen_names(choice: str | Mapping[str, Any]) -> frozenset[str] | None:
-    """The functions that `tool_choice` names; `None`: it names none, so that all tools may be called."""
-    return None if isinstance(choice, str) else frozenset(name for _, name in _chosen(choice))
-
-
-def _chosen(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each name with its field."""
-    if choice["type"] == "function":
-        yield "tool_choice.function.name", choice["function"]["name"]
-        return
-    for index, tool in enumerate(choice[ALLOWED]["tools"]):
-        yield f"tool_choice.{ALLOWED}.tools[{index}].function.name", tool["function"]["name"]
+    allows = choice["type"] == "allowed_tools"
+    names = choice["names"] if allows else [choice["function"]["name"]]
+    absent = set(names) - {tool["function"]["name"] for tool in tools}
+    if not absent:
+        return None
+    field = "tool_choice.allowed_tools.tools" if allows else "tool_choice.function.name"
+    return refusal(field, f"`tool_choice` names {shorten(min(absent))}, which is not among `tools`. Add it there.")
 
 
 _FUNCTION_NAME = {"type": "string", "pattern": NAME_PATTERN}
@@ -176,8 +159,8 @@ _CHOSEN = {
 _ALLOWED = {
     "type": "object",
     "properties": {
-        "type": {"const": ALLOWED},
-        ALLOWED: {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
             "type": "object",
             "properties": {
                 "mode": {"enum": ["auto", "required"]},
@@ -186,7 +169,7 @@ _ALLOWED = {
             "required": ["mode", "tools"],
         },
     },
-    "required": ["type", ALLOWED],
+    "required": ["type", "allowed_tools"],
 }
 _CALL = {
     "type": "object",

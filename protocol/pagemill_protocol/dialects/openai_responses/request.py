@@ -23,7 +23,7 @@ from pagemill_protocol.openai.fields import (
     shorten,
 )
 from pagemill_protocol.openai.schemas import MAX_MESSAGES, Effort
-from pagemill_protocol.openai.tools import ALLOWED, MAX_TOOLS
+from pagemill_protocol.openai.tools import MAX_TOOLS
 from pagemill_protocol.openai.unsupported import Unsupported
 
 Item = dict[str, Any]
@@ -81,11 +81,6 @@ _MESSAGE = {
     "additionalProperties": False,
 }
 _INPUT = {"anyOf": [_TEXT_INPUT, {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": MAX_MESSAGES}]}
-
-
-def _function(item: Mapping[str, Any]) -> dict[str, Any]:
-    """A choice of a function, as chats have it."""
-    return {"type": item.get("type"), "function": {"name": item.get("name")}}
 
 
 class FunctionTool(RequestModel):
@@ -169,10 +164,10 @@ class ResponsesRequest(SamplingExtensions):
     def _choice(self) -> Any:
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
-            return _function(choice)
-        if isinstance(choice, dict) and choice.get("type") == ALLOWED and isinstance(choice.get("tools"), list):
-            tools = [_function(tool) if isinstance(tool, dict) else tool for tool in choice["tools"]]
-            return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode"), "tools": tools}}
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+            tools = [_named(tool) for tool in choice["tools"]]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
         return choice
 
     def _text(self) -> dict[str, Any]:
@@ -186,6 +181,11 @@ class ResponsesRequest(SamplingExtensions):
         elif form is not None:
             given["response_format"] = {"type": form.type}
         return given
+
+
+def _named(tool: Any) -> Any:
+    """As chat completions name a function."""
+    return {"type": "function", "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
 
 
 def _tool(tool: FunctionTool, field: str) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""TLS of servers and of the gateway's connections to engines, with files that are read again when they change, as
+kubelets and cert-manager replace them. Connections that are open keep what they were made with.
+
+What speaks TLS is uvicorn with the context of `ServerTLS`, and any client with that of `EngineTrust`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger("pagemill.tls")
+
+CHECK_INTERVAL_S = 1.0
+
+
+class TLSError(Exception):
+    """The files cannot be used; the message names them, the reason and the remedy."""
+
+
+class TLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Certificate of a server, in PEM; both files are read again when they change."""
+
+    cert_file: str
+    """The server's certificate, and after it those between it and the authority."""
+    key_file: str
+    """Its private key, not encrypted."""
+
+
+def tls_files(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
+    """Of two options. Raises `ValueError` for one without the other."""
+    if cert_file is None and key_file is None:
+        return None
+    if cert_file is None or key_file is None:
+        raise ValueError("tls: --tls-cert-file and --tls-key-file belong together. Name both.")
+    return TLSConfig(cert_file=str(cert_file), key_file=str(key_file))
+
+
+class ServerTLS:
+    """Create it before the port is served. Raises `TLSError` for files that cannot be used."""
+
+    def __init__(self, config: TLSConfig) -> None:
+        self._config = config
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.set_alpn_protocols(["http/1.1"])
+        self._loaded = self._read()
+        try:
+            _load(self.context, config)
+        except (OSError, ssl.SSLError) as error:
+            raise TLSError(
+                f"tls: cert_file {config.cert_file} and key_file {config.key_file} cannot be used: {error}. Name a "
+                "certificate chain and its unencrypted key in PEM."
+            ) from error
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[ssl.SSLContext]:
+        """The context; while the block runs the files are loaded again whenever they change."""
+        following = asyncio.create_task(self._follow())
+        try:
+            yield self.context
+        finally:
+            following.cancel()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Files that do not fit are not used."""
+        found = self._read()
+        if found == self._loaded or found is None:
+            return
+        self._loaded = found
+        try:
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._config)  # half a change must not spoil the context
+            _load(self.context, self._config)
+        except (OSError, ssl.SSLError) as error:
+            logger.warning("the changed certificate is not used, the one before stays: %s", error)
+        else:
+            logger.info("the certificate was loaded again from %s", self._config.cert_file)
+
+    def _read(self) -> tuple[bytes, bytes] | None:
+        try:
+            return Path(self._config.cert_file).read_bytes(), Path(self._config.key_file).read_bytes()
+        except OSError:
+            return None
+
+
+class EngineTrust(ssl.SSLContext):
+    """Accepts servers whose certificate an authority of `ca_file` issued; empty: one that this machine trusts.
+
+    `server_name`: the name that all their certificates have, since addresses of pods are not known before; empty: the
+    host of each URL. Raises `TLSError` for a file that cannot be used.
+    """
+
+    def __new__(cls, ca_file: str = "", server_name: str = "") -> EngineTrust:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+
+    def __init__(self, ca_file: str = "", server_name: str = "") -> None:
+        self._ca_file = ca_file
+        self._server_name = server_name
+        try:
+            self._read = Path(ca_file).read_text("ascii") if ca_file else ""
+            self._current = ssl.create_default_context(cadata=self._read or None)
+        except (OSError, ssl.SSLError, UnicodeDecodeError) as error:
+            raise TLSError(
+                f"engine_tls.ca_file: {ca_file} cannot be used: {error}. Name certificates of authorities in PEM."
+            ) from error
+
+    def wrap_bio(self, incoming: Any, outgoing: Any, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        """What event loops call for each connection."""
+        self._refresh()
+        if self._server_name:
+            options["server_hostname"] = self._server_name
+        return self._current.wrap_bio(incoming, outgoing, *arguments, **options)
+
+    def _refresh(self) -> None:
+        """Read on each new connection, which are few: a removed authority is not trusted any more."""
+        if not self._ca_file:
+            return
+        try:
+            found = Path(self._ca_file).read_text("ascii")
+            if found == self._read:
+                return
+            self._read = found
+            self._current = ssl.create_default_context(cadata=found)
+        except (OSError, ssl.SSLError, UnicodeDecodeError) as error:
+            logger.warning("the changed engine_tls.ca_file is not used, the one before stays: %s", error)
+
+
+def _load(context: ssl.SSLContext, config: TLSConfig) -> None:
+    # Without a password function OpenSSL would ask for one on the terminal.
+    context.load_cert_chain(config.cert_file, config.key_file, password=lambda: b"")

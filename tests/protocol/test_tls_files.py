@@ -1,0 +1,71 @@
+"""Certificates from files: those that cannot be used are refused at the start, and not used when they change later."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+from certificates import write_certificate
+
+from pagemill_protocol.http import tls as tls_module
+from pagemill_protocol.http.tls import EngineTrust, ServerTLS, TLSConfig, TLSError
+
+
+def test_files_that_do_not_fit_are_refused_at_the_start_and_not_used_later(tmp_path: Path) -> None:
+    cert_file, key_file = write_certificate(tmp_path)
+    config = TLSConfig(cert_file=cert_file, key_file=key_file)
+    served = ServerTLS(config)
+    key = Path(config.key_file)
+    before, fitting = tls_module._load, key.read_bytes()
+    loaded: list[ssl.SSLContext] = []
+    key.write_bytes(b"no key")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tls_module, "_load", lambda context, config: (before(context, config), loaded.append(context)))
+        served.refresh()
+        assert loaded == [], "half of a change"
+        key.write_bytes(fitting)
+        served.refresh()
+        assert loaded[-1] is served.context
+    key.write_bytes(b"no key")
+    with pytest.raises(TLSError, match="cannot be used"):
+        ServerTLS(config)
+    key.unlink()
+    with pytest.raises(TLSError, match="No such file"):
+        ServerTLS(config)
+
+
+def handshake(server: ssl.SSLContext, trust: EngineTrust, host: str = "10.0.0.1") -> str:
+    """The certificate that the client accepted, or why it did not, in memory."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    accepting = server.wrap_bio(to_server, to_client, server_side=True)
+    asking = trust.wrap_bio(to_client, to_server, server_hostname=host)
+    for _ in range(5):
+        for side in (asking, accepting):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLCertVerificationError as error:
+                return error.verify_message
+    return ssl.DER_cert_to_PEM_cert(asking.getpeercert(binary_form=True) or b"")
+
+
+def test_the_authority_and_the_name_of_engines_are_checked_and_may_change(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    cert_file, key_file = write_certificate(tmp_path, "engines.test")
+    server = ServerTLS(TLSConfig(cert_file=cert_file, key_file=key_file)).context
+    ca_file = other / "ca.crt"
+    ca_file.write_text(Path(write_certificate(other)[0]).read_text())
+    trust = EngineTrust(str(ca_file), "engines.test")
+    assert "self-signed" in handshake(server, trust), "another authority"
+    ca_file.write_text(Path(cert_file).read_text())
+    assert handshake(server, trust) == Path(cert_file).read_text()
+    assert handshake(server, EngineTrust(str(ca_file)), "127.0.0.1") == Path(cert_file).read_text()
+    assert "not valid for '10.0.0.1'" in handshake(server, EngineTrust(str(ca_file)))
+    ca_file.write_text("half of a file")
+    assert handshake(server, trust) == Path(cert_file).read_text(), "the authorities before stay"
+    with pytest.raises(TLSError, match=r"engine_tls.ca_file: .* cannot be used"):
+        EngineTrust(str(ca_file))
+    assert "self-signed" in handshake(server, EngineTrust()), "those of this machine"
