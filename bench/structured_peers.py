@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ def measure(names: Sequence[str], batches: Sequence[int], max_tokens: int, runs:
                 for name, process in processes.items():
                     pair = [rate(process, batch, max_tokens, run * 1000, schema) for schema in (None, PERSONS)]
                     rates[name].append((pair[0], pair[1]))
+                    print(f"{name}, {batch} rows: {pair[0]:.1f} and {pair[1]:.1f} tokens/s", file=sys.stderr)
             for name, pairs in rates.items():
                 found[f"{name}_{batch}"] = {
                     "free": median(free for free, _ in pairs),
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers are ended
     try:
         vllm_cpu.PEERS[0].install(arguments.uv)
         found = measure(("pagemill", "vllm"), arguments.batches, arguments.max_tokens, arguments.runs)
