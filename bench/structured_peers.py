@@ -68,7 +68,7 @@ def measure(names: Sequence[str], batches: Sequence[int], max_tokens: int, runs:
                 }
     finally:
         for process in processes.values():
-            process.stop()
+            process.kill()  # with the processes it started
     return found
 
 
