@@ -13,7 +13,7 @@ UV_FLAGS := --no-python-downloads --system-certs
 FILE ?= examples/llmdeployment.yaml
 BIN := .venv/bin
 # Where bench results go; each bench prints a table and a last line of JSON.
-BENCHES := offline_throughput experts structured_output quality kv_waste kv_sharing step_overhead routing startup sleep up gateway_streams chaos simulator_truth
+BENCHES := offline_throughput experts quantized structured_output quality kv_waste kv_sharing step_overhead routing startup sleep up gateway_streams chaos simulator_truth
 
 # A context of your kubeconfig, whose nodes hold the images tagged PAGEMILL_TAG; empty: a one-node cluster is built,
 # started, and gone at the end. CASES names files or folders below e2e/.

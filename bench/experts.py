@@ -1,7 +1,7 @@
-"""Decodes of a mixture of experts beside those of a dense Llama that reads as many bytes for a token.
+"""Decodes of a mixture of experts, and of families with layer norms, beside those of a Llama that reads as many bytes.
 
-Random weights, one request, both models in one process and in turns; the median of the runs counts. Goal: at least 0.8
-of the dense model's share of the memory bandwidth.
+Random weights, one request, all models in one process and in turns; the median of the runs counts. Goal: at least 0.8
+of the Llama's share of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.sampling import SamplingParams
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 8,
     "num_attention_heads": 16,
@@ -36,9 +36,14 @@ SHAPE = {
     "max_position_embeddings": 1024,
 }
 INNER, EXPERTS, TOP_K = 1792, 8, 2
-DENSE = {"architectures": ["LlamaForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
+DENSE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
 MOE = {"architectures": ["MixtralForCausalLM"], "intermediate_size": INNER, **SHAPE}
 MOE |= {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
+# Two matrices in place of three; GPT-NeoX has as many key heads as query heads.
+STARCODER2 = {"architectures": ["Starcoder2ForCausalLM"], "intermediate_size": 5376, **SHAPE}
+STARCODER2 |= {"tie_word_embeddings": False, "sliding_window": None}
+NEOX = {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 4608, **SHAPE}
+MODELS = {"dense": DENSE, "experts": MOE, "starcoder2": STARCODER2, "gpt-neox": NEOX}
 STORAGE: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8": {"quantization": "int8"},
@@ -88,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     rows, ratios = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        specs = {name: write_model(Path(folder) / name, each) for name, each in (("dense", DENSE), ("moe", MOE))}
+        specs = {name: write_model(Path(folder) / name, each) for name, each in MODELS.items()}
         for storage, settings in STORAGE.items():
             decodes = {name: Decodes(Path(folder) / name, args.threads, settings) for name in specs}
             runs: dict[str, list[float]] = {name: [] for name in specs}
@@ -97,10 +102,11 @@ def main() -> None:
                     runs[name].append(each.seconds(args.tokens))
             share = {name: spec.num_read_parameters() / spec.num_parameters for name, spec in specs.items()}
             speed = {name: share[name] * decodes[name].weight_bytes / median(runs[name]) / 1e9 for name in specs}
-            ratios[storage] = speed["moe"] / speed["dense"]
-            times = [f"{median(runs[name]) * 1000:.2f}" for name in specs]
-            rows.append([storage, *times, speed["dense"], speed["moe"], f"{ratios[storage]:.2f}x"])
-    columns = ["weights", "dense ms", "experts ms", "dense GB/s", "experts GB/s", "experts / dense"]
+            ratios[storage] = {name: speed[name] / speed["dense"] for name in specs}
+            for name in specs:
+                step_ms = median(runs[name]) * 1000
+                rows.append([storage, name, f"{step_ms:.2f}", speed[name], f"{ratios[storage][name]:.2f}x"])
+    columns = ["weights", "model", "step ms", "GB/s", "of dense"]
     emit("experts", columns, rows, {"ratios": ratios, "threads": args.threads})
 
 

@@ -8,6 +8,7 @@ Exits with 1 beyond a goal.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.server
 import signal
 import sys
@@ -27,12 +28,13 @@ from routers.catalogue import MODEL, Site, start_pagemill
 from routers.stage import FOLDER, Scene, cores, pinned, stage
 
 from pagemill_gateway.brain.interface import Assignment
-from pagemill_gateway.config import TracingConfig
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.request_record import RequestRecord
-from pagemill_gateway.tracing.exporting import ExportedTraces
+from pagemill_gateway.spans import write_spans
 from pagemill_protocol.generate import Usage
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.tracing.config import TracingConfig
+from pagemill_protocol.tracing.exporting import ExportedTraces
 
 SCRAPE_GOAL_MS = 50.0
 SHARE_GOAL = 0.01
@@ -134,12 +136,21 @@ def traces_us(count: int, ratio: float) -> float:
     with _receiver() as url:
         traces = ExportedTraces(TracingConfig(endpoint=url, sample_ratio=ratio))
 
-        def trace() -> None:
-            traces.finished(_record(), SCOPE)
+        def pause() -> None:
             # As fast as they come at the stated rate: beyond it, the exporter drops what it cannot send.
+            _record()
             time.sleep(1 / (4 * REQUESTS_PER_S))
 
-        return _cpu_us(trace, min(count, 2_000)) - _cpu_us(_record, count)
+        def trace() -> None:
+            record = _record()
+            traces.finished(SCOPE, partial(write_spans, record, "POST", time.monotonic()))
+            time.sleep(1 / (4 * REQUESTS_PER_S))
+
+        try:
+            count = min(count, 2_000)
+            return _cpu_us(trace, count) - _cpu_us(pause, count)
+        finally:
+            asyncio.run(traces.close())
 
 
 def _cpu_us(call: Callable[[], Any], count: int) -> float:

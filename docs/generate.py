@@ -28,25 +28,46 @@ MODELS = (
     "refused when the header is read, with this list. [Another package may add to it](../how-to/add-a-model.md)."
 )
 MODELS_NOTES = """\
-- **Backends**: all families run on the CPU with the native kernels and with torch, and on NVIDIA GPUs with Triton.
-  On the CPU, attention with ALiBi or soft caps runs on torch; `int8` KV cache and `deterministic` are refused there.
+- **Backends**: all families but DeepSeek run on the CPU with the native kernels and with torch, and on NVIDIA GPUs with
+  Triton. On the CPU, attention with ALiBi or soft caps runs on torch; `int8` KV cache and `deterministic` are refused
+  there.
+- **DeepSeek** keeps one compressed vector for each token and layer (`kv_lora_rank` + `qk_rope_head_dim` values), which
+  `pagemill plan` and the KV cache count. It runs on the CPU: products and experts native, latent attention on torch.
+  `device` cuda is refused by name. FP8 checkpoints are read; layers that draft further tokens are left in the file.
 - **Quantization**: `int8` and `int4` on the CPU, and `w8a8` and `fp8` on GPUs, at load for every family (experts:
   `int8` and `int4` alone).
 - **GGUF types**: F32, F16, BF16, Q2_K to Q6_K, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, IQ4_XS and MXFP4, each held as
   it is stored or in wider codes of the same values (the engine's start says which: Q2_K takes 12 bits a weight, Q3_K
   10, IQ4_NL, IQ4_XS and MXFP4 9). Split files (`NAME-00001-of-00003.gguf`): name the first, the others lie beside it.
+  Files of Aquila, InternLM and InternLM 3 are `llama`, as of Mistral and Mixtral. GGUF has no name for OPT.
 - **Any other decoder** that the installed `transformers` has a class for runs by that class, with Pagemill's attention
   and cache: on the CPU, in floats, slower than a family (the log and `/version` say so). Not with windows, recurrent or
   compressed state, `longrope`, or arguments of attention that are not computed; never by code from the model's files.
   The engine needs `transformers` installed, and so do the operator and `pagemill plan`, which read the same header.
+- **Hybrids** (Qwen3.5, Qwen3-Next, Jamba and others whose layers keep a recurrent state beside the KV cache) are
+  refused with the key that shows it, folder or GGUF file ([ADR 54](../adr/0054-recurrent-state.md)).
 - **Rope scaling**: `linear`, `dynamic`, `llama3`, `yarn` and `longrope`. `dynamic` changes contexts beyond
   `max_position_embeddings` alone, which no engine accepts. `longrope` takes its long factors where `maxModelLen`
   exceeds the original context.
 - **Tests**: tiny random checkpoints of each family give the greedy tokens of transformers in float32, alone, in
-  batches, in chunks, after prefix hits and after preemption; Aquila, Baichuan, InternLM and Qwen, which transformers
-  does not have, those of plain formulas. GGUF files of each architecture give the answers of the folder with the same
-  weights. On a published checkpoint Llama's family (SmolLM2) alone was compared.
+  batches, in chunks, after prefix hits and after preemption, with heads of other sizes, one key and value head, windows
+  shorter than the prompt and every rope scaling, where its configuration has them (`make test-full`; `make test` runs a
+  sample); log probabilities of prompts lie within 1e-4 beside what float32 rounds. Aquila, Baichuan, InternLM and
+  Qwen, which transformers does not have, are compared with plain formulas. GGUF files of each architecture give the
+  answers of the folder with the same weights. On a published checkpoint Llama's family (SmolLM2) alone was compared.
 """
+
+VLLM_HEAD = [
+    "## vLLM's arguments",
+    "",
+    "`pagemill serve` takes the options of `vllm serve` (`--tensor-parallel-size 1`), `LLM(...)` and `AsyncLLM(...)` "
+    "its arguments (`tensor_parallel_size=1`). Those without an effect here are taken with a line that says why; "
+    "values that contradict what is done are refused. `--api-key KEY` is taken, with a line that `--api-keys-file` "
+    "keeps keys out of process lists. What is not in this table has the same name and meaning, or is unknown.",
+    "",
+    "| vLLM's argument | Of | Here | Meaning |",
+    "|---|---|---|---|",
+]
 
 SETTINGS = [
     (
@@ -135,7 +156,20 @@ def cli_page() -> str:
     parts = [f"# Command line\n\n{NOTE}\n\n`pagemill COMMAND --help` prints the same.\n"]
     for name, summary in COMMANDS.items():
         parts.append(_command_section(name, summary, LazyCommand(name, help=summary, callback=lambda: None).load()))
-    return "\n".join(parts)
+    return "\n".join([*parts, _vllm_section()])
+
+
+def _vllm_section() -> str:
+    from pagemill_engine.vllm_arguments import ARGUMENTS
+
+    rows = []
+    for name, each in sorted(ARGUMENTS.items()):
+        homes = [f"`--{each.option}`"] if each.option and each.only != "LLM" else []
+        homes += [f"`LLM({each.sets}=...)`"] if each.sets and each.only != "serve" else []
+        taken = "every value" if each.taken is None else ", ".join(f"`{value}`" for value in each.taken)
+        here = ", ".join(homes) or (f"no effect; taken: {taken}" if taken else "refused")
+        rows.append(f"| `{name}` | {each.only or 'both'} | {here} | {cell(each.meaning)} |")
+    return "\n".join([*VLLM_HEAD, *rows, ""])
 
 
 def _command_section(name: str, summary: str, command: Any) -> str:

@@ -10,36 +10,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagemill_engine.async_llm import AsyncLLM, EngineArgs
+    from pagemill_engine.async_llm import EngineArgs as AsyncEngineArgs
     from pagemill_engine.llm import LLM
+    from pagemill_engine.offline import Prompt as PromptType
+    from pagemill_engine.offline import TextPrompt, TokensPrompt
     from pagemill_engine.output.results import BeamSearchOutput, CompletionOutput, RequestOutput
-    from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
+    from pagemill_protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
     from pagemill_protocol.structured_params import StructuredOutputsParams
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
+    "PromptType",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HOMES = {
-    "LLM": "pagemill_engine.llm",
-    "BeamSearchOutput": "pagemill_engine.output.results",
-    "BeamSearchParams": "pagemill_protocol.sampling",
-    "CompletionOutput": "pagemill_engine.output.results",
-    "RequestOutput": "pagemill_engine.output.results",
-    "SamplingParams": "pagemill_protocol.sampling",
-    "StructuredOutputsParams": "pagemill_protocol.structured_params",
+    "LLM": ("pagemill_engine.llm", "LLM"),
+    "AsyncEngineArgs": ("pagemill_engine.async_llm", "EngineArgs"),
+    "AsyncLLM": ("pagemill_engine.async_llm", "AsyncLLM"),
+    "BeamSearchOutput": ("pagemill_engine.output.results", "BeamSearchOutput"),
+    "BeamSearchParams": ("pagemill_protocol.sampling", "BeamSearchParams"),
+    "CompletionOutput": ("pagemill_engine.output.results", "CompletionOutput"),
+    "EngineArgs": ("pagemill_engine.async_llm", "EngineArgs"),
+    "PromptType": ("pagemill_engine.offline", "Prompt"),
+    "RequestOutput": ("pagemill_engine.output.results", "RequestOutput"),
+    "RequestOutputKind": ("pagemill_protocol.sampling", "RequestOutputKind"),
+    "SamplingParams": ("pagemill_protocol.sampling", "SamplingParams"),
+    "StructuredOutputsParams": ("pagemill_protocol.structured_params", "StructuredOutputsParams"),
+    "TextPrompt": ("pagemill_engine.offline", "TextPrompt"),
+    "TokensPrompt": ("pagemill_engine.offline", "TokensPrompt"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -77,7 +77,16 @@ class Client:
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> _Answer:
         assert self._session is not None, "use the client as an async context manager"
+        check_url(self._root)
         return _Answer(self._session, method, self._root + path, body, self._root)
+
+
+def check_url(url: str) -> None:
+    """Raises `ClientError` for an address that does not begin with http:// or https://."""
+    if url.startswith(("http://", "https://")):
+        return
+    host = url.rpartition("://")[2]
+    raise ClientError(f"`{url}` does not begin with http:// or https://. Write http://{host or '127.0.0.1:8080'}")
 
 
 class _Answer:
@@ -122,7 +131,7 @@ class _Answer:
             )
         if isinstance(error, TimeoutError):
             return ClientError(f"{self._root} stopped sending in the middle of an answer.")
-        return ClientError(f"The connection to {self._root} broke: {error or type(error).__name__}")
+        return ClientError(f"The connection to {self._root} broke: {str(error) or type(error).__name__}")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
-from kubernetes.aio import config as credentials
-from kubernetes.aio.client import Configuration
+from pagemill_kube.client import Client
+from pagemill_kube.errors import CredentialsError
+from pagemill_kube.login import log_in
 
 HELP = "run this where `kubectl get llmd` works, or name a file with --kubeconfig"
 
@@ -15,19 +15,11 @@ class ClusterError(Exception):
     """No cluster can be asked; the message says why and what to do."""
 
 
-async def connect(context: str | None, kubeconfig: Path | None) -> tuple[Configuration, str, str]:
-    """Credentials, the context's name and its namespace. Raises `ClusterError`."""
-    file = None if kubeconfig is None else str(kubeconfig)
-    # It warns of a file that is not there; the error says so.
-    logging.getLogger("kubernetes").setLevel(logging.ERROR)
-    configuration = Configuration()
+async def connect(context: str | None, kubeconfig: Path | None) -> tuple[Client, str, str]:
+    """A client that the caller closes, the context's name and its namespace. Raises `ClusterError`."""
     try:
-        contexts, active = credentials.list_kube_config_contexts(file)  # type: ignore[no-untyped-call]
-        chosen = next((each for each in contexts if each["name"] == context), None) if context else active
-        if chosen is None:
-            known = ", ".join(each["name"] for each in contexts)
-            raise ClusterError(f"--context {context}: the kubeconfig has no such context; it has {known or 'none'}")
-        await credentials.load_kube_config(file, context=chosen["name"], client_configuration=configuration)  # type: ignore[no-untyped-call]
-    except (credentials.ConfigException, OSError) as error:
-        raise ClusterError(f"no cluster is known here: {error}; {HELP}") from None
-    return configuration, chosen["name"], chosen["context"].get("namespace") or "default"
+        login = await log_in(kubeconfig, context)
+    except CredentialsError as error:
+        named = "" if context is None else f"--context {context}: "
+        raise ClusterError(f"no cluster is known here: {named}{error}; {HELP}") from None
+    return Client(login.credentials), login.context, login.namespace

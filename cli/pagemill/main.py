@@ -36,7 +36,9 @@ class LazyCommand(TyperCommand):
     """Stands in for a command until it runs; then its module is imported and takes over the parsing."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        return self.load().make_context(info_name, args, parent=parent, **extra)
+        command = self.load()
+        rewrite = getattr(importlib.import_module(f"pagemill.commands.{self.name}"), "rewritten_arguments", list)
+        return command.make_context(info_name, rewrite(args), parent=parent, **extra)
 
     def load(self) -> Any:
         """The real command, built by typer from its function's signature."""
@@ -52,6 +54,12 @@ class LazyGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in COMMANDS:
+            for name in COMMANDS:  # typer suggests what it has
+                self.get_command(ctx, name)
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands or cmd_name not in COMMANDS:

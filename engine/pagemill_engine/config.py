@@ -9,6 +9,7 @@ import msgspec
 from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
 from pagemill_protocol.http.tls import TLSConfig
 from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.tracing.config import TracingConfig
 
 PrefixScope = Literal["deployment", "tenant", "key"]
 
@@ -161,6 +162,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_hosts: list[str] = []
     """Names by which clients may address this server on loopback without API keys, in the header Host, beside those
     that `control_allowed_hosts` describes: a web page could bind any other name to this machine."""
+    allowed_origins: list[str] = []
+    """Origins of web pages that may use the data port from a browser (CORS), such as `https://app.example.com`; `*`:
+    all. Cookies are never allowed. Empty: none."""
     control_allowed_hosts: list[str] = []
     """Names by which callers of those routes may address this server, in the header Host. IP addresses, the machine's
     own name, names without a dot and names below `localhost`, `local`, `internal` and `svc` always may."""
@@ -170,6 +174,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_header_bytes: int = 64 * 1024
     body_timeout_s: float = 30.0
     """A body that takes longer to arrive gets 408."""
+    tracing: TracingConfig | None = None
+    """OpenTelemetry traces of what clients send here directly; what comes through a gateway, the gateway traces."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, running requests get this long; then they end with an error event."""
     termination_log: str | None = None

@@ -10,15 +10,37 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import msgspec
 import numpy as np
 
 from pagemill_engine.config import EngineConfig
+from pagemill_engine.vllm_arguments import translated
 from pagemill_protocol.errors import invalid_field, show
 from pagemill_protocol.keywords import check_keywords
-from pagemill_protocol.sampling import MAX_CHOICES, MAX_TOP_LOGPROBS, BeamSearchParams, SamplingParams, check_int
+from pagemill_protocol.sampling import (
+    MAX_CHOICES,
+    MAX_PRIORITY,
+    MAX_TOP_LOGPROBS,
+    MIN_PRIORITY,
+    BeamSearchParams,
+    SamplingParams,
+    check_int,
+)
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": text}` / `{"prompt_token_ids": ids}`."""
@@ -26,12 +48,14 @@ Message: TypeAlias = dict[str, Any]
 
 UNLIMITED = 2**31 - 1
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_ADAPTERS = "lora_request must be None: engines serve no adapters. Merge the adapter into the model's weights."
 _NOT_HERE = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds", "encoder_prompt")
 """Keys that vLLM's prompts may have, and that no model here can use."""
 
 
 def config_of(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> EngineConfig:
     """The engine's configuration. Raises `TypeError` that names a setting that is not known or has a wrong value."""
+    settings = translated(settings)
     check_keywords("LLM", settings, EngineConfig.__struct_fields__)
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"LLM settings: model must be a string or a path, got {_show(model)}.")
@@ -151,9 +175,16 @@ def _part(part: Any, field: str) -> str:
 
 
 def check_chat_options(
-    add_generation_prompt: Any, continue_final_message: Any, tools: Any, chat_template_kwargs: Any
+    add_generation_prompt: Any,
+    continue_final_message: Any,
+    tools: Any,
+    chat_template_kwargs: Any,
+    content_format: Any = "auto",
 ) -> None:
     """Raises `PagemillError` for options of `LLM.chat` of a wrong type."""
+    if content_format not in ("auto", "string"):
+        name = "chat_template_content_format"
+        raise invalid_field(name, f"{name} must be 'auto' or 'string', got {_show(content_format)}.")
     flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -163,6 +194,25 @@ def check_chat_options(
     if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
         name = "chat_template_kwargs"
         raise invalid_field(name, f"{name} must be a dictionary, got {_show(chat_template_kwargs)}.")
+
+
+def check_lora(lora_request: Any) -> None:
+    """Raises `PagemillError` for an adapter."""
+    requests = lora_request if isinstance(lora_request, list) else [lora_request]
+    if any(each is not None for each in requests):
+        raise invalid_field("lora_request", _ADAPTERS, code="unsupported_parameter")
+
+
+def priorities_of(priority: Any, num_prompts: int) -> list[int]:
+    """The priority of each prompt; smaller is served first. Raises `PagemillError`."""
+    if priority is None:
+        return [0] * num_prompts
+    items = _items(priority, "priority", "None or a list of integers")
+    if len(items) != num_prompts:
+        raise invalid_field("priority", f"{num_prompts} prompts came with {len(items)} priorities. Send one each.")
+    for index, item in enumerate(items):
+        check_int(f"priority[{index}]", item, MIN_PRIORITY, MAX_PRIORITY)
+    return items
 
 
 def sampling_of(params: Any, num_prompts: int, default: SamplingParams | None = None) -> list[SamplingParams]:

@@ -19,6 +19,8 @@ from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.cors import Cors
+from pagemill_protocol.http.docs_page import DOCS_PATH
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openapi import OPENAPI_PATH
@@ -44,8 +46,12 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route("/health", health.readyz),
         Route("/livez", health.livez),
         Route("/readyz", health.readyz),
+        Route("/ping", health.readyz),
         Route("/version", health.version),
+        Route("/load", models.load),
+        Route("/server_info", models.server_info),
         Route(OPENAPI_PATH, health.openapi),
+        Route(DOCS_PATH, health.docs),
     ]
 
 
@@ -58,13 +64,13 @@ def data_app(worker: Worker) -> ASGIApp:
     routed: ASGIApp = _HotPaths(hot, app)
     if worker.keys.open and is_loopback_address(config.host):
         routed = HostGuard(routed, config.allowed_hosts)
-    door = Door(
+    door: ASGIApp = Door(
         routed,
         max_body_bytes=config.max_body_bytes,
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,
     )
-    return AccessLog(door, worker)
+    return AccessLog(Cors(door, config.allowed_origins) if config.allowed_origins else door, worker)
 
 
 class _HotPaths:

@@ -5,7 +5,6 @@ What changes while the gateway runs (models and endpoints) is the catalogue, not
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,17 +14,16 @@ import msgspec
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.cors import is_origin
 from pagemill_protocol.http.tls import TLSConfig
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError
 from pagemill_protocol.secret_file import SecretFile
+from pagemill_protocol.settings import SettingsError as SettingsError
+from pagemill_protocol.tracing.config import TracingConfig
 
 MAX_WORKERS = 64
-
-
-class SettingsError(ValueError):
-    """The settings cannot be used; the message names the field, its value and the remedy."""
 
 
 class KeysSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,35 +80,6 @@ class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Name that each of their certificates has; empty: the host of the engine's URL."""
 
 
-class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where OpenTelemetry traces of requests go, engines' work included."""
-
-    endpoint: str
-    """URL of an OTLP/HTTP receiver's traces, such as `http://collector:4318/v1/traces`."""
-    headers_file: str | None = None
-    """File of headers for the receiver, `NAME: VALUE` on each line, read at the start: a place for its credentials."""
-    sample_ratio: float = 1.0
-    """Share of requests that are traced, of those that come without a trace; with one, the client has decided."""
-
-    def headers(self) -> dict[str, str]:
-        """Raises `SettingsError`, which shows no value."""
-        if self.headers_file is None:
-            return {}
-        try:
-            lines = Path(self.headers_file).read_text().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"tracing.headers_file: cannot read {self.headers_file}. Mount the Secret.") from error
-        found: dict[str, str] = {}
-        for number, line in enumerate(lines, 1):
-            name, colon, value = line.partition(":")
-            if not line.strip() or line.startswith("#"):
-                continue
-            if not colon or not name.strip().isascii() or not value.strip():
-                raise SettingsError(f"tracing.headers_file: line {number} of {self.headers_file} is not NAME: VALUE.")
-            found[name.strip()] = value.strip()
-        return found
-
-
 class WorkerBounds(NamedTuple):
     """Of what one worker may hold."""
 
@@ -154,6 +123,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     Names by which clients may address a gateway on loopback without API keys, in the header Host, beside those that
     `control_allowed_hosts` describes: a web page could bind any other name to this machine.
+    """
+    allowed_origins: list[str] = []
+    """
+    Origins of web pages that may use the data port from a browser (CORS), such as `https://app.example.com`; `*`: all.
+    Cookies are never allowed. Empty: none.
     """
     api_keys: list[str] = []
     """
@@ -282,7 +256,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Return self, or raise `SettingsError` for the first setting that must not be used."""
         check_entries(self.api_keys, "api_keys")
         check_redis(self.redis)
-        check_tracing(self.tracing)
+        if self.tracing is not None:
+            self.tracing.check()
         shares_keys = self.redis is not None and self.redis.keys
         has_keys = bool(self.api_keys) or self.api_keys_file is not None or shares_keys
         if has_keys and self.allow_anonymous:
@@ -305,6 +280,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingsError(
                 "catalog: with discovery `kubernetes` the cluster's objects are the catalogue. Empty it."
             )
+        for origin in self.allowed_origins:
+            if not is_origin(origin):
+                raise SettingsError(
+                    f"allowed_origins: {origin[:80]!r} is no origin. Write it like https://app.example.com."
+                )
         for field in ("port", "control_port"):
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)
@@ -354,14 +334,6 @@ def load_config(path: Path) -> GatewayConfig:
         raise SettingsError(f"settings: {path} is not valid JSON: {error}.") from error
 
 
-def in_cluster_url() -> str:
-    """The API server's address as kubelets give it to every pod; it needs no DNS."""
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-    if not host:
-        return "https://kubernetes.default.svc"
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-
-
 def open_keys_file(path: str | None, *, quiet: bool = False) -> SecretFile | None:
     """Raises `SettingsError` when the file cannot be read, or has lines of which none is a key's entry.
 
@@ -397,16 +369,3 @@ def check_redis(redis: RedisConfig | None) -> None:
         raise SettingsError(f"redis.prefix: {redis.prefix!r} must have a character, and no blanks or braces.")
     if redis.expected_gateways < 1:
         raise SettingsError(f"redis.expected_gateways: {redis.expected_gateways} must be at least 1.")
-
-
-def check_tracing(tracing: TracingConfig | None) -> None:
-    """Raises `SettingsError` for the first setting that must not be used."""
-    if tracing is None:
-        return
-    if not tracing.endpoint.startswith(("http://", "https://")):
-        raise SettingsError(
-            f"tracing.endpoint: {tracing.endpoint!r} does not begin with http:// or https://. Name the OTLP/HTTP "
-            "receiver's traces, such as http://collector:4318/v1/traces."
-        )
-    if not 0 <= tracing.sample_ratio <= 1:
-        raise SettingsError(f"tracing.sample_ratio: {tracing.sample_ratio} is not between 0 and 1.")

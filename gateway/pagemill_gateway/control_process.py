@@ -18,7 +18,6 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_gateway.control_token import control_tokens
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
-from pagemill_gateway.discovery.kubernetes.credentials import Credentials, CredentialsError, load_credentials
 from pagemill_gateway.discovery.kubernetes.discovery import KubernetesDiscovery
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
 from pagemill_gateway.discovery.state_streams import StateStreams
@@ -27,6 +26,8 @@ from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
+from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
+from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.errors import unavailable
 from pagemill_protocol.http.tls import EngineTrust
@@ -219,7 +220,10 @@ def _served_before(catalog: Catalog) -> Catalog:
 
 
 def _credentials(config: GatewayConfig) -> Credentials:
+    settings = config.kubernetes
     try:
-        return load_credentials(config.kubernetes)
+        if settings.kubeconfig is None:
+            return in_cluster(settings.api_server)
+        return from_kubeconfig(Path(settings.kubeconfig), settings.api_server)
     except CredentialsError as error:
         raise SettingsError(f"discovery: the API server cannot be asked: {error}") from error

@@ -121,6 +121,11 @@ class RequestRecord:
         self.error_code = error.code or error.type
 
     @property
+    def output_tokens(self) -> int:
+        """Also of an answer that broke."""
+        return max(self.usage.completion_tokens, self.num_delivered)
+
+    @property
     def ttft_s(self) -> float | None:
         return self.first_frame_at - self.started_at if self.first_frame_at is not None else None
 

@@ -23,10 +23,10 @@ from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.preparation import Preparation
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.upstream import Upstream
-from pagemill_gateway.tracing.tracing import open_tracing
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.ring import KeyRing
+from pagemill_protocol.tracing.tracing import open_tracing
 
 logger = logging.getLogger("pagemill.gateway.worker")
 

@@ -27,9 +27,9 @@ bfloat16 by oneDNN. `triton`: an NVIDIA device, any float type."""
 Products = Literal["float", "w8a8", "fp8"]
 """What linear layers multiply: floats as they come, or codes of 8 bits on both sides, int8 or e4m3."""
 
-Feature = Literal["alibi", "sinks", "soft_cap"]
+Feature = Literal["alibi", "latent", "sinks", "soft_cap"]
 """What some models want of attention beside the softmax of scaled scores under a window: an argument of
-`paged_attention` each, of the same meaning."""
+`paged_attention` each, of the same meaning; `latent`: batches that share vectors, and heads of any size."""
 
 REFERENCE: Backend = "reference"
 NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16", "cpu_onednn")
@@ -53,6 +53,8 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
         "cpu_native": "rope.native:store",
         "triton": "rope.triton_launch:store",
     },
+    "store_latents": {"reference": "kv_store.reference:store_latents"},
+    "rotate": {"reference": "rope.reference:apply_rope"},
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
         "cpu": "rope.cpu:rope_and_store",
@@ -72,6 +74,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "activate_and_mul": {"reference": "activation.reference:activate_and_mul"},
     "activate": {"reference": "activation.reference:activate"},
     "route": {"reference": "experts.reference:route"},
+    "route_by_groups": {"reference": "experts.reference:route_by_groups"},
     "pack_experts": {
         "reference": "experts.reference:pack_experts",
         "cpu_native": "experts.native:pack_experts",
@@ -117,8 +120,8 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
 }
 _ATTENTION_FEATURES: dict[Backend, frozenset[Feature]] = {
-    "reference": frozenset({"alibi", "sinks", "soft_cap"}),
-    "cpu": frozenset({"alibi", "sinks", "soft_cap"}),
+    "reference": frozenset({"alibi", "latent", "sinks", "soft_cap"}),
+    "cpu": frozenset({"alibi", "latent", "sinks", "soft_cap"}),
     "cpu_native": frozenset({"sinks"}),
     "triton": frozenset({"alibi", "sinks", "soft_cap"}),
 }
@@ -184,12 +187,15 @@ class Ops(NamedTuple):
     rms_norm: Callable[..., Tensor]
     layer_norm: Callable[..., Tensor]
     store: Callable[..., None]
+    store_latents: Callable[[Tensor, Tensor, Tensor], None]
+    rotate: Callable[[Tensor, Tensor, Tensor], None]
     rope_and_store: Callable[..., None]
     silu_and_mul: Callable[..., Tensor]
     gelu_and_mul: Callable[..., Tensor]
     activate_and_mul: Callable[..., Tensor]
     activate: Callable[[Tensor, str], Tensor]
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    route_by_groups: Callable[..., tuple[Tensor, Tensor]]
     pack_experts: Callable[[Sequence[ExpertParts], Gate], FusedExperts]
     pack_linear: Callable[[Tensor, Tensor | None], PackedLinear]
     pack_rows: Callable[[Tensor], PackedLinear]
@@ -270,11 +276,17 @@ def ops_for(
 
 
 def cpu_backend(
-    dtype: torch.dtype, head_dim: int, block_size: int, heads_per_kv_head: int, batch_invariant: bool = False
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    heads_per_kv_head: int,
+    batch_invariant: bool = False,
+    torch_attention: bool = False,
 ) -> tuple[Backend, str]:
     """The fastest backend on this CPU that can run such a model, and in words what runs and why.
 
     dtype: of the weights, where they are floats. `batch_invariant`: a backend that can be so, where there is one.
+    `torch_attention`: attention is not the backend's own, and its heads may have any size.
     """
     from pagemill_kernels.cpu import library
     from pagemill_kernels.linear import onednn
@@ -284,7 +296,7 @@ def cpu_backend(
         return "cpu", f"torch (the native kernels have no {dtype})"
     if library.load() is None:
         return "cpu", f"torch (no native kernels: {library.why_absent()})"
-    if not native.supports(head_dim, block_size, heads_per_kv_head):
+    if not torch_attention and not native.supports(head_dim, block_size, heads_per_kv_head):
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
     rounds = dtype == torch.bfloat16 and not batch_invariant
     unit = onednn.unit() if rounds else None

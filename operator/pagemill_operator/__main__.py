@@ -8,9 +8,8 @@ import logging
 import sys
 from pathlib import Path
 
-from kubernetes.aio import config as credentials
-from kubernetes.aio.client import Configuration
-
+from pagemill_kube.credentials import Credentials, in_cluster
+from pagemill_kube.errors import CredentialsError
 from pagemill_operator.config import OperatorConfig, SettingsError, load_config
 from pagemill_operator.controller.operator import Operator
 from pagemill_protocol import logs
@@ -45,19 +44,17 @@ async def run(config: OperatorConfig, identity: str, kubeconfig: Path | None) ->
     await Operator(config, await load_credentials(kubeconfig), identity).run()
 
 
-async def load_credentials(kubeconfig: Path | None) -> Configuration:
+async def load_credentials(kubeconfig: Path | None) -> Credentials:
     """From the file, or the service account of the pod."""
-    # Proxies come from the credentials: the environment would be asked in a thread for each request.
-    configuration = Configuration(client_session_kwargs={"trust_env": False})
     try:
         if kubeconfig is None:
-            credentials.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
-        else:
-            await credentials.load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call]
-    except (credentials.ConfigException, OSError) as error:
+            return in_cluster()
+        from pagemill_kube.login import log_in
+
+        return (await log_in(kubeconfig)).credentials
+    except CredentialsError as error:
         where = "this pod's service account" if kubeconfig is None else str(kubeconfig)
         raise SettingsError(f"no credentials for the cluster in {where}: {error}; give --kubeconfig FILE") from None
-    return configuration
 
 
 if __name__ == "__main__":

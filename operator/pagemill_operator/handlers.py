@@ -13,7 +13,8 @@ from typing import Any
 
 import kopf
 
-from pagemill_operator.backends.kubernetes.kinds import POD, WATCHED_KINDS, Kind
+from pagemill_kube.kinds import Kind
+from pagemill_operator.backends.kubernetes.kinds import POD, WATCHED_KINDS
 from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, NAME_LABEL, Manifest
 from pagemill_operator.config import OperatorConfig
 

@@ -5,11 +5,13 @@ For parameters that people write themselves (`SamplingParams`, `LLM`). Values ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from pagemill_protocol.errors import show
 
 
 class CheckedKeywords(msgspec.StructMeta):
@@ -21,8 +23,22 @@ class CheckedKeywords(msgspec.StructMeta):
             try:
                 return super().__call__(*args, **kwargs)
             except TypeError:
-                check_keywords(cls.__name__, kwargs, cls.__struct_fields__)
-                raise
+                known = _without(cls.__name__, kwargs, getattr(cls, "NO_EFFECT", {}))
+                check_keywords(cls.__name__, known, cls.__struct_fields__)
+                if len(known) == len(kwargs):
+                    raise
+                return super().__call__(*args, **known)
+
+
+def _without(
+    owner: str, given: Mapping[str, Any], no_effect: Mapping[str, tuple[tuple[Any, ...], str]]
+) -> dict[str, Any]:
+    """`given` without the keywords that ask for nothing. Raises `TypeError` for other values of these."""
+    for name in given.keys() & no_effect.keys():
+        allowed, remedy = no_effect[name]
+        if not any(type(given[name]) is type(value) and given[name] == value for value in allowed):
+            raise TypeError(f"{owner} does not support {name}={show(given[name])}. {remedy}")
+    return {name: value for name, value in given.items() if name not in no_effect}
 
 
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec
+from pagemill_protocol.models.declaration import AnyAttentionSpec, AttentionSpec, DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture as UnsupportedModelArchitecture
 from pagemill_protocol.sources import UnreadableModelError
 
@@ -23,6 +23,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Type of the stored weights (`bfloat16`), where one is declared."""
     quantization: str | None = None
     """Quantization method or main GGUF storage type; `None`: plain floats."""
+    quantization_bits: int | None = None
+    """Bits of a quantized weight in a Hugging Face folder, where all have the same."""
     weights_format: Literal["safetensors", "gguf"] = "safetensors"
     weight_bytes: int = 0
     """Stored size of all tensors that the decoder uses."""
@@ -55,6 +57,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self._attention.num_kv_heads
 
     @property
+    def cache_heads(self) -> int:
+        """Vectors of `head_dim` values that one layer's cache holds for each token."""
+        return self._attention.cache_heads
+
+    @property
     def head_dim(self) -> int:
         return self._attention.head_dim
 
@@ -77,16 +84,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_parameters - round(unread)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values that one token takes over all layers."""
-        return sum(2 * each.num_kv_heads * each.head_dim * dtype_bytes for each in self.decoder.attentions())
+        """Bytes of keys and values, or latents, that one token takes over all layers."""
+        return sum(each.cache_heads * each.head_dim * dtype_bytes for each in self.decoder.attentions())
 
     def layer_sliding_window(self, layer: int) -> int | None:
         """The window of one layer; `None`: it attends to everything."""
         blocks = self.decoder.layers[layer].blocks()
-        return next((block.window for block in blocks if isinstance(block, AttentionSpec)), None)
+        return next((block.window for block in blocks if isinstance(block, AnyAttentionSpec)), None)
 
     @property
-    def _attention(self) -> AttentionSpec:
+    def _attention(self) -> AnyAttentionSpec:
         """Of any layer: `checked` refuses models whose layers keep keys and values of different shapes."""
         return next(self.decoder.attentions())
 
@@ -97,8 +104,10 @@ def checked(spec: ModelSpec, path: Path) -> ModelSpec:
     if not attentions:
         raise UnsupportedModelArchitecture(f"`{path}` has no attention layer; such models are not computed.")
     for attention in {(each.num_heads, each.num_kv_heads, each.head_dim): each for each in attentions}.values():
-        _check_heads(attention, path)
-    if len({(each.num_kv_heads, each.head_dim) for each in attentions}) > 1:
+        if isinstance(attention, AttentionSpec):
+            _check_heads(attention, path)
+        _check_rotation(attention, path)
+    if len({(each.cache_heads, each.head_dim) for each in attentions}) > 1:
         raise UnsupportedModelArchitecture(
             f"`{path}` has layers that keep keys and values of different shapes, which one KV cache cannot hold yet."
         )
@@ -125,15 +134,15 @@ def _check_heads(attention: AttentionSpec, path: Path) -> None:
         raise UnreadableModelError(
             f"`{path}` declares {attention.num_heads} attention heads, which do not divide its hidden_size."
         )
-    rope = attention.rope
+
+
+def _check_rotation(attention: AnyAttentionSpec, path: Path) -> None:
+    rope, size = attention.rope, attention.turning_dim
     if rope is None:
         return
-    if attention.head_dim % 2:
+    if size % 2:
+        raise UnreadableModelError(f"`{path}` declares head_dim = {size}; rotary embedding needs an even one.")
+    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= size:
         raise UnreadableModelError(
-            f"`{path}` declares head_dim = {attention.head_dim}; rotary embedding needs an even one."
-        )
-    if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= attention.head_dim:
-        raise UnreadableModelError(
-            f"`{path}` rotates {rope.rotary_dim} of {attention.head_dim} values of a head; an even number of them is "
-            "rotated."
+            f"`{path}` rotates {rope.rotary_dim} of {size} values of a head; an even number of them is rotated."
         )

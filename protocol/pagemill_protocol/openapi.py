@@ -108,7 +108,7 @@ def document(title: str, version: str, *, with_metrics: bool = False) -> bytes:
         {
             "openapi": "3.1.0",
             "info": {"title": title, "version": version},
-            "paths": {**_paths(), "/metrics": {"get": _metrics()}} if with_metrics else _paths(),
+            "paths": {**_paths(), "/metrics": {"get": _shows("text/plain")}} if with_metrics else _paths(),
             "components": {
                 "schemas": {**_request_schemas(), "Error": _ERROR},
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -131,7 +131,11 @@ def _paths() -> Schema:
         "/health": {"get": _probe()},
         "/livez": {"get": _public(_answers(_object(), unready=True))},
         "/readyz": {"get": _public(_answers(_object(), unready=True))},
+        "/ping": {"get": _probe()},
         "/version": {"get": _public(_answers(_object("version")))},
+        "/load": {"get": _answers(_object("server_load"))},
+        "/server_info": {"get": _answers(_object("version", "models"))},
+        "/docs": {"get": _public(_shows("text/html"))},
         OPENAPI_PATH: {"get": _public(_answers(_object("openapi")))},
     }
 
@@ -176,9 +180,9 @@ def _public(operation: Schema) -> Schema:
     return {**operation, "security": []}
 
 
-def _metrics() -> Schema:
+def _shows(media_type: str) -> Schema:
     operation = _answers(_object())
-    operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    operation["responses"]["200"]["content"] = {media_type: {"schema": {"type": "string"}}}
     return operation
 
 

@@ -57,6 +57,8 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_typ
     """Turns over the original context from which a dimension is kept."""
     beta_slow: float = 1.0
     """Turns up to which it is interpolated; never above `beta_fast`."""
+    magnitude: float = 1.0
+    """By the `mscale_all_dim` of the file; DeepSeek multiplies attention's scores by its square."""
     truncate: bool = True
     """Both bounds are rounded outwards to whole dimensions."""
 
@@ -141,6 +143,7 @@ def _yarn(fields: _Fields, original: int) -> YarnScaling:
         attention_factor=attention_factor,
         beta_fast=fast,
         beta_slow=slow,
+        magnitude=_yarn_magnitude(factor, mscale_all_dim) if mscale_all_dim else 1.0,
         truncate=fields.flag("truncate", True),
     )
 

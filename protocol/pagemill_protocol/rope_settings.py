@@ -39,10 +39,12 @@ _GGUF_OLD_FACTOR = "rope.scale_linear"
 _GGUF_WITHOUT_EFFECT = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
     "rope.scaling.alpha": 0.0,
 }
 """Keys that are not computed, and the value with which they change nothing."""
+_GGUF_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_SCALED_BY_MAGNITUDE = "deepseek2"
+"""Its files have a tenth of `mscale_all_dim` there, and an `mscale` that is the same."""
 
 
 class Rope(NamedTuple):
@@ -109,15 +111,20 @@ def read_gguf_scaling(
         magnitude = metadata.get(f"{prefix}.{_GGUF_LONG_MAGNITUDE}", 1.0)
         fields = {**long_rope, **values, "attention_factor": _decimal(magnitude)}
         return make_scaling("longrope", fields, theta, context_length, lambda field: names.get(field, field))
-    _check_without_effect(metadata, prefix, kind)
+    multiplier = metadata.get(f"{prefix}.{_GGUF_LOG_MULTIPLIER}", 0.0)
+    if prefix == _SCALED_BY_MAGNITUDE and kind == "yarn" and multiplier:
+        values["mscale"] = values["mscale_all_dim"] = 10 * _decimal(multiplier)
+    else:
+        _check_without_effect(metadata, prefix, kind, {_GGUF_LOG_MULTIPLIER: 0.0})
+    _check_without_effect(metadata, prefix, kind, _GGUF_WITHOUT_EFFECT)
     if kind in _NOT_IN_GGUF:
         raise UnsupportedRopeError(f"the rope scaling `{kind}` in a GGUF file")
     kind = "default" if kind == "none" else kind
     return make_scaling(kind, values, theta, context_length, names.__getitem__)
 
 
-def _check_without_effect(metadata: Mapping[str, Any], prefix: str, kind: object) -> None:
-    keys = _GGUF_WITHOUT_EFFECT | {"rope.scaling.yarn_ext_factor": 1.0 if kind == "yarn" else 0.0}
+def _check_without_effect(metadata: Mapping[str, Any], prefix: str, kind: object, keys: Mapping[str, float]) -> None:
+    keys = {**keys, "rope.scaling.yarn_ext_factor": 1.0 if kind == "yarn" else 0.0}
     for name, value in keys.items():
         key = f"{prefix}.{name}"
         if metadata.get(key, value) != value:

@@ -7,7 +7,9 @@ ranges are checked. It does not sample: `pagemill_engine.sampling` and the kerne
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -77,14 +79,40 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 nothing."""
 
 
-_FLAGS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_FLAGS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+_MARKERS = "Log probabilities are dictionaries by token id. Remove it."
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=CheckedKeywords):
+class RequestOutputKind(IntEnum):
+    """What each output of a stream holds. Names and values are vLLM's."""
+
+    CUMULATIVE = 0
+    """All text so far."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """There is one output, at the end."""
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=CheckedKeywords):
     """How tokens are chosen and when a choice ends.
 
-    Names and meaning are those of the OpenAI API and of vLLM's `SamplingParams`.
+    Names and meaning are those of the OpenAI API and of vLLM's `SamplingParams`. Callers of the offline API may change
+    theirs between calls, since each call copies it; nothing else does.
     """
+
+    NO_EFFECT: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+        "extra_args": ((None, {}), "No plugin reads it. Remove it."),
+        "flat_logprobs": ((False,), _MARKERS),
+        "guided_decoding": ((None,), "Send structured_outputs=StructuredOutputsParams(...)."),
+        "logits_processors": (
+            (None, []),
+            "Python cannot run within a step. Use logit_bias, bad_words, allowed_token_ids or structured_outputs.",
+        ),
+        "skip_reading_prefix_cache": ((None, False), "Make the LLM with enable_prefix_caching=False."),
+        "spaces_between_special_tokens": ((True,), "Text is that of the model's decoder. Remove it."),
+    }
+    """Parameters of vLLM's class that ask for nothing with these values; others are refused with the remedy."""
 
     n: int = 1
     """Choices per prompt."""
@@ -139,6 +167,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     """The form that each choice must have; `None`: any."""
+    detokenize: bool = True
+    """Offline API: without, the outputs have token ids and no text."""
+    truncate_prompt_tokens: int | None = None
+    """Offline API: keep the last k tokens of the prompt; -1: as many as leave `max_tokens` of the context."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """`AsyncLLM`: what each output holds."""
 
     @property
     def greedy(self) -> bool:
@@ -172,6 +206,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for flag in _FLAGS:
             if not isinstance(getattr(self, flag), bool):
                 raise invalid_field(flag, f"{flag} must be True or False, got {show(getattr(self, flag))}.")
+        if self.stop and not self.detokenize:
+            raise invalid_field("stop", "stop needs the text. Send detokenize=True, or use stop_token_ids.")
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, INT32_MAX)
         self._validate_structured_outputs()
         self._validate_stops(vocab_size)
         self._validate_logit_bias(vocab_size)

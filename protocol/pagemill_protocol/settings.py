@@ -11,6 +11,10 @@ import tempfile
 from pathlib import Path
 
 
+class SettingsError(ValueError):
+    """The settings cannot be used; the message names the field, its value and the remedy."""
+
+
 def full_disk_message(error: OSError) -> str | None:
     """What to do about a full disk, or no folder for temporary files; `None` for another error."""
     has_no_folder = error.errno == errno.ENOENT and "temporary directory" in str(error.strerror)  # `tempfile`'s

@@ -1,4 +1,4 @@
-"""From a model source (`package://`, `file://`, `hf://` or a path) to a file or folder on this machine.
+"""From a model source (`package://`, `file://`, `hf://`, a path or ORG/NAME) to a file or folder on this machine.
 
 Only resolves: what lies there is read by `gguf_file`, `model_spec` and `text.bundle`. Never imports code from a source.
 `pvc://` exists in clusters only; `oci://` and `s3://` are not supported yet. Each is refused with a remedy.
@@ -53,14 +53,18 @@ class UnreadableModelError(SourceError):
 def resolve_source(source: str, field: str = "model.source") -> Path:
     """The existing, readable `.gguf` file or model folder that `source` names.
 
+    `ORG/NAME` that is no path here is `hf://ORG/NAME`, as people type it.
+
     Raises `SourceError` that names `field` and a remedy. `hf://` may download into the Hugging Face cache; nothing else
     touches the network.
     """
     if not source.strip() or "\0" in source:
         raise SourceError(field, f"the model source is empty or not a path. {_forms()}")
     scheme, separator, rest = source.partition("://")
-    if not separator:
+    if not separator and not _is_hub_name(source):
         return _checked(Path(source).expanduser(), source, field)
+    if not separator:
+        return _checked(_hugging_face_path(f"hf://{source}", field), source, field)
     if scheme not in SCHEMES:
         raise SourceError(field, f"`{source}` has the unknown scheme `{scheme}`. {_forms()}")
     if scheme in _WHERE_READ:
@@ -115,7 +119,7 @@ def default_name(source: str) -> str:
 
 
 def _forms() -> str:
-    return "Use a path, `file:///path`, `package://PACKAGE/FILE` or `hf://ORG/NAME@REVISION`."
+    return "Use a path, `file:///path`, `package://PACKAGE/FILE`, `hf://ORG/NAME@REVISION` or ORG/NAME."
 
 
 def _file_path(source: str, field: str) -> Path:
@@ -196,8 +200,7 @@ def _checked(path: Path, source: str, field: str) -> Path:
     except OSError as error:
         raise SourceError(field, f"`{source}` cannot be opened: {error.strerror}.") from error
     if not exists:
-        hint = f" For a Hugging Face model write `hf://{source}`." if _looks_like_hub_name(source) else ""
-        raise SourceError(field, f"`{source}` does not exist (looked at `{path}`).{hint}")
+        raise SourceError(field, f"`{source}` does not exist (looked at `{path}`).")
     if not path.is_file():
         raise SourceError(field, f"`{source}` is neither a folder nor a regular file.", reason="ModelUnreadable")
     if path.suffix.lower() != ".gguf":
@@ -211,8 +214,10 @@ def _checked(path: Path, source: str, field: str) -> Path:
     return path
 
 
-def _looks_like_hub_name(source: str) -> bool:
-    return _HF_SOURCE.fullmatch(source) is not None and not source.startswith(".")
+def _is_hub_name(source: str) -> bool:
+    """A path that is there is a path, and so is one that ends like a file or begins like a relative path."""
+    is_path = source.startswith(".") or (source.endswith(".gguf") and source.count("/") < 2)
+    return _HF_SOURCE.fullmatch(source) is not None and not is_path and not Path(source).exists()
 
 
 def _model_in_folder(folder: Path, source: str, field: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec, checked
-from pagemill_protocol.models.config_values import quantization_of
+from pagemill_protocol.models.config_values import quantization_bits, quantization_of
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.safetensors_header import read_folder_headers
 
@@ -33,6 +33,7 @@ def spec_from_folder(folder: Path) -> ModelSpec:
         decoder=decoder,
         dtype=_dtype(values),
         quantization=quantization,
+        quantization_bits=quantization_bits(values),
         weights_format="safetensors",
         weight_bytes=sum(tensor.num_bytes for tensor in counted),
         num_parameters=num_parameters,

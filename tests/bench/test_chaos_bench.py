@@ -112,7 +112,7 @@ async def outcomes(server: Canned, mode: str) -> ExactLoad:
         ("cut", "cut", "complete"),
     ],
 )
-async def test_what_became_of_an_answer_is_told_by_its_form(
+async def test_what_became_of_an_answer_is_reported_by_its_form(
     server: Canned, mode: str, streamed: str, whole: str
 ) -> None:
     load = await outcomes(server, mode)

@@ -260,6 +260,7 @@ print(json.dumps([hung.error, lived, group.returncode, died.error]))
     assert found == ["it was ended after 0 s", True, -9, "the process returned 2"]
 
 
+@pytest.mark.full
 def test_tests_run_without_our_packages_installed_and_every_file_that_a_device_changes_is_among_them() -> None:
     problem, text, files = inside("""
 import own_tests
@@ -323,6 +324,7 @@ def test_idle_is_what_lies_between_ranges_that_may_overlap(facts: dict[str, Any]
     assert facts["idle"] == pytest.approx([0.0, 0.6, 0.1])
 
 
+@pytest.mark.full
 def test_transformers_generates_static_batches_of_the_same_shape() -> None:
     found = inside("""
 import transformers

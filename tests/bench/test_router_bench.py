@@ -125,7 +125,7 @@ def test_cpu_is_counted_over_the_process_tree() -> None:
         process.communicate("\n")
 
 
-def test_every_router_is_told_every_pod(tmp_path: Path) -> None:
+def test_every_router_knows_every_pod(tmp_path: Path) -> None:
     pods = [18001, 18002, 18003]
     for router in routers().values():
         start = router.start(Site(pods, tmp_path / router.name, 100))
@@ -146,9 +146,9 @@ def test_the_pods_answer_directly_and_through_our_gateway(cores: Cores) -> None:
         direct = around.load(around.ports, 200.0, num_requests=30)
         assert (direct["num_done"], direct["causes"]) == (30, {})
         with stage.started(routers()[OURS], around) as running:
-            told = around.load(running.ports, 100.0, num_requests=30)
-            assert (told["num_done"], told["causes"]) == (30, {})
-            assert 0 < told["ttft_ms"]["p50"] <= told["e2e_ms"]["p50"]
+            reported = around.load(running.ports, 100.0, num_requests=30)
+            assert (reported["num_done"], reported["causes"]) == (30, {})
+            assert 0 < reported["ttft_ms"]["p50"] <= reported["e2e_ms"]["p50"]
             assert running.cpu_s() > 0
     prompts = json.loads(around.bodies.read_text())
     assert len(set(prompts)) == len(prompts)

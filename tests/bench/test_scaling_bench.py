@@ -23,6 +23,6 @@ def test_every_policy_meets_the_same_requests_and_its_row_fits_the_table() -> No
         assert len(scaling.row(figures)) == len(scaling.COLUMNS)
 
 
-def test_rivals_are_told_what_a_replica_holds_within_the_slo() -> None:
+def test_rivals_are_given_what_a_replica_holds_within_the_slo() -> None:
     held = scaling.held_within_slo(SHORT.workload(1))
     assert 4 < held < (scaling.ENGINE.max_num_seqs or 0)

@@ -69,7 +69,7 @@ def test_the_same_lengths_and_times_are_replayed_with_prompts_that_share_nothing
     assert simulator_truth.real(requests, "high 0")[0].prompt[:4] != first.prompt[:4]
 
 
-def test_a_lone_request_is_simulated_by_the_step_times_that_the_engine_told() -> None:
+def test_a_lone_request_is_simulated_by_the_step_times_that_the_engine_reported() -> None:
     engine = engine_of(STATE)
     alone = Workload(name="alone", source="", requests=[SimRequest(0.5, 512, 11)], duration_s=1.0)
     found = simulator_truth.simulate(alone, engine)

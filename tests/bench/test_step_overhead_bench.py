@@ -1,4 +1,4 @@
-"""`make bench` tells what a step costs beside the model, at the numbers of requests that the goal is stated for."""
+"""`make bench` reports what a step costs beside the model, at the numbers of requests that the goal is stated for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_it_is_among_the_benchmarks() -> None:
 
 
 @pytest.mark.parametrize("loop", ["plain", "overlapped"])
-def test_it_tells_the_processor_time_of_a_step_at_16_256_and_1024_requests(printed: str, loop: str) -> None:
+def test_it_reports_the_processor_time_of_a_step_at_16_256_and_1024_requests(printed: str, loop: str) -> None:
     by_count = json.loads(printed.splitlines()[-1])["by_loop"][loop]
     assert list(by_count) == ["16", "256", "1024"]
     for count, figures in by_count.items():

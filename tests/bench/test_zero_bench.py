@@ -64,7 +64,7 @@ def test_a_ramps_answers_are_counted_by_the_phase_in_which_they_were_sent() -> N
     assert rows == [["one", "2", "1", "0", "100", "100", "100"], ["two", "2", "3", "1", "200", "300", "300"]]
 
 
-def test_simulated_cycles_are_counted_and_nobody_is_left_out() -> None:
+def test_simulated_cycles_are_counted_and_none_is_left_out() -> None:
     workload = visits(30, 5)
     assert workload == visits(30, 5)
     assert workload.requests != visits(30, 6).requests

@@ -203,7 +203,7 @@ def test_the_crd_is_the_one_of_the_models(variant: Callable[[str], Any]) -> None
     assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
 
 
-def test_the_crd_is_left_out_or_let_go_on_request(variant: Callable[[str], Any]) -> None:
+def test_the_crd_is_left_out_or_kept_on_request(variant: Callable[[str], Any]) -> None:
     assert variant("namespaced").all("CustomResourceDefinition") == []
     assert "annotations" not in variant("single").one("CustomResourceDefinition")["metadata"]
     annotated = variant("everything").one("CustomResourceDefinition")["metadata"]["annotations"]

@@ -201,13 +201,13 @@ def test_the_operator_may_change_the_annotations_of_engines_only(variant: Varian
     policy = variant("anonymous").one("ValidatingAdmissionPolicy", PODS)
     assert changed(policy, metadata={"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1"}})
     assert not changed(policy, image="miner:1")
-    assert not changed(policy, metadata={"labels": {"app.kubernetes.io/managed-by": "somebody"}})
+    assert not changed(policy, metadata={"labels": {"app.kubernetes.io/managed-by": "another"}})
     assert not changed(policy, old_labels={"app": "database"}, metadata={"annotations": {"a": "b"}})
     assert not changed(policy, old_labels={"app.kubernetes.io/managed-by": "Helm"})
 
 
 @pytest.mark.parametrize("name", [SECRETS, PODS])
-def test_policies_bind_the_operators_account_and_nobody_else(variant: Variant, name: str) -> None:
+def test_policies_bind_the_operators_account_and_no_other(variant: Variant, name: str) -> None:
     policy = variant("anonymous").one("ValidatingAdmissionPolicy", name)
     binding = variant("anonymous").one("ValidatingAdmissionPolicyBinding", name)["spec"]
     assert binding == {"policyName": name, "validationActions": ["Deny"]}

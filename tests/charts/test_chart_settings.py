@@ -187,7 +187,7 @@ def test_namespaces_are_templates(variant: Variant) -> None:
 
 
 def test_defaults_of_the_chart_are_those_of_the_operator(render: Callable[..., Any], anonymous: Any) -> None:
-    """What `values.yaml` says by default is what the operator does without being told."""
+    """What `values.yaml` says by default is what the operator does without being set."""
     rendered = operator_of(render(anonymous))
     plain = OperatorConfig(namespace="pagemill-system", engine_image="x")
     for field in ("lease_duration_s", "renew_deadline_s", "retry_period_s", "resync_s", "key_rotation_s", "log_level"):

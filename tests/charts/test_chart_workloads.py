@@ -151,7 +151,7 @@ def test_the_operator_knows_its_pod_by_name(variant: Variant) -> None:
     assert container["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
 
 
-def test_pods_spread_over_nodes_unless_told_otherwise(variant: Variant) -> None:
+def test_pods_spread_over_nodes_unless_set_otherwise(variant: Variant) -> None:
     (spread,) = spec_of(variant("anonymous"), "gateway")["template"]["spec"]["topologySpreadConstraints"]
     assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
     (spread,) = spec_of(variant("everything"), "gateway")["template"]["spec"]["topologySpreadConstraints"]

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import expert_models
 import msgspec
 import pytest
 from click.testing import Result
+from family_models import write_model
 from scaling_world import BLOCK_SIZE, STEP_TIME, Scaled, arrivals, signals
 from typer.testing import CliRunner
 
@@ -229,7 +231,7 @@ def test_without_any_the_engine_is_measured_under_such_requests(write: Write, si
     assert body["replica"]["alone"]["tpot_ms"] > 5
     assert body["stepTimeFrom"].startswith("measured here, with up to ")
     model = StepTimeModel.from_params(msgspec.convert(body["stepTime"], StepTimeParams))
-    assert model.predict_ms(1) > 4
+    assert model.predict_ms(1) > 3
     assert body["replicas"] == 1
 
 
@@ -251,6 +253,20 @@ def test_an_accelerator_is_its_data_sheet(file: Path) -> None:
     assert "reckoned, not measured: NVIDIA H200 Tensor Core GPU data sheet" in result.stdout
     assert "126.90 GiB" not in result.stdout
     assert "141.00 GiB" in result.stdout
+
+
+def test_latents_take_the_bytes_that_their_model_declares_and_gpus_refuse_them(
+    tmp_path: Path, write: Write, simulated: Simulated, fit: Path
+) -> None:
+    write_model(*expert_models.MODELS["deepseek-v3"], tmp_path / "model")
+    spec = simulated(engine={"maxModelLen": 256, "dtype": "float32", "extraArgs": []})
+    spec["spec"]["model"] = {"source": f"file://{tmp_path / 'model'}"}
+    result = plan(write("deep.yaml", spec), "--fit", fit, "-o", "json", rps=1, input=8, output=8)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["replica"]["kvBytesPerToken"] == 3 * (24 + 8) * 4
+    refused = plan(write("deep.yaml", spec), "--accelerator", "h200", rps=1, input=8, output=8)
+    assert refused.exit_code != 0
+    assert "the Triton kernels have no latent attention" in refused.stderr
 
 
 def test_a_file_with_gpus_names_its_accelerator(write: Write, simulated: Simulated) -> None:
@@ -424,7 +440,7 @@ def test_a_file_that_cannot_be_planned_says_why(
     assert words in result.stderr
 
 
-def test_errors_of_the_file_are_told_with_their_lines(write: Write) -> None:
+def test_errors_of_the_file_are_reported_with_their_lines(write: Write) -> None:
     result = plan(write("f.yaml", "kind: Service\n"))
     assert result.exit_code == 2
     assert "f.yaml:1: kind" in result.stderr

@@ -264,7 +264,7 @@ def test_without_traffic_there_is_nothing_to_simulate(file: Path, fit: Path) -> 
     assert "--trace /nonexistent: cannot be read" in nowhere.stderr
 
 
-def test_bounds_of_the_file_that_contradict_each_other_are_told_with_their_line(
+def test_bounds_of_the_file_that_contradict_each_other_are_reported_with_their_line(
     write: Write, simulated: Simulated, fit: Path
 ) -> None:
     file = write("f.yaml", simulated(engine={"extraArgs": []}, autoscaling={"minReplicas": 4, "maxReplicas": 2}))

@@ -56,6 +56,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
     ("spec", "expected"),
     [
         (f"{MODEL}  maxModelLen: 8\n", "f.yaml:6: spec.maxModelLen: unknown field; it belongs to spec.engine"),
+        (f"{MODEL}  replicas: two\n", 'f.yaml:6: spec.replicas: must be an integer, not "two", which is text'),
         (
             f"{MODEL}  replicas: 1\n  replicas: 2\n",
             "f.yaml:7: spec.replicas: appears twice (first on line 6); keep one",
@@ -115,7 +116,7 @@ def test_files_that_are_no_documents(write: Write, content: str | bytes, expecte
     assert found[0].startswith(expected), found[0]
 
 
-def test_control_characters_are_told_with_their_lines_beside_the_other_errors(write: Write) -> None:
+def test_control_characters_are_reported_with_their_lines_beside_the_other_errors(write: Write) -> None:
     spec = f"spec:\n{MODEL}  # bell \x07 and delete \x7f\r\n  replicas: '2\x1b[2J'\n"
     found = [error.partition(": ") for error in errors(write("f.yaml", (HEAD + spec).encode()))]
     assert [(place, rest.partition(";")[0].partition(",")[0]) for place, _, rest in found] == [
@@ -160,7 +161,7 @@ def test_rope_settings_that_no_engine_computes_are_reported_before_anything_star
     assert "with rope settings per attention type (`rope_parameters.full_attention`), which is not supported" in found
 
 
-def test_rules_and_plan_problems_are_told_beside_wrong_types_in_one_run(write: Write) -> None:
+def test_rules_and_plan_problems_are_reported_beside_wrong_types_in_one_run(write: Write) -> None:
     spec = (
         "  model: {source: 'file:///no/such/model', revision: main, aliases: [a, a]}\n"
         "  engine:\n    dtype: Float32\n    maxModelLen: 16\n    blockSize: 64\n    quantization: awq\n"
@@ -213,16 +214,16 @@ def test_a_wrong_field_does_not_break_the_rules_that_need_it(write: Write, spec:
     assert [error.split(": ")[1] for error in found] == [field]
 
 
-def test_whatever_field_is_broken_the_problems_of_all_others_are_told(write: Write) -> None:
+def test_whatever_field_is_broken_the_problems_of_all_others_are_reported(write: Write) -> None:
     document = yaml.safe_load(FULL_OF_PROBLEMS)
     everything = {finding.field for finding in load_files([write("f.yaml", document)]).findings}
     assert len(everything) == 8
     for path in _paths(document):
         broken = copy.deepcopy(document)
         _put(broken, path, 5.5)
-        told = {finding.field for finding in load_files([write("f.yaml", broken)]).findings}
+        reported = {finding.field for finding in load_files([write("f.yaml", broken)]).findings}
         others = {field for field in everything if not _related(field, path_text(path))}
-        assert others <= told, (path, others - told)
+        assert others <= reported, (path, others - reported)
 
 
 FULL_OF_PROBLEMS = f"""
@@ -267,7 +268,7 @@ def _related(field: str, other: str) -> bool:
     return field.startswith(other) or other.startswith(field)
 
 
-def test_clashes_with_a_document_that_has_errors_are_told(write: Write, simulated: Simulated) -> None:
+def test_clashes_with_a_document_that_has_errors_are_reported(write: Write, simulated: Simulated) -> None:
     claim = simulated("b", replicas=-1)
     claim["spec"]["model"]["name"] = "a"
     found = errors(write("f.yaml", simulated("a", replicas="1"), simulated("a"), claim))

@@ -350,7 +350,7 @@ def _up_to(lines: Iterator[str], word: str) -> Iterator[str]:
     raise AssertionError(f"the command ended before it said {word!r}")
 
 
-def test_why_tells_what_a_running_up_decided_and_decides_it_again(
+def test_why_reports_what_a_running_up_decided_and_decides_it_again(
     write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
 ) -> None:
     autoscaling = {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfter": "1s"}

@@ -23,7 +23,7 @@ SLO = ScalingSettings("Active", 1, 20, slo=Slo(ttft_ms=500.0, tpot_ms=40.0))
 
 
 def decided() -> list[Record]:
-    """A rise under an SLO, and a gateway that is not heard afterwards."""
+    """A rise under an SLO, and a gateway that is silent afterwards."""
     scaled = Scaled(SLO)
     scaled.decide(rate=30.0, active=1.0, running=7, waiting=2)
     scaled.now += 40.0
@@ -101,7 +101,7 @@ def test_a_replay_finds_the_recorded_choice_and_says_where_it_does_not(file: Pat
     result = why("d", "--file", forged, "--replay")
     assert result.exit_code == 1
     assert f"differs: {second.decision.replicas} replicas, SignalsMissing" in result.stdout
-    assert why("d", "--file", forged).exit_code == 0, "nobody asked"
+    assert why("d", "--file", forged).exit_code == 0, "no answer was needed"
 
 
 @pytest.mark.parametrize(
@@ -187,3 +187,14 @@ def test_columns_line_up_and_end_without_blanks() -> None:
         "long  b     c d",
         "x     y",
     ]
+
+
+def test_a_running_up_that_has_decided_nothing_is_found(alone: Path) -> None:
+    state = StateDir(alone)
+    state.write_targets([{"targets": ["127.0.0.1:1"], "labels": {"pod": "p", "variant": "default/chat"}}])
+    try:
+        result = why("chat")
+    finally:
+        state.remove()
+    assert result.exit_code == 2
+    assert "serves chat and has decided nothing about its replicas" in result.stderr

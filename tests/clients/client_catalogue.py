@@ -14,6 +14,13 @@ FOLDER = Path(__file__).parent
 PINNED = re.compile(r'^# dependencies = \["([\w-]+)(?:\[\w+\])?==([\d.]+)"', re.MULTILINE)
 
 
+NOT_RUN = {
+    "vllm bench serve": "part of the package vllm, which brings gigabytes of CUDA libraries",
+    "inference-perf": "needs Python 3.12 and later; these checks run with 3.11",
+}
+"""Clients that were looked at and have no script, and why."""
+
+
 class Checked(NamedTuple):
     name: str
     limit: str
@@ -38,6 +45,7 @@ def page(note: str) -> str:
         f"| **{client.package}** {client.version}<br>{client.about} | {_works(client)} | {_limits(client)} |"
         for client in clients()
     ]
+    rows += [f"| **{name}** | not run | {why} |" for name, why in NOT_RUN.items()]
     about = (
         "Clients that `make clients` runs against a gateway and an engine with the embedded model, each in an "
         "environment of its own. The checks judge the form of answers: types are valid, calls are named and their "

@@ -19,6 +19,10 @@ from typing import Any
 
 from client_catalogue import FOLDER, Client, clients
 
+from pagemill.commands.serve import DEFAULT_MODEL
+from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.load_bundle import load_bundle
+
 ROOT = FOLDER.parents[1]
 ENVIRONMENTS = ROOT / ".pagemill" / "clients"
 RESOLVED_BEFORE = "2026-11-22"
@@ -41,10 +45,22 @@ def main() -> int:
     if unknown := [name for name in args.names if name not in found]:
         parser.error(f"unknown clients: {' '.join(unknown)}; there are {' '.join(found)}")
     chosen = [found[name] for name in args.names or found]
+    VARIABLES["PAGEMILL_TOKENIZER"] = str(tokenizer_folder())
     with served() as base_url:
         reports = {client: run(client, [*uv_run(args.uv), str(client.script), base_url]) for client in chosen}
     sys.stdout.write(table(reports))
     return int(any(report["error"] for each in reports.values() for report in each))
+
+
+def tokenizer_folder() -> Path:
+    """The embedded model's tokenizer as Hugging Face's libraries read it, for clients that count tokens themselves."""
+    bundle = load_bundle(resolve_source(DEFAULT_MODEL))
+    folder = ENVIRONMENTS / "tokenizer"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(bundle.tokenizer_json)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": bundle.eos_token}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
 
 
 @contextlib.contextmanager

@@ -136,11 +136,11 @@ def test_a_layer_that_is_collected_before_it_is_kept_is_given_again(
 
 
 class Programs:
-    """buildah and ctr by what they are told; `refused` fails for commands that hold one of these words."""
+    """buildah and ctr that record their arguments; `refused` fails for commands that hold one of these words."""
 
     def __init__(self, errors: tuple[type[Exception], type[Exception]], images: list[str]) -> None:
         self._errors, self._images = errors, images
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.refused: set[str] = set()
 
     def buildah(self, *argv: str) -> str:
@@ -152,7 +152,7 @@ class Programs:
         return "\n".join(self._images)
 
     def _tell(self, error: type[Exception], argv: tuple[str, ...]) -> None:
-        self.told.append(" ".join(argv))
+        self.reported.append(" ".join(argv))
         if self.refused & set(argv):
             raise error(f"{argv[-1]} is in use")
 
@@ -163,33 +163,35 @@ OLD, NEW = "docker.io/pagemill/engine:old", "docker.io/pagemill/engine:new"
 @pytest.fixture
 def programs(module: Module, monkeypatch: pytest.MonkeyPatch) -> Programs:
     images, containers, loading = module("images"), module("containers"), module("loading")
-    told = Programs((images.ImageError, containers.ContainerError), [OLD, NEW, "docker.io/library/debian:trixie-slim"])
-    monkeypatch.setattr(images, "_run", told.buildah)
-    monkeypatch.setattr(containers, "ctr", told.ctr)
-    monkeypatch.setattr(loading, "load", lambda image: told.told.append(f"load {image}"))
-    return told
+    recorded = Programs(
+        (images.ImageError, containers.ContainerError), [OLD, NEW, "docker.io/library/debian:trixie-slim"]
+    )
+    monkeypatch.setattr(images, "_run", recorded.buildah)
+    monkeypatch.setattr(containers, "ctr", recorded.ctr)
+    monkeypatch.setattr(loading, "load", lambda image: recorded.reported.append(f"load {image}"))
+    return recorded
 
 
 def test_only_our_images_of_other_sources_are_dropped(module: Module, programs: Programs) -> None:
     assert module("images").forget_others("new") == []
-    assert [each for each in programs.told if " rm" in each] == [f"ctr images rm {OLD}", f"buildah rmi {OLD}"]
+    assert [each for each in programs.reported if " rm" in each] == [f"ctr images rm {OLD}", f"buildah rmi {OLD}"]
 
 
-def test_an_image_in_use_is_told_and_stops_nothing(module: Module, programs: Programs) -> None:
+def test_an_image_in_use_is_reported_and_stops_nothing(module: Module, programs: Programs) -> None:
     programs.refused = {OLD}
     assert module("images").forget_others("new") == [f"{OLD} is in use"] * 2
 
 
 def test_a_derived_image_leaves_no_working_container(module: Module, programs: Programs) -> None:
     module("images").derive(NEW, "docker.io/pagemill/engine:derived")
-    assert programs.told[-2:] == ["buildah rm working-1", "load docker.io/pagemill/engine:derived"]
+    assert programs.reported[-2:] == ["buildah rm working-1", "load docker.io/pagemill/engine:derived"]
 
 
 def test_one_that_fails_leaves_none_either(module: Module, programs: Programs) -> None:
     programs.refused = {"commit"}
     with pytest.raises(module("images").ImageError, match="in use"):
         module("images").derive(NEW, "docker.io/pagemill/engine:derived")
-    assert programs.told[-1] == "buildah rm working-1"
+    assert programs.reported[-1] == "buildah rm working-1"
 
 
 LAYERS = (b"torch" * (1 << 19), b"code")

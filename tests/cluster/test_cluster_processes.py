@@ -1,4 +1,4 @@
-"""Processes of the test cluster: found again by a later command, and never mistaken for somebody else's."""
+"""Processes of the test cluster: found again by a later command, and never mistaken for another owner's."""
 
 from __future__ import annotations
 

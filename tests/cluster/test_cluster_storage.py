@@ -1,4 +1,4 @@
-"""Volumes of the test cluster: what a claim gets, and which claims are somebody else's."""
+"""Volumes of the test cluster: what a claim gets, and which claims are another owner's."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def final_stage(dockerfile: str) -> str:
     return re.split(r"^FROM .*$", dockerfile, flags=re.MULTILINE)[-1]
 
 
-def test_it_runs_as_nobody_in_particular_without_a_shell(dockerfile: str) -> None:
+def test_it_runs_as_an_unprivileged_user_without_a_shell(dockerfile: str) -> None:
     stage = final_stage(dockerfile)
     assert re.findall(r"^USER (.*)$", stage, re.MULTILINE) == ["65532:65532"]
     (entrypoint,) = re.findall(r"^ENTRYPOINT (.*)$", stage, re.MULTILINE)
@@ -89,3 +89,11 @@ def test_torch_reaches_only_the_engine(component: str) -> None:
             reached.add(name)
             waiting += needs.get(name, [])
     assert reached.isdisjoint({"torch", "triton", "transformers"})
+
+
+def test_every_package_of_a_wheel_reaches_the_images(dockerfile: str) -> None:
+    let_through = set((ROOT / ".dockerignore").read_text().splitlines())
+    for folder in re.findall(r"^COPY (\w+) \1$", dockerfile, re.MULTILINE):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+        packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+        assert {f"!{folder}/{package}" for package in packages} <= let_through

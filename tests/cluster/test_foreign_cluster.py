@@ -1,4 +1,4 @@
-"""The end-to-end cases refuse a cluster that somebody uses, and see no other one than the context they were given."""
+"""The end-to-end cases refuse a cluster that is in use, and see no other one than the context they were given."""
 
 from __future__ import annotations
 

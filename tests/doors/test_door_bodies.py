@@ -1,4 +1,4 @@
-"""Both doors against bodies nobody should send: served or refused by name, never a 5xx, never at much cost.
+"""Both doors against bodies that no client should send: served or refused by name, never a 5xx, never at much cost.
 
 Bodies are written as bytes, since what a JSON library writes is well-formed: keys twice, numbers of 5,000 digits, half
 surrogates, broken UTF-8.

@@ -21,13 +21,13 @@ HUGE = {**LONG, "n": 64, "logprobs": 20, "stream": True}
 SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def nobody_runs(engine: Door) -> bool:
+def nothing_runs(engine: Door) -> bool:
     return engine.metric("vllm:num_requests_running") == 0 and engine.metric("vllm:num_requests_waiting") == 0
 
 
 def frees_everything(engine: Door, gateway: Door) -> None:
     """Fails unless no sequence, no block and no reservation is left."""
-    wait_until(lambda: nobody_runs(engine))
+    wait_until(lambda: nothing_runs(engine))
     wait_until(lambda: engine.metric("vllm:kv_cache_usage_perc") == 0)
     wait_until(lambda: gateway.metric("pagemill_gateway_in_flight_body_bytes") == 0)
 
@@ -75,7 +75,7 @@ def test_a_client_that_leaves_with_a_second_request_behind_the_first_is_noticed(
 def test_a_client_that_ends_its_half_of_the_connection_has_left(
     door: Door, engine_door: Door, gateway_door: Door, stream: bool
 ) -> None:
-    """It looks no different from one that closed it all: nobody computes on for it."""
+    """It looks no different from one that closed it all: no engine computes on for it."""
     before = engine_door.metric("vllm:generation_tokens_total")
     with contextlib.closing(door.connect()) as client:
         client.sendall(request({**LONG, "stream": stream}))
@@ -106,7 +106,7 @@ def test_a_reader_that_stops_fills_nobodys_memory_and_loses_its_stream(engine_do
         client.sendall(request(HUGE, headers=[(b"Connection", b"close")]))
         wait_until(lambda: engine_door.metric("vllm:generation_tokens_total") > generated)
         gateway_door.serves()
-        wait_until(lambda: nobody_runs(engine_door))
+        wait_until(lambda: nothing_runs(engine_door))
         assert engine_door.rss_bytes() - engine_before < 128 * MIB
         assert gateway_door.rss_bytes() - gateway_before < 24 * MIB
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)
@@ -135,11 +135,11 @@ def test_a_harmless_id_comes_back_and_any_other_is_replaced(doors: list[Door], g
         if answer.status == 400:
             assert set(raw) & set(bytes(range(32)) + b"\x7f"), "only control characters are no header's"
             continue
-        told = answer.headers["x-request-id"]
+        reported = answer.headers["x-request-id"]
         if SAFE_ID.fullmatch(given_id):
-            assert told == given_id
+            assert reported == given_id
         else:
-            assert re.fullmatch(r"[0-9a-f]{32}", told) or told == given_id.strip(" \t")
+            assert re.fullmatch(r"[0-9a-f]{32}", reported) or reported == given_id.strip(" \t")
 
 
 def test_each_request_is_one_line_of_json_whatever_was_sent(gateway_door: Door) -> None:

@@ -117,8 +117,8 @@ def test_each_door_serves_its_document_and_no_route_beside_it(doors: list[Door])
         assert served["paths"] == (DOCUMENT["paths"] if door.name == "gateway" else ALONE["paths"])
     assert set(ALONE["paths"]) - set(DOCUMENT["paths"]) == {"/metrics"}
     platform = ["/catalog", "/status", "/debug/decisions", "/internal/load", "/internal/state", "/internal/bundle"]
-    platform += ["/internal/drain", "/internal/drained", "/docs", "/redoc", "/pause", "/sleep", "/update_weights"]
-    platform += ["/invocations", "/collective_rpc", "/v1/load_lora_adapter", "/reset_prefix_cache", "/server_info"]
+    platform += ["/internal/drain", "/internal/drained", "/redoc", "/pause", "/sleep", "/update_weights"]
+    platform += ["/invocations", "/collective_rpc", "/v1/load_lora_adapter", "/reset_prefix_cache"]
     for door in doors:
         for path in platform:
             for method in ("GET", "POST", "PUT"):

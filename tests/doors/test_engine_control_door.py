@@ -206,24 +206,24 @@ def test_whatever_is_asked_with_the_token_is_done_or_refused_in_shape(
     wakes(control, engine)
 
 
-def test_who_is_told_that_it_will_sleep_sleeps(control: Door, engine: Door) -> None:
-    """Also when it is asked while it wakes, and nobody wants to wait."""
+def test_an_engine_that_accepted_to_sleep_sleeps(control: Door, engine: Door) -> None:
+    """Also when it is asked while it wakes, and no caller waits."""
 
-    def told(method: str, path: str, query: bytes = b"") -> Answer:
+    def asked(method: str, path: str, query: bytes = b"") -> Answer:
         answer = without_a_hang(lambda: ask(control, method, path, RIGHT, query=query))
         assert answer is not None
         return answer
 
     def state() -> str:
-        return str(json.loads(told("GET", "/is_sleeping").body)["state"])
+        return str(json.loads(asked("GET", "/is_sleeping").body)["state"])
 
     for _ in range(20):
-        told("POST", "/wake_up", b"wait_s=0")
-        answer = told("POST", "/sleep", b"wait_s=0")
+        asked("POST", "/wake_up", b"wait_s=0")
+        answer = asked("POST", "/sleep", b"wait_s=0")
         if answer.status == 503:
             assert answer.error()["code"] == "not_asleep"
             wait_until(lambda: state() == "awake")
-            assert told("POST", "/sleep", b"wait_s=0").status in (200, 202)
+            assert asked("POST", "/sleep", b"wait_s=0").status in (200, 202)
         else:
             assert json.loads(answer.body)["state"] in ("falling_asleep", "asleep")
         wait_until(lambda: state() == "asleep")
@@ -254,11 +254,11 @@ def test_broken_framing_on_the_control_port_is_refused_and_hung_up_on(
         connection.sendall(asked + framing + smuggled)
         head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
     assert b"connection: close" in head
-    told = json.loads(body)  # which fails if anything follows
+    reported = json.loads(body)  # which fails if anything follows
     if not head.startswith(b"HTTP/1.1 200 "):
         assert head.startswith(b"HTTP/1.1 400 ")
         assert error_of(body)
-    assert "version" not in told
+    assert "version" not in reported
     engine.serves()
 
 
@@ -328,7 +328,7 @@ def test_readers_of_any_name_get_the_state_and_leave_nothing_behind(
     ],
 )
 def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: Door, framing: bytes, status: int) -> None:
-    """Nobody would notice its departure, and a drain would wait for it."""
+    """Its departure would not be noticed, and a drain would wait for it."""
     with contextlib.closing(control.connect()) as connection:
         connection.sendall(head_of("GET", RIGHT) + framing)
         answer = read_answer(connection)
@@ -338,7 +338,7 @@ def test_a_reader_whose_own_body_never_ends_gets_no_stream(control: Door, framin
     assert num_streams(control) == 0
 
 
-def test_readers_that_read_nothing_cost_no_memory_and_nobody_their_turn(control: Door, engine: Door) -> None:
+def test_readers_that_read_nothing_cost_no_memory_and_no_other_reader_its_turn(control: Door, engine: Door) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             connection = stack.enter_context(contextlib.closing(control.connect(receive_buffer_bytes=4096)))

@@ -34,7 +34,7 @@ from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.openapi import document
 
 KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
-OPEN_PATHS = {"/health", "/livez", "/readyz", "/version", "/openapi.json"}
+OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/openapi.json"}
 PATHS = [
     (method.upper(), path.replace("{model}", MODEL))
     for path, methods in json.loads(document("doors", "1"))["paths"].items()
@@ -158,7 +158,7 @@ def put_catalog(door: Door, raw: bytes, token: str = CONTROL_TOKEN) -> Answer:
 
 
 def test_any_catalogue_is_taken_or_refused_whole(keyed_door: Door, engine_door: Door) -> None:
-    """Also what is taken and makes no sense harms nobody who looks on, and a good one afterwards is served."""
+    """Also what is taken and makes no sense harms no other client, and a good one afterwards is served."""
     good = msgspec.json.encode(good_catalog(engine_door))
 
     @examples(30)

@@ -122,7 +122,8 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
     "POST /wake_up": {"a body that is not asked for": lambda: JUNK},
 }
 BODILESS = {
-    "/livez", "/readyz", "/metrics", "/version", "/health", "/openapi.json", "/v1/models", "/v1/models/{}",
+    "/livez", "/readyz", "/metrics", "/version", "/health", "/openapi.json", "/ping",
+    "/load", "/server_info", "/docs", "/v1/models", "/v1/models/{}",
     "/internal/state", "/internal/bundle", "/is_sleeping", "/status", "/debug/decisions", "/internal/load",
 }  # fmt: skip
 """Routes of GET: a body of the largest size is read or dropped."""

@@ -57,7 +57,7 @@ def refused(door: Door, body: Any, param: str, path: str = "/v1/chat/completions
 
 
 class Canary:
-    """An address that nobody must call."""
+    """An address that must not be called."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener

@@ -14,7 +14,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 
 
 class DeviceFault(RuntimeError):
-    """The checking device refuses a plan, or was told to fail."""
+    """The checking device refuses a plan, or was ordered to fail."""
 
 
 POISON = -1
@@ -31,9 +31,9 @@ class CheckingRunner:
     """A device whose KV is made of token ids: every slot holds a digest of the whole prefix that led to it.
 
     A row's next token is computed from what it reads in its own slots, and every slot it reads is compared with what
-    its tokens say must be there. So a wrong block, a missed copy or a second writer shows at once. A row that is told
+    its tokens say must be there. So a wrong block, a missed copy or a second writer shows at once. A row that is marked
     to fail writes poison; who reads that gets a wrong token. Steps run when they are launched, in order; a failure is
-    told by `wait`, and what was launched behind it is not run. `trace` keeps the order of calls.
+    raised by `wait`, and what was launched behind it is not run. `trace` keeps the order of calls.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
@@ -72,7 +72,7 @@ class CheckingRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         self._apply(plan)
         if self.raise_on(plan):
-            raise DeviceFault("told to fail")
+            raise DeviceFault("made to fail")
         failed = self.fail_rows(plan)
         writers: dict[int, str] = {}
         for name, count in plan.num_scheduled_tokens.items():

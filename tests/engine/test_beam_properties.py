@@ -170,7 +170,7 @@ def test_an_abort_at_any_time_ends_a_search_as_a_whole(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
-def test_a_broken_row_fails_its_search_and_nobody_else(
+def test_a_broken_row_fails_its_search_and_no_other(
     checking_runner: Make,
     requests: list[GenerateRequest],
     options: dict[str, Any],
@@ -192,7 +192,7 @@ def test_a_broken_row_fails_its_search_and_nobody_else(
     if whole:
         core.runner.raise_on = lambda plan: bool(poisoned(plan))
     else:
-        core.runner.fail_rows = lambda plan: dict.fromkeys(poisoned(plan), "told to fail")
+        core.runner.fail_rows = lambda plan: dict.fromkeys(poisoned(plan), "made to fail")
     answers, ends, errors = drain(core)
     assert ends == Counter(key for request in requests for key in choices_of(request))
     assert set(+errors) <= {poison}
@@ -299,7 +299,7 @@ def test_searches_under_pressure_compute_again_and_find_the_same(checking_runner
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", ["search", "choices"])
-def test_who_waits_with_blocks_loses_them_to_nobody_of_lower_priority(
+def test_who_waits_with_blocks_does_not_lose_them_to_a_lower_priority(
     checking_runner: Make, overlap: bool, kind: str
 ) -> None:
     """Beams between two steps and choices that wait for a seat are in no batch, but they are not the first to go."""

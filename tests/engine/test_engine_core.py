@@ -120,7 +120,7 @@ def test_a_device_that_always_fails_ends_every_request_and_not_the_loop(checking
     outputs = finish(core)
     assert all(answers[-1].error is not None for answers in outputs.values())
     assert core.num_failed_steps_in_a_row == 4
-    with pytest.raises(RuntimeError, match="told to fail"):
+    with pytest.raises(RuntimeError, match="made to fail"):
         probe(core)
     core.check_integrity()
     core.runner.raise_on = lambda plan: False
@@ -375,7 +375,7 @@ def test_an_allowance_may_be_raised_up_to_the_requests_own_limit(checking_runner
     outputs = [out for _ in range(num_steps) for out in core.step().outputs]
     core.scheduler.raise_allowance("a", 6)
     core.scheduler.raise_allowance("a", 2)
-    core.scheduler.raise_allowance("nobody", 6)
+    core.scheduler.raise_allowance("unknown", 6)
     outputs += [out for _ in range(2) for out in core.step().outputs]
     core.scheduler.raise_allowance("a", 100)
     outputs += finish(core).get("a", [])

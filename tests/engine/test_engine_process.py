@@ -172,7 +172,7 @@ async def test_the_death_of_the_engine_is_seen_at_once() -> None:
         channel.send(request("b"))
 
 
-async def test_a_model_that_cannot_be_loaded_is_told_with_its_reason() -> None:
+async def test_a_model_that_cannot_be_loaded_is_reported_with_its_reason() -> None:
     async with started(EngineConfig(model="/nowhere/model.gguf")) as channel:
         messages: list[Any] = []
         with pytest.raises(EngineDied, match="exit code 1"):

@@ -192,7 +192,7 @@ def test_what_was_published_and_not_written_is_withdrawn() -> None:
     assert kv.prefix_cache.drain_events() == ([], [])
 
 
-def test_nobody_finds_the_blocks_of_a_failed_row_again() -> None:
+def test_the_blocks_of_a_failed_row_are_not_found_again() -> None:
     kv = make_kv()
     row = Row("a", prompt(12))
     compute(kv, row, 8)

@@ -1,4 +1,4 @@
-"""More requests than the KV cache holds: answers stay what they are, nobody is lost, repeated work is bounded."""
+"""More requests than the KV cache holds: answers stay what they are, no request is lost, repeated work is bounded."""
 
 from __future__ import annotations
 

@@ -111,9 +111,9 @@ def target(tmp_path: Path) -> Path:
 
 
 def run(source: str, target: Path) -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = []
-    load(LoaderSettings(source, target), lambda **fields: told.append(fields))
-    return told
+    reported: list[dict[str, Any]] = []
+    load(LoaderSettings(source, target), lambda **fields: reported.append(fields))
+    return reported
 
 
 def failure(source: str, target: Path) -> LoaderError:
@@ -124,10 +124,10 @@ def failure(source: str, target: Path) -> LoaderError:
 
 
 def test_a_whole_model_without_what_does_not_belong_to_it(server: Any, target: Path) -> None:
-    told = run(f"hf://{REPOSITORY}", target)
+    reported = run(f"hf://{REPOSITORY}", target)
     assert {path.name for path in target.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
     assert all((target / name).read_bytes() == FILES[name] for name in ("config.json", "model.safetensors"))
-    assert told[-1]["event"] == "loaded"
+    assert reported[-1]["event"] == "loaded"
     assert resolve_source(f"file://{target}") == target
 
 
@@ -237,7 +237,7 @@ def test_two_loaders_of_one_folder_do_not_disturb_each_other(server: Any, target
         ("hf://only-a-name", "SourceUnsupported", "hf://ORG/NAME"),
     ],
 )
-def test_what_cannot_be_loaded_is_told_with_the_remedy(
+def test_what_cannot_be_loaded_is_reported_with_the_remedy(
     server: Any, target: Path, source: str, reason: str, words: str
 ) -> None:
     error = failure(source, target)
@@ -253,7 +253,7 @@ def test_wrong_credentials_are_not_a_missing_model(server: Any, target: Path, mo
     assert "hf_wrong" not in error.message
 
 
-def test_a_hub_that_nobody_answers_for(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer(server: Any, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     error = failure(f"hf://{REPOSITORY}", target)
     assert error.reason == "HubUnreachable"
@@ -318,7 +318,7 @@ def test_a_volume_that_cannot_be_written(server: Any, tmp_path: Path) -> None:
     assert caught.value.reason == "VolumeUnusable"
 
 
-def test_the_process_tells_why_in_the_termination_message(server: Any, target: Path, tmp_path: Path) -> None:
+def test_the_process_reports_why_in_the_termination_message(server: Any, target: Path, tmp_path: Path) -> None:
     (log := tmp_path / "termination").touch()
     command = [sys.executable, "-m", "pagemill_engine.loader", "--target", str(target), "--termination-log", str(log)]
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HOME": str(tmp_path)}

@@ -288,7 +288,7 @@ anything = st.recursive(
 
 
 def plain(value: Any) -> Any:
-    """The value in Python's own types, so that its `repr` tells an int from a bool and from a float."""
+    """The value in Python's own types, so that its `repr` distinguishes an int from a bool and from a float."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):

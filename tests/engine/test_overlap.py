@@ -1,4 +1,4 @@
-"""Step N+1 is launched before the tokens of step N are read; nobody can tell by the answers."""
+"""Step N+1 is launched before the tokens of step N are read; the answers are the same."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_row_at_its_limit_is_not_launched_again(checking_runner: Make) -> None
     assert counts[True] == counts[False] == {"a/0": 5, "b/0": 1}
 
 
-def test_what_is_computed_past_a_stop_token_reaches_nobody(checking_runner: Make) -> None:
+def test_what_is_computed_past_a_stop_token_is_not_delivered(checking_runner: Make) -> None:
     """The stop token is the last of a block: its KV is written by the overshoot only, so the block is not cached."""
     prompt = [1, 2, 3, 4, 5]
     unbounded = alone(checking_runner, request("a", prompt))
@@ -189,7 +189,7 @@ def test_an_abort_ends_a_row_with_the_step_in_flight(checking_runner: Make) -> N
 # -- failures with a step behind ---------------------------------------------------------------------------------
 
 
-def test_a_row_that_fails_is_told_once_though_the_next_step_has_it_too(checking_runner: Make) -> None:
+def test_a_row_that_fails_is_reported_once_though_the_next_step_has_it_too(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.fail_rows = lambda plan: {
         name: "not finite" for name in plan.num_scheduled_tokens if name == "bad/0" and plan.step >= 3
@@ -241,7 +241,7 @@ def test_a_reader_starts_over_even_if_the_failed_row_was_preempted_before_it_was
 
 @pytest.mark.parametrize("budget", [3, 64])
 def test_choices_share_the_prompt_of_the_first(checking_runner: Make, budget: int) -> None:
-    """The first choice waits for one step, so that nobody writes into the block from which the others fork."""
+    """The first choice waits for one step, so that no row writes into the block from which the others fork."""
     core = make_core(checking_runner, enable_prefix_caching=False, max_num_batched_tokens=budget)
     core.add(request("a", list(range(10)), n=3))
     collect(core)
@@ -262,7 +262,7 @@ def test_a_step_that_raises_takes_nothing_along_but_time(checking_runner: Make, 
 
     def broken_launch(plan: Any) -> Any:
         if where == "launch" and faults[plan.step]:
-            raise RuntimeError("told to fail")
+            raise RuntimeError("made to fail")
         return launch(plan)
 
     core.runner.launch = broken_launch
@@ -290,7 +290,7 @@ def test_a_row_that_raises_alone_is_guilty_and_the_step_behind_starts_over(check
     assert_clean(core)
 
 
-def test_a_step_that_raises_with_an_overshooting_row_blames_nobody_unheard(checking_runner: Make) -> None:
+def test_a_step_that_raises_with_an_overshooting_row_blames_no_row_without_a_probe(checking_runner: Make) -> None:
     """Of the step's two rows one ended with the step before: the other did not run alone."""
     stop = alone(checking_runner, request("bad", [1, 2, 3]))[0]
     core = make_core(checking_runner)
@@ -305,7 +305,7 @@ def test_a_step_that_raises_with_an_overshooting_row_blames_nobody_unheard(check
     assert_clean(core)
 
 
-def test_suspects_run_one_by_one_with_nothing_else_in_flight(checking_runner: Make) -> None:
+def test_probed_requests_run_one_by_one_with_nothing_else_in_flight(checking_runner: Make) -> None:
     core = make_core(checking_runner)
     core.runner.raise_on = lambda plan: plan.step == 2
     for index in range(3):
@@ -379,7 +379,7 @@ def test_both_loops_give_the_same_answers_under_pressure(
 
 
 def test_the_token_that_a_preempted_row_has_in_flight_counts(checking_runner: Make) -> None:
-    """No answer goes back: what the step in flight samples for it is told, and computed again later."""
+    """No answer goes back: what the step in flight samples for it is discarded, and computed again later."""
     core = make_core(checking_runner, num_blocks=6, enable_prefix_caching=False)
     wanted = [request(name, [first] * 7, max_tokens=14) for name, first in (("old", 1), ("new", 2))]
     for each in wanted:

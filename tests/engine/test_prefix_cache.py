@@ -1,4 +1,4 @@
-"""The prefix cache finds blocks by content and tells gateways in prefix chunks."""
+"""The prefix cache finds blocks by content and publishes its contents in prefix chunks."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_aborts_at_any_time_leave_nothing_behind(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
-def test_failing_steps_and_rows_harm_nobody_else(
+def test_failing_steps_and_rows_harm_no_other_request(
     checking_runner: Make,
     requests: list[GenerateRequest],
     options: dict[str, Any],
@@ -209,7 +209,7 @@ def test_the_same_workload_gives_the_same_plans(checking_runner: Make, overlap: 
 
 @both_loops
 def test_first_come_is_first_finished_under_pressure(checking_runner: Make, overlap: bool) -> None:
-    """The oldest running row is never the one to go, so nobody waits for ever."""
+    """The oldest running row is never the one to go, so no row waits for ever."""
     core = pressed_core(checking_runner, overlap)
     requests = [
         GenerateRequest(

@@ -332,7 +332,7 @@ def test_abort_works_while_waiting_running_held_and_in_flight() -> None:
     assert scheduler.kv.pool.num_active == 0
 
 
-def test_an_abort_is_told_to_the_runner_with_the_next_step() -> None:
+def test_an_abort_reaches_the_runner_with_the_next_step() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a"))
     run(scheduler)
@@ -389,7 +389,7 @@ def test_a_wrong_resume_is_refused() -> None:
     assert not scheduler.has_work
 
 
-def test_the_first_output_tells_what_was_cached() -> None:
+def test_the_first_output_reports_what_was_cached() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", 12, max_tokens=2))
     while scheduler.has_work:

@@ -1,4 +1,4 @@
-"""Who computes its prompt first, by policy; that nobody starves; that a long prompt never stalls those who decode."""
+"""Who computes its prompt first, by policy; that no request starves; that a long prompt never stalls decodes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def test_a_level_of_priority_is_a_lead_of_so_many_seconds() -> None:
 
 @pytest.mark.parametrize(("victim", "lead_s"), [((5, 1), LEVEL_S), ((200, 0), 195 * TOKEN_MS / 1000)])
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_nobody_starves_however_many_others_keep_coming(policy: str, victim: tuple[int, int], lead_s: float) -> None:
+def test_no_request_starves_however_many_others_keep_coming(
+    policy: str, victim: tuple[int, int], lead_s: float
+) -> None:
     """One request a step arrives and one can be served: the queue never empties."""
     num_tokens, priority = victim
     clock = Clock()

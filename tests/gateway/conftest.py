@@ -112,7 +112,7 @@ class FakeEngine:
         return self
 
     async def kill(self) -> None:
-        """As kill -9 looks from outside: every connection resets, nobody listens."""
+        """As kill -9 looks from outside: every connection resets, nothing listens."""
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
@@ -371,7 +371,7 @@ class ApiServer:
         self.queries: list[dict[str, str]] = []
         self.status = 200
         self.closed: set[str] = set()
-        """Namespaces that nobody may look into."""
+        """Namespaces that are forbidden to all."""
         self.gone = False
         """No watch can begin, whatever its version."""
         self.silent = False
@@ -556,7 +556,7 @@ async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[...
 
 @pytest.fixture
 def fake() -> SimpleNamespace:
-    """What engines can be told to do, and helpers, by name."""
+    """What engines can be made to do, and helpers, by name."""
     return SimpleNamespace(
         says=says,
         generates=generates,

@@ -83,10 +83,10 @@ def test_loads_wait_for_each_other_and_time_brings_them_nearer() -> None:
     waits = {digest: pod.wait_ms(digest, 10.0, believed=True) for digest in "abc"}
     assert waits == pytest.approx({"a": 0, "b": 200, "c": 400})
     assert pod.wait_ms("c", 10.15, believed=True) == pytest.approx(250)
-    assert pod.wait_ms("b", 11.0, believed=True) == 0, "it is due, and nothing else was told"
+    assert pod.wait_ms("b", 11.0, believed=True) == 0, "it is due, and nothing else was reported"
 
 
-def test_what_is_not_believed_is_not_resident_and_what_was_not_told_costs_nothing() -> None:
+def test_what_is_not_believed_is_not_resident_and_what_was_not_reported_costs_nothing() -> None:
     pod = Adapters()
     pod.update(slots("a"), 10.0, new_engine=True)
     assert pod.wait_ms("a", 10.0, believed=False) == pytest.approx(200)
@@ -234,7 +234,7 @@ async def test_an_adapters_name_leads_to_its_deployment_and_content(brain: Local
     [[PRETTY, PRETTY], [CatalogAdapter(name="m", digest="p")], [CatalogAdapter(name="alias", digest="p")],
      [CatalogAdapter(name="", digest="p")], [CatalogAdapter(name="x", digest="")]],
 )  # fmt: skip
-def test_a_catalogue_with_an_adapter_that_cannot_be_told_apart_is_refused(adapters: list[CatalogAdapter]) -> None:
+def test_a_catalogue_with_an_adapter_that_cannot_be_distinguished_is_refused(adapters: list[CatalogAdapter]) -> None:
     check_catalog(Catalog(models=[model(aliases=["alias"])]))
     with pytest.raises(PagemillError, match="a name that nothing else here has"):
         check_catalog(Catalog(models=[model(aliases=["alias"], adapters=adapters)]))

@@ -31,7 +31,7 @@ async def test_a_place_is_free_again_whatever_happened_inside() -> None:
     assert gate.num_inside == 0
 
 
-async def test_a_closed_gate_keeps_those_inside_and_tells_when_they_are_gone() -> None:
+async def test_a_closed_gate_keeps_those_inside_and_reports_when_they_are_gone() -> None:
     gate = Gate(2, 100)
     with gate.enter():
         gate.close("going down")

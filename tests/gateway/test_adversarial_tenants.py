@@ -87,11 +87,11 @@ class Engine:
             reason = "stop"
         if reason is not None:
             self.finished.add(choice)
-        untold = self.counts[choice] - self.reported[choice]
-        if not can_be_continued(self.request) or not (self.request.stream or reason or untold >= PROGRESS_TOKENS):
+        unreported = self.counts[choice] - self.reported[choice]
+        if not can_be_continued(self.request) or not (self.request.stream or reason or unreported >= PROGRESS_TOKENS):
             return []
         self.reported[choice] = self.counts[choice]
-        return [FrameMeta(choice=choice, token_ids=[1] * untold, finish_reason=reason)]
+        return [FrameMeta(choice=choice, token_ids=[1] * unreported, finish_reason=reason)]
 
 
 class Engines:

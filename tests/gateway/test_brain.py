@@ -203,7 +203,7 @@ async def test_the_last_endpoint_is_never_ejected(brain: LocalBrain) -> None:
     assert {(await place(brain)).endpoint_id for _ in range(4)} == {"a", "b"}
 
 
-async def test_full_engines_and_single_bad_requests_eject_nobody(brain: LocalBrain) -> None:
+async def test_full_engines_and_single_bad_requests_eject_no_engine(brain: LocalBrain) -> None:
     brain.apply_catalog(Catalog(models=[model("m", "a")]))
     brain.observe("a", frame())
     for kind in ("request", "refused"):

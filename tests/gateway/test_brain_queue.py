@@ -1,4 +1,4 @@
-"""The brain's queue on a clock moved by hand: nobody is lost or served twice, engines are never sent too much."""
+"""The brain's queue on a clock moved by hand: no request is lost or served twice, engines are never sent too much."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_blocks_are_not_promised_twice_on_one_stale_state() -> None:
 
 async def test_capacity_that_only_a_report_shows_is_used_when_it_comes() -> None:
     pod = Pod("a", slots=8, blocks=100)
-    pod.inside[-1] = 100 * BLOCK  # somebody else's
+    pod.inside[-1] = 100 * BLOCK  # another owner's
     world = World(pod)
     task = world.ask()
     await settle()
@@ -116,7 +116,7 @@ async def test_a_seat_given_to_a_client_that_leaves_in_the_same_moment_is_given_
     assert world.brain.registry.endpoints["a"].in_flight == 1
 
 
-async def test_the_one_over_the_bound_is_told_when_to_come_back() -> None:
+async def test_the_one_over_the_bound_learns_when_to_come_back() -> None:
     world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=2))
     await world.ask()
     waiting = [world.ask(key="k"), world.ask(key="k")]
@@ -136,7 +136,7 @@ async def test_the_one_over_the_bound_is_told_when_to_come_back() -> None:
         task.cancel()
 
 
-async def test_a_queue_of_length_zero_lets_nobody_wait() -> None:
+async def test_a_queue_of_length_zero_lets_no_request_wait() -> None:
     world = World(Pod("a", slots=1, blocks=1000), queue=limits(max_requests=0))
     await world.ask()
     with pytest.raises(PagemillError) as refusal:
@@ -162,7 +162,7 @@ async def test_a_wait_that_is_too_long_ends_with_503_and_counts_all_waits() -> N
     assert world.brain.queues.outcomes["default/d", "timeout"] == 2
 
 
-async def test_who_cannot_make_its_deadline_is_told_at_once_and_when_to_come_back() -> None:
+async def test_who_cannot_make_its_deadline_is_refused_at_once_with_a_time_to_come_back() -> None:
     world = World(Pod("a", slots=1, blocks=1000))
     tasks = [world.ask() for _ in range(40)]
     await settle()
@@ -179,7 +179,7 @@ async def test_who_cannot_make_its_deadline_is_told_at_once_and_when_to_come_bac
     patient, urgent = world.ask(deadline_at=start + 200), world.ask(deadline_at=start + 5, priority=-1)
     await settle()
     assert not patient.done()
-    assert not urgent.done(), "nobody is before it"
+    assert not urgent.done(), "no request is before it"
     for task in (*tasks, patient, urgent):
         task.cancel()
 
@@ -283,7 +283,7 @@ async def test_an_outage_may_last_twice_as_long_as_engines_usually_need() -> Non
         assert world.clock.now == lost_at + took_s
 
 
-async def test_somebody_who_waits_where_nobody_did_is_news() -> None:
+async def test_the_first_request_that_waits_is_news() -> None:
     world = World(Pod("a", slots=1, blocks=1000))
     news = world.brain.queues.first_waiter()
     running = await world.ask()
@@ -317,7 +317,7 @@ async def test_longer_answers_than_expected_cost_their_key_its_next_turns() -> N
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_whatever_happens_nobody_is_lost_and_nothing_stays_reserved(data: st.DataObject) -> None:
+def test_whatever_happens_no_request_is_lost_and_nothing_stays_reserved(data: st.DataObject) -> None:
     asyncio.run(live_through(data))
 
 
@@ -441,7 +441,9 @@ async def test_a_lost_answer_gets_the_next_seat_before_those_that_have_not_begun
 
 
 @pytest.mark.parametrize("kind", ["lost", "declined"])
-async def test_a_lost_answer_waits_where_nobody_else_may_and_no_newcomer_takes_its_place(kind: FailureKind) -> None:
+async def test_a_lost_answer_waits_where_no_other_request_may_and_no_newcomer_takes_its_place(
+    kind: FailureKind,
+) -> None:
     """Also once another engine, which is shutting down, has refused to continue it."""
     for max_requests in (0, 1):
         world = World(*(Pod(name, slots=1, blocks=1000) for name in "ab"), queue=limits(max_requests=max_requests))
@@ -471,7 +473,7 @@ async def test_a_lost_answer_waits_no_longer_than_anybody_may_over_all_its_losse
 
 
 async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> None:
-    """It asks ten times as much as each of the others; how long answers get nobody knows before."""
+    """It asks ten times as much as each of the others; how long answers get is not known before."""
     draw = random.Random(5)
     world = World(*(Pod(name, slots=3, blocks=100_000) for name in "ab"), queue=limits(max_requests=60))
     waiting = {"noisy": 30} | {f"quiet-{number}": 3 for number in range(4)}
@@ -502,7 +504,7 @@ async def test_a_noisy_neighbour_gets_no_more_of_the_engines_than_anybody() -> N
         task.cancel()
 
 
-async def test_what_waits_for_its_own_weights_holds_up_nobody() -> None:
+async def test_what_waits_for_its_own_weights_holds_up_no_other_request() -> None:
     world = World(Pod("a", slots=1, blocks=1000, weights="old"), Pod("b", slots=1, blocks=1000, weights="old"))
     running = [await world.ask() for _ in range(2)]
     world.pods["c"] = Pod("c", slots=1, blocks=1000, weights="new")

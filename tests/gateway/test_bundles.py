@@ -1,4 +1,4 @@
-"""Tokenizers that the gateway forgets: gone at once where nobody uses them, else after their last user."""
+"""Tokenizers that the gateway forgets: gone at once where no request uses them, else after their last user."""
 
 from __future__ import annotations
 

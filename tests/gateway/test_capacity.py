@@ -113,7 +113,7 @@ def test_of_a_silent_engine_only_our_own_reservations_count() -> None:
     assert engine.fill(need()) == 4
 
 
-def test_an_engine_that_told_nothing_is_bound_by_its_own_refusals_only() -> None:
+def test_an_engine_that_reported_nothing_is_bound_by_its_own_refusals_only() -> None:
     engine = Engine()
     assert engine.fits(need())
     engine.report()
@@ -237,7 +237,7 @@ def test_before_anything_is_learned_the_wait_is_a_guess() -> None:
     assert DrainRate().wait_s(10) is None
 
 
-def test_the_rate_is_that_of_the_time_in_which_somebody_waited() -> None:
+def test_the_rate_is_that_of_the_time_in_which_requests_waited() -> None:
     drain = DrainRate()
     drain.watch(0.0, waiting=True)
     for second in range(1, 11):

@@ -98,7 +98,7 @@ def test_the_queue_is_the_resources_in_bytes_and_seconds() -> None:
         ({"mode": "Advisory"}, False),
     ],
 )
-def test_requests_wait_for_an_engine_where_somebody_starts_one(autoscaling: Any, wakes: bool) -> None:
+def test_requests_wait_for_an_engine_where_the_operator_starts_one(autoscaling: Any, wakes: bool) -> None:
     (model,) = build_catalog([llmd("chat", autoscaling=autoscaling)], [], KEYS).models
     assert model.wakes is wakes
 
@@ -219,4 +219,4 @@ def test_every_catalogue_is_sound_and_does_not_depend_on_order(rows: Any, pods: 
     chance.shuffle(slices)
     assert build_catalog(deployments, slices, KEYS) == catalog
     unshared = [model.name for model in catalog.models if model.weight == 100]
-    assert len(unshared) == len(set(unshared)), "nobody shares a name without saying so"
+    assert len(unshared) == len(set(unshared)), "no deployment shares a name without saying so"

@@ -77,16 +77,18 @@ def test_every_value_arrives_as_it_was(kind: Any, data: st.DataObject) -> None:
 
 
 @given(number=st.integers(0, 2**40), ticket=values_of(QueueTicket), routing_request=values_of(RoutingRequest))
-def test_questions_are_told_apart_from_notes(number: int, ticket: QueueTicket, routing_request: RoutingRequest) -> None:
+def test_questions_are_distinguished_from_notes(
+    number: int, ticket: QueueTicket, routing_request: RoutingRequest
+) -> None:
     question = messages.Call(number, messages.Choose(TARGET, frozenset({"a", "b"}), routing_request, ticket, None))
     assert encoded(question, messages.ToControlProcess) == question
     for note in (messages.Accepted(number), messages.Finished(number, None), messages.Settle("l", number)):
         assert encoded(note, messages.ToControlProcess) == note
-    for told in (
+    for reported in (
         messages.KeepBundles(frozenset({"a"}), frozenset(), True),
         messages.ReplaceSharedKeys([Caller("h", "t")]),
     ):
-        assert encoded(told, messages.ToWorker) == told
+        assert encoded(reported, messages.ToWorker) == reported
 
 
 class WorkerStub:
@@ -223,7 +225,7 @@ async def test_what_was_given_up_holds_nothing(place: Place, fake: SimpleNamespa
 async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
     place: Place, fake: SimpleNamespace, asked: bool
 ) -> None:
-    """Whether there was a scrape, or it told unasked."""
+    """Whether there was a scrape, or it reported unasked."""
     async with place.head() as head, place.worker() as other:
         counted = head.sharing.store
         assert isinstance(counted, MemoryStore)
@@ -244,9 +246,9 @@ async def test_a_worker_that_is_gone_holds_nothing_and_its_counters_stay(
             if asked:
                 await head.scrape("")
             else:
-                told = head._workers[-1]
-                assert isinstance(told, WorkerConnection)
-                await fake.until(lambda: told._latest().num_requests == 1)
+                reported = head._workers[-1]
+                assert isinstance(reported, WorkerConnection)
+                await fake.until(lambda: reported._latest().num_requests == 1)
         waiting = asyncio.create_task(other.choose(TARGET, frozenset(), ASK, ticket=QueueTicket(priority=1)))
         assert (await waiting).endpoint_id == "a", "who waited gets the slot"
         assert counted.num_held == 0
@@ -361,7 +363,7 @@ async def test_a_head_that_dies_without_a_word_was_none(place: Place, fake: Simp
             assert (await question).deployment == "default/d"
 
 
-async def test_keys_and_bundles_are_told_to_who_comes_later(place: Place, fake: SimpleNamespace) -> None:
+async def test_keys_and_bundles_are_sent_to_who_comes_later(place: Place, fake: SimpleNamespace) -> None:
     async with place.head() as head:
         head._publish_keys([Caller("h" * 64, "tenant")])
         async with place.worker() as line:

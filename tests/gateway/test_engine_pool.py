@@ -1,4 +1,4 @@
-"""Connections to engines over real sockets: kept, given up, closed at once; and engines that nobody reaches."""
+"""Connections to engines over real sockets: kept, given up, closed at once; and engines that cannot be reached."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_one_connection_serves_one_request_after_the_other() -> None:
     run(scenario)
 
 
-def test_what_nobody_uses_is_closed() -> None:
+def test_what_is_not_used_is_closed() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         await ask_and_read(pool, origin)
         await engine.num_gone.acquire()
@@ -165,8 +165,8 @@ def test_a_large_request_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Le"])
-def test_an_engine_that_hangs_up_without_an_answer_is_told_and_not_asked_twice(answer: bytes) -> None:
-    """What it has done with the request nobody knows."""
+def test_an_engine_that_hangs_up_without_an_answer_is_reported_and_not_asked_twice(answer: bytes) -> None:
+    """What it has done with the request is not known."""
 
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         await ask_and_read(pool, origin)
@@ -179,7 +179,7 @@ def test_an_engine_that_hangs_up_without_an_answer_is_told_and_not_asked_twice(a
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_a_port_that_nobody_listens_on_refuses(host: str) -> None:
+def test_a_port_without_a_listener_refuses(host: str) -> None:
     """However many addresses its name has."""
 
     async def scenario(pool: EnginePool, _: Engine, __: Origin) -> None:
@@ -201,10 +201,10 @@ def test_names_and_ipv6_addresses_are_found(host: str) -> None:
     run(scenario, host)
 
 
-def test_what_nobody_knows_or_nobody_answers_for_cannot_be_reached() -> None:
+def test_unknown_hosts_and_hosts_that_do_not_answer_cannot_be_reached() -> None:
     async def scenario(pool: EnginePool, engine: Engine, origin: Origin) -> None:
         silent = origin._replace(is_tls=True)  # our engine waits for a request in the clear, and says nothing
-        for each in (origin._replace(host="nobody.invalid"), silent):
+        for each in (origin._replace(host="unknown.invalid"), silent):
             with pytest.raises(CannotConnect) as caught:
                 await pool.take(each)
             assert not caught.value.refused

@@ -69,7 +69,7 @@ def test_a_start_that_no_request_waits_for_is_forgotten() -> None:
     starts = Starts()
     starts.requested(0.0, from_zero=True)
     starts.served(LAPSE_S * 2)
-    assert starts.left_s(LAPSE_S * 2) is None, "nobody knows when it was ordered"
+    assert starts.left_s(LAPSE_S * 2) is None, "when it was ordered is not known"
     starts.requested(1e6, from_zero=True)
     starts.requested(1e6 + LAPSE_S * 2, from_zero=True)
     starts.served(1e6 + LAPSE_S * 2 + 7.0)
@@ -82,7 +82,7 @@ WAITERS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.inte
 
 
 @given(WAITERS)
-def test_what_is_served_until_ones_turn_is_over_is_what_was_told_when_it_came(
+def test_what_is_served_until_ones_turn_is_over_is_what_was_reported_when_it_came(
     kinds: list[tuple[str, int, int]],
 ) -> None:
     queue: FairQueue[Waiter] = FairQueue(100, 10**9)
@@ -147,7 +147,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_waits_for_an_engine_from_zero_is_told_what_the_last_start_took() -> None:
+async def test_who_waits_for_an_engine_from_zero_learns_what_the_last_start_took() -> None:
     fleet = Fleet()
     first = fleet.ask()
     await settle()
@@ -195,7 +195,7 @@ async def test_refusals_without_an_engine_say_when_it_is_worth_coming_back() -> 
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_who_waits_for_a_seat_is_told_by_how_fast_the_queue_moves() -> None:
+async def test_who_waits_for_capacity_learns_how_fast_the_queue_moves() -> None:
     fleet = Fleet()
     fleet.come("a")
     tasks = [fleet.ask() for _ in range(30)]
@@ -215,7 +215,7 @@ async def test_who_waits_for_a_seat_is_told_by_how_fast_the_queue_moves() -> Non
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_nobody_knows_of_a_name_that_is_not_served() -> None:
+async def test_nothing_is_known_of_a_name_that_is_not_served() -> None:
     assert await Fleet().brain.expected_s("other", QueueTicket()) is None
 
 
@@ -234,6 +234,6 @@ async def test_comments_say_how_long_it_may_take(left_s: float | None, comment: 
         return left_s
 
     async with asyncio.timeout(WAIT_LIMIT_S):
-        heard = asyncio.create_task(engine_reported.get())
-        assert await keep_alive.during(heard, engine_reported.put, expected) == comment
+        received = asyncio.create_task(engine_reported.get())
+        assert await keep_alive.during(received, engine_reported.put, expected) == comment
     keep_alive.close()

@@ -115,7 +115,7 @@ def test_a_key_that_fills_the_queue_cannot_keep_others_out() -> None:
     assert queue.add(refused) == [refused]
 
 
-def test_overload_takes_nobody_that_an_engine_has_worked_for() -> None:
+def test_overload_removes_no_request_that_an_engine_has_worked_for() -> None:
     lost = [waiter("a", 0.1 * at, priority=1, kept=True) for at in range(3)]
     queue = queue_of(*lost, waiter("a", 5), waiter("b", 6), max_requests=5)
     urgent = waiter("b", 7, priority=-1)
@@ -125,10 +125,10 @@ def test_overload_takes_nobody_that_an_engine_has_worked_for() -> None:
     late = waiter("c", 9)
     assert queue.add(late) == [late]
     assert set(queue) == {*lost, one_more, urgent}
-    nobody_waits: FairQueue[Waiter] = FairQueue(0, 0)
-    assert nobody_waits.add(waiter(kept=True)) == []
-    assert len(nobody_waits) == 1
-    assert queue.find_inconsistencies() == nobody_waits.find_inconsistencies() == []
+    no_queue: FairQueue[Waiter] = FairQueue(0, 0)
+    assert no_queue.add(waiter(kept=True)) == []
+    assert len(no_queue) == 1
+    assert queue.find_inconsistencies() == no_queue.find_inconsistencies() == []
 
 
 @pytest.mark.parametrize("max_requests", [0, 1])
@@ -146,7 +146,7 @@ def test_of_those_that_an_engine_has_worked_for_so_many_are_spared(max_requests:
     assert queue.find_inconsistencies() == []
 
 
-def test_nobody_goes_for_one_that_does_not_fit_itself() -> None:
+def test_no_request_is_removed_for_one_that_does_not_fit_itself() -> None:
     queue = queue_of(*[waiter("a", at, size=10) for at in range(5)], max_bytes=100)
     huge = waiter("b", 9, size=101)
     assert queue.add(huge) == [huge]

@@ -168,7 +168,7 @@ async def test_an_engine_at_the_end_of_its_patience_hands_its_streams_over(engin
 
 
 def crashes(fake, *, after: int, code: str = "engine_crashed"):
-    """The engine's own work brings it down, or somebody else does: its server says so, then nobody listens."""
+    """The engine's own work brings it down, or another client does: its server says so, then nothing listens."""
 
     async def behave(engine, request, response, http) -> None:
         await response.prepare(http)
@@ -304,7 +304,7 @@ def held(gateway, engines) -> list[int]:
     return counts
 
 
-async def tells_one_more(engine, request, response, http) -> None:
+async def reports_one_more(engine, request, response, http) -> None:
     """Of an answer that is not streamed; then the connection ends."""
     position = 1 + sum(len(resume.token_ids) for resume in request.resume)
     await response.prepare(http)
@@ -319,7 +319,7 @@ async def test_a_continued_answer_is_charged_once_and_holds_nothing_afterwards(
 ) -> None:
     gateway = await gateways(*engines, api_keys=limited(tokens_per_minute=1000, concurrency=1))
     for engine in engines:
-        engine.behaviours.append(one_frame_then(fake, end="reset") if stream else tells_one_more)
+        engine.behaviours.append(one_frame_then(fake, end="reset") if stream else reports_one_more)
         engine.behaviour = fake.says("a", "b", "c")
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         reply = await gateway.chat(headers=KEY, stream=stream)

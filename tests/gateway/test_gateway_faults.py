@@ -127,13 +127,13 @@ async def test_at_most_three_engines_are_asked_and_none_twice(engines, gateways,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_engines_whose_death_nobody_has_noticed_cost_no_attempt(engines, gateways, fake, stream) -> None:
-    """They report as ever, and nobody listens where they take requests."""
+async def test_engines_whose_death_was_not_noticed_cost_no_attempt(engines, gateways, fake, stream) -> None:
+    """They report as ever, and nothing listens where they take requests."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        closed = f"http://127.0.0.1:{listener.getsockname()[1]}"
     catalog = fake.catalog_of(*engines, routing_policy="RoundRobin")
     for index in (0, 1):
-        catalog.models[0].endpoints[index] = msgspec.structs.replace(engines[index].endpoint, data_url=nobody)
+        catalog.models[0].endpoints[index] = msgspec.structs.replace(engines[index].endpoint, data_url=closed)
     gateway = await gateways(*engines, catalog=catalog, max_attempts=1)
     replies = [await gateway.chat(stream=stream) for _ in range(3)]
     assert [reply.status for reply in replies] == [200] * 3

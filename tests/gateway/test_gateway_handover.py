@@ -1,4 +1,4 @@
-"""Engines that leave and engines that come: no moment in between in which a request finds nobody."""
+"""Engines that leave and engines that come: no moment in between in which a request finds no engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def num_served(engines) -> list[int]:
     return [len(engine.requests) for engine in engines]
 
 
-async def test_the_engine_is_told_when_nothing_goes_there_any_more(engines, gateways, fake) -> None:
+async def test_the_engine_is_reported_when_nothing_goes_there_any_more(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: engines[0].num_drained == 1)
@@ -44,7 +44,7 @@ async def test_the_word_carries_the_token_of_now_not_that_of_the_stream(engines,
     assert engines[0].num_unauthorized == 0
 
 
-async def test_an_engine_that_refuses_the_token_has_not_heard(engines, gateways, fake) -> None:
+async def test_an_engine_that_refuses_the_token_was_not_reached(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2], handover_timeout_s=30.0)
     await engines[0].push_state(draining=True, token="turned")
     await fake.until(lambda: engines[0].num_unauthorized == 1)
@@ -66,7 +66,7 @@ async def test_the_last_engine_stays_in_use_until_another_one_can_take_over(engi
     assert num_served(engines) == [1, 1, 0]
 
 
-async def test_an_engine_that_nobody_replaces_is_let_go_after_a_while(engines, gateways, fake) -> None:
+async def test_an_engine_that_is_not_replaced_is_draining_after_a_while(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], handover_timeout_s=0.05)
     await engines[0].push_state(draining=True)
     await fake.until(lambda: engines[0].num_drained == 1)
@@ -82,7 +82,7 @@ async def test_a_deployment_that_is_deleted_lets_its_engines_go(engines, gateway
     await fake.until(lambda: not engines[0]._streams)
 
 
-async def test_what_a_static_catalogue_calls_terminating_is_let_go_at_once(engines, gateways, fake) -> None:
+async def test_what_a_static_catalogue_calls_terminating_is_draining_at_once(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0], handover_timeout_s=30.0)
     catalog = fake.catalog_of(engines[0])
     catalog.models[0].endpoints[0] = msgspec.structs.replace(engines[0].endpoint, terminating=True)
@@ -187,7 +187,7 @@ def cluster_brain(**fields: bool) -> LocalBrain:
     return brain
 
 
-async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None:
+async def test_a_terminating_pod_is_the_last_resort_until_it_is_draining() -> None:
     brain = cluster_brain(terminating=True)
     brain.observe("a", StateFrame(sequence=1, snapshot=True, max_model_len=100))
     assert (await brain.choose(await brain.find("m"), frozenset(), RoutingRequest(1))).endpoint_id == "a"
@@ -196,7 +196,7 @@ async def test_a_terminating_pod_is_the_last_resort_until_it_is_let_go() -> None
         await brain.find("m")
 
 
-async def test_nobody_waits_for_a_deployment_without_weight() -> None:
+async def test_no_queue_for_a_deployment_without_weight() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", weight=0, endpoints=endpoints)]))
@@ -240,7 +240,7 @@ async def test_news_wake_everybody_who_waits() -> None:
     assert not await ChangeNotifier().wait_until(lambda: False, 0.01)
 
 
-async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
+async def test_who_finds_no_listener_waits_for_the_next_report() -> None:
     """A container that restarts costs its requests one try, not all of them within a moment."""
     clock = [0.0]
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2")]
@@ -256,7 +256,7 @@ async def test_who_finds_nobody_listening_waits_for_the_next_report() -> None:
     assert (await retry).endpoint_id == "a"
 
 
-async def test_an_engine_that_went_before_it_was_heard_is_waited_for() -> None:
+async def test_an_engine_that_went_before_it_reported_is_waited_for() -> None:
     endpoints = [Endpoint(id="a", data_url="http://a:1", control_url="http://a:2", probed_ready=True)]
     brain = LocalBrain(GatewayConfig(outage_wait_s=3600.0))
     brain.apply_catalog(Catalog(models=[CatalogModel(deployment="d", name="m", endpoints=endpoints)]))

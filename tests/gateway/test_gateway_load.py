@@ -77,7 +77,7 @@ def test_an_engine_that_left_and_is_silent_is_no_riddle() -> None:
     assert measured(registry, 200.0).engines.truth == "value", "both were on their way out"
 
 
-def test_what_each_engine_holds_is_told_by_its_id() -> None:
+def test_what_each_engine_holds_is_reported_by_its_id() -> None:
     one = EngineLoad(num_blocks_total=9, num_blocks_active=5, num_requests_running=2, num_requests_waiting=1)
     registry = registry_with(one, EngineLoad(num_blocks_active=1), None)
     registry.endpoints["1"].in_flight = 4
@@ -86,11 +86,11 @@ def test_what_each_engine_holds_is_told_by_its_id() -> None:
     assert measured(registry, 103.5).held == held[1:]
 
 
-def test_how_each_engine_started_is_told_by_its_id() -> None:
+def test_how_each_engine_started_is_reported_by_its_id() -> None:
     registry = registry_with(EngineLoad(), EngineLoad())
     frame = StateFrame(sequence=2, snapshot=True, max_model_len=10, start_s={"load": 2.5})
     registry.endpoints["1"].reports.accept(frame, 0, 101.0)
-    assert measured(registry, 102.0).starts == [EngineStart("1", {"load": 2.5})], "the other one has not told"
+    assert measured(registry, 102.0).starts == [EngineStart("1", {"load": 2.5})], "the other one has not reported"
 
 
 @asynccontextmanager
@@ -106,7 +106,7 @@ async def ask(gateway: Any) -> Any:
     return await gateway.session.post(gateway.url + "/v1/chat/completions", json=body)
 
 
-async def test_changes_are_told_as_they_happen(engines, gateways, fake) -> None:
+async def test_changes_are_reported_as_they_happen(engines, gateways, fake) -> None:
     gateway = await gateways(*engines[:2])
     async with reading(gateway, "t0ken") as response:
         assert response.status == 200
@@ -124,7 +124,7 @@ async def test_changes_are_told_as_they_happen(engines, gateways, fake) -> None:
         assert (load.engines.num_blocks_active, load.engines.num_requests_running) == (5, 4)
 
 
-async def test_requests_are_told_with_their_rate_their_latency_and_their_lengths(engines, gateways, fake) -> None:
+async def test_requests_are_reported_with_their_rate_their_latency_and_their_lengths(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     for stream in (True, True, False):
         assert (await gateway.chat(stream=stream)).status == 200
@@ -136,13 +136,13 @@ async def test_requests_are_told_with_their_rate_their_latency_and_their_lengths
     assert load.lengths.output.total == 3
 
 
-async def test_somebody_who_waits_for_an_engine_is_told_at_once_and_served_when_it_comes(
+async def test_a_request_that_waits_for_an_engine_is_reported_at_once_and_served_when_it_comes(
     engines, gateways, fake
 ) -> None:
     await engines[0].kill()
     queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=60.0)
-    nobody = fake.catalog_of(wakes=True, queue=queue)
-    gateway = await gateways(catalog=nobody, keep_alive_interval_s=0.05)
+    empty = fake.catalog_of(wakes=True, queue=queue)
+    gateway = await gateways(catalog=empty, keep_alive_interval_s=0.05)
     async with reading(gateway, "t0ken") as response:
         frames = load_frames(response)
         (load,) = (await anext(frames)).deployments
@@ -159,7 +159,7 @@ async def test_somebody_who_waits_for_an_engine_is_told_at_once_and_served_when_
     assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_nobody_waits_for_ever_for_an_engine_that_does_not_come(engines, gateways, fake) -> None:
+async def test_no_queue_for_ever_for_an_engine_that_does_not_come(engines, gateways, fake) -> None:
     queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=0.2)
     gateway = await gateways(catalog=fake.catalog_of(wakes=True, queue=queue))
     reply = await gateway.chat()

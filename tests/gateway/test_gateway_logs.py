@@ -28,14 +28,14 @@ def test_any_message_is_one_line_of_json(text: str, fails: bool) -> None:
     record = logging.LogRecord("any", logging.INFO, __file__, 1, "%s", (text,), fault)
     line = JsonLines(structured=STRUCTURED).format(record)
     assert not set(line) & {"\r", "\n"}
-    told = json.loads(line)
-    assert told["message"] == text.encode("utf-8", "replace").decode()
-    assert ("exception" in told) == fails
+    reported = json.loads(line)
+    assert reported["message"] == text.encode("utf-8", "replace").decode()
+    assert ("exception" in reported) == fails
 
 
 def test_a_line_that_is_json_already_keeps_its_fields() -> None:
     record = logging.LogRecord(
         "pagemill.gateway.access", logging.INFO, __file__, 1, '{"event":"request","n":1}', (), None
     )
-    told = json.loads(JsonLines(structured=STRUCTURED).format(record))
-    assert (told["event"], told["n"], told["level"]) == ("request", 1, "info")
+    reported = json.loads(JsonLines(structured=STRUCTURED).format(record))
+    assert (reported["event"], reported["n"], reported["level"]) == ("request", 1, "info")

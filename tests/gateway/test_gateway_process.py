@@ -192,7 +192,7 @@ def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -
 
 
 async def test_after_kill_9_the_next_process_serves_the_first_that_comes(engines, fake, start) -> None:
-    """Before it has heard of any engine."""
+    """Before any engine has reported."""
     before = await start(catalog=fake.catalog_of(*engines))
     before.process.kill()
     await before.process.communicate()
@@ -302,11 +302,11 @@ async def post_when_ready(session: aiohttp.ClientSession, gateway: Process, body
 # -- what the hot path runs on -----------------------------------------------------------------------------------------
 
 
-async def nobody(*_: object) -> None:
+async def no_application(*_: object) -> None:
     raise AssertionError("no app is asked")
 
 
-async def told_of_the_loop(*_: object) -> None:
+async def reported_of_the_loop(*_: object) -> None:
     raise SettingsError(type(asyncio.get_running_loop()).__module__)
 
 
@@ -314,7 +314,7 @@ def test_one_process_a_brain_and_a_worker_all_run_on_uvloop(monkeypatch: pytest.
     monkeypatch.setattr("pagemill_gateway.logs.configure", lambda **_: None)
     monkeypatch.setattr("pagemill_gateway.processes.__main__.beat", asyncio.Event().wait)
     for name in ("server.serve", "processes.serving.serve_control", "processes.serving.serve_data"):
-        monkeypatch.setattr(f"pagemill_gateway.{name}", told_of_the_loop)
+        monkeypatch.setattr(f"pagemill_gateway.{name}", reported_of_the_loop)
     config = GatewayConfig()
     with pytest.raises(SettingsError, match="uvloop"):
         gateway_main.run(config)
@@ -325,7 +325,7 @@ def test_one_process_a_brain_and_a_worker_all_run_on_uvloop(monkeypatch: pytest.
 
 def test_httptools_parses_what_clients_send() -> None:
     """What engines answer is `test_engine_connection`'s."""
-    protocol = _server(nobody, GatewayConfig()).config.http
+    protocol = _server(no_application, GatewayConfig()).config.http
     assert isinstance(protocol, type)
     assert issubclass(protocol, HttpToolsProtocol)
     assert protocol.max_header_bytes == GatewayConfig().max_header_bytes

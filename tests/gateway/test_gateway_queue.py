@@ -1,4 +1,4 @@
-"""Clients of a deployment without capacity: they wait in turn, hear signs of life, or are told when to come back."""
+"""Clients of a deployment without capacity: they wait in turn, receive comments, or are refused with a Retry-After."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ async def test_a_bad_sampling_value_is_refused_before_anything_is_rendered(
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_SAMPLING[:3])
-async def test_a_bad_sampling_value_wakes_nobody_and_waits_for_nobody(gateways, fake, fields, param) -> None:
+async def test_a_bad_sampling_value_wakes_no_engine_and_waits_for_none(gateways, fake, fields, param) -> None:
     queue = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=60.0)
     gateway = await gateways(catalog=fake.catalog_of(wakes=True, queue=queue))
     queues = gateway.gateway.control.brain.queues
@@ -292,6 +292,8 @@ async def test_only_known_keys_get_in(engines, gateways) -> None:
     keys = [hashlib.sha256(key.encode()).hexdigest() for key in ("sk-one", "sk-two")]
     gateway = await gateways(engines[0], api_keys=keys)
     assert (await gateway.chat()).status == 401
+    in_anthropics_shape = (await gateway.post("/v1/messages", {"model": "m"})).json
+    assert (in_anthropics_shape["type"], in_anthropics_shape["error"]["type"]) == ("error", "authentication_error")
     assert (await gateway.chat(headers={"Authorization": "Bearer sk-three"})).error["code"] == "invalid_api_key"
     assert (await gateway.chat(headers={"Authorization": f"Bearer {keys[0]}"})).status == 401
     assert (await gateway.get("/v1/models")).status == 401
@@ -377,7 +379,7 @@ async def test_the_openai_client_reads_answers_streams_and_errors(engines, gatew
             await client.chat.completions.create(model="tiny", messages=message, temperature=7)
 
 
-async def test_the_access_log_tells_all_but_the_text(engines, gateways, caplog) -> None:
+async def test_the_access_log_reports_all_but_the_text(engines, gateways, caplog) -> None:
     gateway = await gateways(*engines)
     with caplog.at_level("INFO", logger="pagemill.gateway.access"):
         await gateway.chat(messages=[{"role": "user", "content": "very secret words"}])
@@ -401,13 +403,13 @@ async def test_the_access_log_is_a_recording_that_simulations_replay(engines, ga
         await gateway.chat(messages=[{"role": "user", "content": "hello again"}])
         await fake.until(lambda: caplog.text.count('"arrived_at"') == 3)
     lines = [record.message for record in caplog.records if record.name.endswith("access")]
-    told = [msgspec.json.decode(line) for line in lines]
-    assert all(began_s - 1 <= line["arrived_at"] <= time.time() + 1 for line in told)
+    reported = [msgspec.json.decode(line) for line in lines]
+    assert all(began_s - 1 <= line["arrived_at"] <= time.time() + 1 for line in reported)
     recording = tmp_path / "gateway.jsonl"
     recording.write_text("\n".join(lines))
     workload = read_trace(recording)
     assert [request[1:3] for request in workload.requests] == [
-        (line["prompt_tokens"], line["completion_tokens"]) for line in told if line["status"] == 200
+        (line["prompt_tokens"], line["completion_tokens"]) for line in reported if line["status"] == 200
     ]
     assert len(workload.requests) == 2
     assert "1 without an answer left out" in workload.source

@@ -1,4 +1,4 @@
-"""State streams: how the gateway learns, what it does while it does not know, and how it tells clients why."""
+"""State streams: how the gateway learns, what it does while it does not know, and what clients are answered."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_who_comes_before_the_engines_were_asked_waits_for_their_answer(en
 
 
 @pytest.mark.parametrize("is_up", [True, False])
-async def test_who_waits_for_the_engines_first_answer_is_told_at_once_that_it_is_no(
+async def test_who_waits_for_the_engines_first_answer_is_reported_at_once_that_it_is_no(
     engines, gateways, fake, is_up: bool
 ) -> None:
     engine = engines[0]

@@ -173,7 +173,7 @@ class _Network:
         self._left = b"".join(frames)
         if network_break is None:
             return
-        if network_break.how == "garbage":  # inside a frame nobody could tell it from the payload
+        if network_break.how == "garbage":  # inside a frame it cannot be distinguished from the payload
             self._left = b"".join(frames[: int(len(frames) * network_break.share)])
         else:
             self._left = self._left[: int(len(self._left) * network_break.share)]
@@ -188,7 +188,7 @@ class _Network:
 
 
 def _by_choice(data: bytes) -> dict[int, list[bytes]]:
-    """The events of each choice; which one is ahead is no promise. What was cached is told by the first that can."""
+    """The events of each choice; their order is not defined. The first that can reports what was cached."""
     events: dict[int, list[bytes]] = {}
     for event in re.sub(rb'"cached_tokens":\d+', b"", data).split(b"\n\n"):
         index = re.search(rb'"index":(\d+)', event)

@@ -79,7 +79,7 @@ def test_a_wrong_entry_in_the_settings_is_refused() -> None:
         KeyRing([f"{hash_key('one')} concurrency=many"])
 
 
-def test_at_the_start_wrong_lines_of_a_file_let_nobody_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_at_the_start_wrong_lines_of_a_file_let_no_client_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (path := tmp_path / "keys").write_text(f"# team a\n{hash_key('one')} tenant=a\n{hash_key('two')} tenant=?\n")
     ring = KeyRing([hash_key("fixed")], SecretFile(path, fault_of=fault_of, clock=Clock()))
     assert ring.authenticate(scope_with("Bearer one")).tenant == "a"
@@ -109,7 +109,7 @@ def test_a_file_that_becomes_wrong_leaves_the_keys_of_before(tmp_path: Path) -> 
     assert refusal_of(ring, "Bearer two").status == 401
     path.write_text("")
     clock.now += CHECK_INTERVAL_S
-    assert refusal_of(ring, "Bearer one").status == 401, "an empty file lets nobody in"
+    assert refusal_of(ring, "Bearer one").status == 401, "an empty file lets no client in"
 
 
 def test_until_the_shared_keys_are_known_strangers_are_asked_to_come_back() -> None:
@@ -123,7 +123,7 @@ def test_until_the_shared_keys_are_known_strangers_are_asked_to_come_back() -> N
     assert ring.authenticate(scope_with("Bearer shared")).tenant == "a"
     ring.replace_shared([])
     assert refusal_of(ring, "Bearer shared").status == 401
-    assert not ring.open, "no keys let nobody in"
+    assert not ring.open, "no keys let no client in"
 
 
 def test_no_key_is_kept_in_memory() -> None:

@@ -1,4 +1,4 @@
-"""Keys made as docs/how-to/keys-and-limits.md tells people to are read by gateways."""
+"""Keys made as docs/how-to/keys-and-limits.md says are read by gateways."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ async def test_a_gateway_that_dies_gives_its_places_back(server: RedisServer, mo
 
 
 async def _die(store: RedisStore) -> None:
-    """As kill -9: nothing is told any more."""
+    """As kill -9: nothing is reported any more."""
     for task in store._tasks:
         task.cancel()
     await asyncio.gather(*store._tasks, return_exceptions=True)
@@ -234,7 +234,7 @@ async def test_reservations_of_two_gateways_grow_within_one_limit(server: RedisS
         assert (await one.reserve(ask(limits, 660))).refused is None
 
 
-async def test_growth_that_nobody_waits_for_any_more_leaves_nothing_behind(server: RedisServer) -> None:
+async def test_growth_that_is_not_waited_for_any_more_leaves_nothing_behind(server: RedisServer) -> None:
     limits = Limits(tokens_per_minute=1000)
     async with stores(server, 1) as (store,):
         for _ in range(20):
@@ -271,7 +271,7 @@ async def test_without_redis_each_gateway_goes_on_with_its_share_and_finds_back(
             answers = [await store.reserve(ask(limits)) for _ in range(40)]
             granted += sum(answer.refused is None for answer in answers)
             assert answers[0].requests is not None
-            assert answers[0].requests.limit == 40, "clients are told the limit they know"
+            assert answers[0].requests.limit == 40, "clients see the limit they know"
         assert granted == 39, "20 for each, and the one of before counts"
         await eventually(lambda: not one.up and not two.up)
         own_server.start()
@@ -354,7 +354,7 @@ async def test_a_gateway_may_start_before_redis(own_server: RedisServer) -> None
         await eventually(lambda: store.up)
 
 
-async def test_counters_that_somebody_else_broke_harm_one_account_only(server: RedisServer) -> None:
+async def test_counters_that_another_client_broke_harm_one_account_only(server: RedisServer) -> None:
     prefix = next(prefixes)
     async with stores(server, 1, prefix=prefix) as (store,):
         server.command("SET", f"{prefix}:{{a}}:requests", "not a hash")

@@ -220,7 +220,7 @@ def test_who_asks_for_no_tokens_is_held_against_the_other_limits_only() -> None:
 def test_a_lease_is_settled_once_and_strangers_change_nothing() -> None:
     world = World(Limits(concurrency=1))
     world.reserve(5)
-    world.store.settle("nobody", 1000)
+    world.store.settle("unknown", 1000)
     world.settle(world.book.taken[0], 5)
     world.settle(world.book.taken[0], 5)
     assert world.reserve(5).refused is None
@@ -283,7 +283,7 @@ def test_what_is_open_counts_from_its_last_growth_on_and_what_was_used_from_befo
 
 def test_an_unknown_or_settled_reservation_does_not_grow() -> None:
     world = World(Limits(tokens_per_minute=100))
-    assert world.store.decide_more(More("a", "nobody", 0, 10, world.limits)) == 0
+    assert world.store.decide_more(More("a", "unknown", 0, 10, world.limits)) == 0
     world.reserve(10)
     (taken,) = world.book.taken
     world.settle(taken, 5)

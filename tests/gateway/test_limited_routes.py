@@ -151,7 +151,7 @@ async def test_tokens_of_the_minute_run_out(engines, gateways, fake) -> None:
     assert (await gateway.chat(headers=KEY, max_tokens=60)).status == 200, "what was not needed came back"
 
 
-async def test_a_prompt_larger_than_the_limit_is_told_that_waiting_is_no_use(engines, gateways) -> None:
+async def test_a_prompt_larger_than_the_limit_is_refused_without_a_time_to_retry(engines, gateways) -> None:
     gateway = await gateways(engines[0], api_keys=[entry("tokens_per_minute=10")])
     reply = await gateway.chat(headers=KEY)
     assert (reply.status, reply.headers["x-should-retry"]) == (429, "false")
@@ -231,7 +231,7 @@ async def test_models_a_key_may_not_use_do_not_exist_for_it(engines, gateways, f
         ):
             assert (reply.status, reply.error["code"]) == (404, "model_not_found")
             texts.add(reply.error["message"].replace(model, "MODEL"))
-    assert len(texts) == 1, "whether a model is there cannot be told from the refusal"
+    assert len(texts) == 1, "the refusal does not show whether a model is there"
     assert not engines[1].requests
     assert (await gateway.chat(model="secret-model", headers=OTHER)).status == 200
     async with gateway.session.get(gateway.url + "/v1/models/secret-model", headers=KEY) as response:

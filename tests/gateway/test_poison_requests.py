@@ -2,7 +2,7 @@
 
 The brain and the relay are the real ones, on virtual time. Engines are scripts that die: of a request that brings down
 whatever computes it (by its own word, or with the whole pod and no word at all), of a kill that hits one of them or
-several at once, and come back after a restart. Nobody knows at once that one is gone.
+several at once, and come back after a restart. No gateway knows at once that one is gone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Engine:
 
     def take(self, request: GenerateRequest) -> Any:
         if not self.up:
-            # A connection that is left over from before tells of nothing; a new one is refused.
+            # A connection that is left over from before shows nothing; a new one is refused.
             raise UpstreamFailure(random.choice(["lost", "unreachable"]), "gone")
         inbox: asyncio.Queue[bytes | Exception] = asyncio.Queue()
         task = asyncio.create_task(self._compute(request, inbox))

@@ -1,4 +1,4 @@
-"""A new brain gives nobody a place before all workers have told theirs, and does not wait for one that is gone."""
+"""A new brain admits no request before all workers have reported theirs, and does not wait for one that is gone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_whoever_asks_waits_for_every_worker() -> None:
     await asyncio.gather(*asking)
 
 
-async def test_a_worker_that_stays_away_holds_nobody_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_stays_away_delays_a_start_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recount, "PATIENCE_S", 0.05)
     count = Recount(2)
     count.reported_by("one")

@@ -138,7 +138,7 @@ def test_slowness_needs_siblings_samples_and_a_difference_that_is_felt() -> None
     slowness = Slowness()
     for number in range(LEAST_SAMPLES):
         slowness.note("a", 100.0, now=0.0)
-        assert not slowness.is_slow("a", "ab", now=0.0), "nobody to compare with"
+        assert not slowness.is_slow("a", "ab", now=0.0), "nothing to compare with"
         slowness.note("b", 10.0, now=0.0)
         assert slowness.is_slow("a", "ab", now=0.0) == (number == LEAST_SAMPLES - 1)
     assert not slowness.is_slow("b", "ab", now=0.0)
@@ -240,7 +240,7 @@ async def test_a_probe_waits_until_another_one_is_cleared(brain: LocalBrain) -> 
     assert (await fourth).endpoint_id == first.endpoint_id
 
 
-async def test_who_crashes_an_engine_on_which_nobody_else_began_is_blamed(brain: LocalBrain) -> None:
+async def test_who_crashes_an_engine_on_which_no_other_request_began_is_blamed(brain: LocalBrain) -> None:
     know(brain, "abc")
     beside = await place_at(brain, "b", "abc")
     brain.started(beside)
@@ -256,7 +256,7 @@ async def test_who_crashes_an_engine_on_which_nobody_else_began_is_blamed(brain:
     assert (await place(brain, retry=other)).probe == "shared"
 
 
-async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_nobody_follows(brain: LocalBrain) -> None:
+async def test_who_crashed_an_engine_beside_newcomers_is_tried_alone_and_no_request_follows(brain: LocalBrain) -> None:
     know(brain, "abc")
     first = await place_at(brain, "a", "abc")
     await end_all(brain, "a", [first], "crashed")
@@ -333,7 +333,7 @@ async def test_chance_is_what_ends_engines_without_the_request_as_well(brain: Lo
     engine_failures.append(await lose("alone", "e"))
     latest = Assignment(engine_failures[-1].decision, "e", "", "")
     choice = await place(brain, retry=after(latest, "lost", engine_failures=tuple(engine_failures)))
-    assert choice.probe == "alone", "nobody was on the fourth one"
+    assert choice.probe == "alone", "no request was on the fourth one"
     clock.now += 60.0
     for each in names:
         report(brain, each)

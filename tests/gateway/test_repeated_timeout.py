@@ -69,7 +69,7 @@ def test_each_wait_has_the_whole_limit_and_ends_with_it() -> None:
     run(scenario)
 
 
-def test_a_cancellation_by_somebody_else_is_no_timeout() -> None:
+def test_a_cancellation_from_outside_is_no_timeout() -> None:
     async def scenario(patience: RepeatedTimeout) -> None:
         waiting = asyncio.create_task(patience.wait(never()))
         await turns(2)

@@ -11,77 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
-from killable_server import cut_off, serve
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_receiver import CLIENT_SPAN, SAMPLED, TRACE_ID, UNSAMPLED, Receiver, receiving
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.config import GatewayConfig, SettingsError, TracingConfig
+from pagemill_gateway.config import GatewayConfig, SettingsError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import FrameMeta, Usage
 from pagemill_protocol.openai.render import SSE_DONE
-
-TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
-CLIENT_SPAN = "b7ad6b7169203331"
-SAMPLED = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-01"}
-UNSAMPLED = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-00"}
-
-
-class Receiver:
-    """Takes what OpenTelemetry's own exporter sends, and keeps it as plain values."""
-
-    def __init__(self) -> None:
-        self.spans: list[dict[str, Any]] = []
-        self.headers: list[str] = []
-        self.url = ""
-
-    async def take(self, http: web.Request) -> web.Response:
-        self.headers.append(http.headers.get("x-tenant", ""))
-        for group in ExportTraceServiceRequest.FromString(await http.read()).resource_spans:
-            service = _attributes(group.resource.attributes)["service.name"]
-            self.spans += [_span(span, service) for scope in group.scope_spans for span in scope.spans]
-        return web.Response()
-
-    def named(self, name: str, service: str = "pagemill-gateway") -> list[dict[str, Any]]:
-        return [span for span in self.spans if span["name"] == name and span["service"] == service]
-
-
-def _attributes(pairs: Any) -> dict[str, Any]:
-    return {pair.key: _value(pair.value) for pair in pairs}
-
-
-def _value(value: Any) -> Any:
-    kind = value.WhichOneof("value")
-    if kind == "array_value":
-        return [_value(each) for each in value.array_value.values]
-    return getattr(value, kind) if kind else []
-
-
-def _span(span: Any, service: str) -> dict[str, Any]:
-    return {
-        "service": service,
-        "name": span.name,
-        "kind": span.kind,
-        "trace": span.trace_id.hex(),
-        "id": span.span_id.hex(),
-        "parent": span.parent_span_id.hex(),
-        "start": span.start_time_unix_nano,
-        "end": span.end_time_unix_nano,
-        "failed": span.status.code == 2,
-        "attributes": _attributes(span.attributes),
-    }
+from pagemill_protocol.tracing.config import TracingConfig
 
 
 @pytest.fixture
 async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Receiver]:
-    monkeypatch.setattr("pagemill_gateway.tracing.exporting.BATCH_DELAY_MS", 20.0)
-    found = Receiver()
-    app = web.Application()
-    app.router.add_post("/v1/traces", found.take)
-    runner, port = await serve(app, 0)
-    found.url = f"http://127.0.0.1:{port}/v1/traces"
-    yield found
-    await cut_off(runner)
+    monkeypatch.setattr("pagemill_protocol.tracing.exporting.BATCH_DELAY_S", 0.02)
+    async with receiving() as found:
+        yield found
 
 
 async def test_a_request_is_one_tree_within_the_clients_trace(engines, gateways, fake, receiver) -> None:
@@ -176,7 +120,7 @@ async def test_a_migration_is_a_span_between_the_parts_of_two_engines(engines, g
     )
 
 
-async def test_what_the_client_does_not_sample_is_not_told(engines, gateways, fake, receiver) -> None:
+async def test_what_the_client_does_not_sample_is_not_reported(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(headers=UNSAMPLED)).status == 200
     assert (await gateway.chat()).status == 200
@@ -184,7 +128,7 @@ async def test_what_the_client_does_not_sample_is_not_told(engines, gateways, fa
     assert TRACE_ID not in {span["trace"] for span in receiver.spans}
 
 
-async def test_of_requests_that_nobody_traces_the_ratio_is_told(engines, gateways, fake, receiver) -> None:
+async def test_of_requests_without_a_trace_the_ratio_is_reported(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url, sample_ratio=0.0))
     assert (await gateway.chat()).status == 200
     assert (await gateway.chat(headers=SAMPLED)).status == 200
@@ -208,7 +152,7 @@ async def test_the_log_line_names_the_trace(engines, gateways, fake, receiver, c
     assert json.loads(caplog.messages[-1])["trace_id"] == TRACE_ID
 
 
-async def test_a_refused_request_is_told_with_its_error(engines, gateways, fake, receiver) -> None:
+async def test_a_refused_request_is_reported_with_its_error(engines, gateways, fake, receiver) -> None:
     gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
     assert (await gateway.chat(max_tokens=-1)).status == 400
     await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
@@ -224,6 +168,26 @@ async def test_headers_for_the_receiver_come_from_a_file(engines, gateways, fake
     await gateway.chat()
     await fake.until(lambda: receiver.headers)
     assert receiver.headers == ["team-a"]
+
+
+async def test_spans_are_sent_again_to_a_receiver_that_was_busy(engines, gateways, fake, receiver) -> None:
+    receiver.statuses = [503]
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
+    assert (await gateway.chat(headers=SAMPLED)).status == 200
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    assert [span["trace"] for span in receiver.named("POST /v1/chat/completions")] == [TRACE_ID]
+
+
+async def test_spans_that_a_receiver_refuses_are_dropped_and_later_ones_arrive(
+    engines, gateways, fake, receiver
+) -> None:
+    receiver.statuses = [400]
+    gateway = await gateways(engines[0], tracing=TracingConfig(endpoint=receiver.url))
+    assert (await gateway.chat(headers=SAMPLED)).status == 200
+    await fake.until(lambda: receiver.headers)
+    assert (await gateway.chat()).status == 200
+    await fake.until(lambda: receiver.named("POST /v1/chat/completions"))
+    assert TRACE_ID not in {span["trace"] for span in receiver.spans}
 
 
 async def test_without_a_receiver_requests_are_answered_and_the_gateway_ends(engines, gateways) -> None:

@@ -1,4 +1,4 @@
-"""Real engine processes that come and go as pods do, under load of the real client: nobody notices.
+"""Real engine processes that come and go as pods do, under load of the real client: no request fails.
 
 The test plays Deployment controller and kubelet: endpoints appear before their engine listens, become ready with its
 probe, are marked as terminating before or after the preStop program, and vanish after SIGTERM. The device is simulated.
@@ -188,7 +188,7 @@ class Load:
             except openai.APIConnectionError as error:
                 self._fault(f"{kind} unreachable", error)
             except openai.APIError as error:
-                self._fault(f"{kind} told", error)
+                self._fault(f"{kind} reported", error)
 
     def _fault(self, outcome: str, error: Exception) -> None:
         self.outcomes[outcome] += 1

@@ -186,9 +186,9 @@ async def test_of_pods_that_fell_silent_neither_old_load_nor_old_prefixes_count(
     routing_request = ask_of(1, 128)
     load = EngineLoad(num_requests_waiting=50, num_tokens_waiting=50_000, num_blocks_total=60, num_blocks_free=60)
     world = World(loaded=msgspec.structs.replace(frame(cached=(routing_request,)), load=load), idle=frame())
-    heard = [await world.choose(ask_of(2, 128)) for _ in range(2)]
-    assert {each.endpoint_id for each in heard} == {"idle"}
-    for each in heard:
+    received = [await world.choose(ask_of(2, 128)) for _ in range(2)]
+    assert {each.endpoint_id for each in received} == {"idle"}
+    for each in received:
         world.brain.finished(each, CompletedRequest(20))
     world.clock.now += 100
     unheard = [await world.choose(routing_request) for _ in range(6)]

@@ -181,9 +181,9 @@ async def test_predicted_cached_tokens_are_what_engines_find_and_the_index_is_th
     index = gateway.gateway.control.brain.placement.index
     seen_by = set().union(*(conversation.seen_by for conversation in conversations))
     for engine in engine_processes:
-        told = await engine.prefix_chunks()
-        assert bool(told) == (engine.name in seen_by)
-        await fake.until(lambda name=engine.name, told=told: index.prefix_chunks_of(name) == told)
+        reported = await engine.prefix_chunks()
+        assert bool(reported) == (engine.name in seen_by)
+        await fake.until(lambda name=engine.name, reported=reported: index.prefix_chunks_of(name) == reported)
 
     shown = (await gateway.get("/debug/decisions?limit=5", control=True)).json["decisions"]
     assert [each["decision"] for each in shown] == list(range(num_requests, num_requests - 5, -1))

@@ -138,7 +138,7 @@ def test_however_long_all_wait_a_session_gives_no_more_for_its_pod(
     assert decision.chosen.endpoint_id == ("here" if lost_ms <= 50 else "elsewhere")
 
 
-def test_a_pod_that_told_no_speed_counts_as_fast_as_the_others_and_none_means_fewest_requests() -> None:
+def test_a_pod_that_reported_no_speed_counts_as_fast_as_the_others_and_none_means_fewest_requests() -> None:
     silent = pod("silent", model=None, num_waiting=1, num_tokens_waiting=500)
     decision = CostPolicy().choose(RequestView(100), [silent, pod("b", num_tokens_waiting=100, in_flight=9)])
     assert decision.chosen.endpoint_id == "b"

@@ -1,4 +1,4 @@
-"""Engines that sleep: nothing is sent there, they are no capacity, and what waits says that somebody is needed."""
+"""Engines that sleep: nothing is sent there, they are no capacity, and what waits says that an engine is needed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_who_waits_for_sleeping_engines_asks_for_one_and_goes_on_with_its_
     assert (await asyncio.wait_for(waiting, WAIT_LIMIT_S)).endpoint_id == "a"
 
 
-def test_where_nobody_wakes_engines_the_refusal_says_that_they_sleep() -> None:
+def test_where_no_operator_wakes_engines_the_refusal_says_that_they_sleep() -> None:
     front = Front("a", wakes=False)
     front.says("a", sleeping=True)
     with pytest.raises(PagemillError, match=r"1 engine\(s\) sleeping"):
@@ -131,7 +131,7 @@ async def test_a_refusal_from_before_the_sleep_that_comes_late_says_nothing_of_w
     assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 
 
-def test_its_wakes_are_told_with_its_start() -> None:
+def test_its_wakes_are_reported_with_its_start() -> None:
     front = Front("a")
     front.says("a", start_s={"load": 2.0, "wake": 0.1}, num_wakes=3)
     assert front.load.starts == [EngineStart("a", {"load": 2.0, "wake": 0.1}, 3)]

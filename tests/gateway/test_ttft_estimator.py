@@ -82,13 +82,13 @@ def test_a_step_that_takes_longer_than_expected_runs_until_the_engine_says_more(
     assert through_ms(one, 45, 40) == pytest.approx(46 + 11 + 15)
 
 
-def test_no_prompt_is_so_long_that_it_is_not_told() -> None:
+def test_no_prompt_is_so_long_that_it_is_not_reported() -> None:
     one = course(num_answers=50)
     one.begin(0.0, 15.0, 0.0)
     assert through_ms(one, 0, 10**6) == pytest.approx(10**6 / 50 * 20, rel=0.01)
 
 
-def test_first_tokens_teach_what_no_report_tells() -> None:
+def test_first_tokens_teach_what_no_report_holds() -> None:
     ttft_estimator = TtftEstimator()
     load = EngineLoad(num_requests_running=10, step_in_flight_ms=30.0)
     for number in range(20):

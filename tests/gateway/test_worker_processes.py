@@ -104,7 +104,7 @@ class Stream:
         for process in psutil.Process(self._family.process.pid).children():
             if any(each.raddr and each.raddr.port == port for each in process.net_connections("tcp")):
                 return _name(process)
-        raise AssertionError(f"nobody has the connection from port {port}")
+        raise AssertionError(f"no worker has the connection from port {port}")
 
     async def raw(self) -> bytes:
         """All of it; raises `aiohttp.ClientError` when the connection broke."""
@@ -296,7 +296,7 @@ async def test_a_brain_that_replaces_another_one_asks_for_the_token_that_was_mad
 
 
 async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_next_one(engines, fake, start) -> None:
-    """It serves the catalogue that it was told, and knows which places keys hold."""
+    """It serves the catalogue that it was given, and knows which places keys hold."""
     family = await start(api_keys=[f"{hash_key('sk-one')} concurrency=1"])
     catalog = msgspec.json.encode(fake.catalog_of(engines[0]))
     async with family.session.put(f"{family.control_url}/catalog", data=catalog, headers=CONTROL) as response:
@@ -309,7 +309,7 @@ async def test_when_the_brain_is_killed_streams_go_on_and_requests_wait_for_the_
     os.kill(old, signal.SIGKILL)
     at_once = await asyncio.gather(*(family.chat() for _ in range(6)))
     assert set(at_once) == {429}, (
-        "they waited for the next one, which gave no place before both workers had told theirs"
+        "they waited for the next one, which gave no place before both workers had reported theirs"
     )
     assert family.pid("control") != old
     gate.set()
@@ -337,7 +337,7 @@ async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engine
     assert await asyncio.wait_for(family.process.wait(), WAIT_LIMIT_S) == 0
 
 
-async def test_nobody_outlives_the_supervisor(start) -> None:
+async def test_no_process_outlives_the_supervisor(start) -> None:
     family = await start()
     pids = family.pids
     assert len(pids) == 3
@@ -358,7 +358,7 @@ def _folders(pid: int) -> set[Path]:
     return {path.parent for path in paths if path.name == "control.sock"}
 
 
-async def test_a_process_that_cannot_start_is_told_by_name_and_ends_all(tmp_path: Path) -> None:
+async def test_a_process_that_cannot_start_is_reported_by_name_and_ends_all(tmp_path: Path) -> None:
     path = tmp_path / "gateway.json"
     settings = {"workers": 2, "port": 0, "control_port": 0, "api_keys_file": str(tmp_path / "none")}
     path.write_text(json.dumps(settings))

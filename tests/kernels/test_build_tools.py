@@ -33,18 +33,18 @@ def test_a_compiler_and_headers_are_enough(headers: Path, program: Path) -> None
 
 def test_a_missing_compiler_is_named_with_the_package(headers: Path, program: Path) -> None:
     program.unlink()
-    told = explain(None, headers)
-    assert told is not None
-    assert "neither gcc nor clang is there; install one" in told
-    assert "apt-get install gcc" in told
+    reported = explain(None, headers)
+    assert reported is not None
+    assert "neither gcc nor clang is there; install one" in reported
+    assert "apt-get install gcc" in reported
     assert "'nvcc++'" in str(explain("nvcc++", headers)), "the environment's choice"
 
 
 def test_missing_headers_are_named_with_folder_and_package(tmp_path: Path, program: Path) -> None:
-    told = explain(None, tmp_path / "python3.11")
-    assert told is not None
-    assert f"{tmp_path}/python3.11/Python.h is not there" in told
-    assert "python3-dev" in told
+    reported = explain(None, tmp_path / "python3.11")
+    assert reported is not None
+    assert f"{tmp_path}/python3.11/Python.h is not there" in reported
+    assert "python3-dev" in reported
 
 
 def test_no_kernel_can_be_launched_without_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from pagemill_kernels.gpu.driver import Driver, explain, find_driver
 
-TOLD = "from pagemill_kernels.gpu import launch; print(launch.why_absent())"
+REPORTED = "from pagemill_kernels.gpu import launch; print(launch.why_absent())"
 VERSION = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023
 GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
 """
@@ -20,8 +20,8 @@ OPEN_VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.
 
 
 def test_a_driver_older_than_torchs_cuda_is_not_a_missing_device() -> None:
-    told = explain(Driver((12, 2), "535.104.05"), "2.15.0+cu132", "13.2")
-    assert told == (
+    reported = explain(Driver((12, 2), "535.104.05"), "2.15.0+cu132", "13.2")
+    assert reported == (
         "the NVIDIA driver 535.104.05 is too old: it supports CUDA 12.2, and torch 2.15.0+cu132 is built for CUDA "
         "13.2; update the driver to release 580 or later, or use a torch that is built for CUDA 12"
     )
@@ -44,9 +44,9 @@ def test_a_driver_older_than_torchs_cuda_is_not_a_missing_device() -> None:
 def test_other_causes_are_named_with_their_remedy(
     driver: Driver | None, torch_cuda: str | None, words: list[str]
 ) -> None:
-    told = explain(driver, "2.15.0", torch_cuda)
-    assert all(each in told for each in words), told
-    assert "too old" not in told
+    reported = explain(driver, "2.15.0", torch_cuda)
+    assert all(each in reported for each in words), reported
+    assert "too old" not in reported
 
 
 def fake_driver(folder: Path, body: str) -> dict[str, str]:
@@ -67,9 +67,9 @@ def run(code: str, environment: dict[str, str]) -> str:
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 def test_torch_itself_finds_the_fake_driver_too_old(tmp_path: Path) -> None:
     environment = fake_driver(tmp_path, "int cuDriverGetVersion(int *version) { *version = 11080; return 0; }")
-    told = run(TOLD, environment)
-    assert "is too old: it supports CUDA 11.8, and torch" in told
-    assert f"torch {torch.__version__} is built for CUDA {torch.version.cuda}; update the driver" in told
+    reported = run(REPORTED, environment)
+    assert "is too old: it supports CUDA 11.8, and torch" in reported
+    assert f"torch {torch.__version__} is built for CUDA {torch.version.cuda}; update the driver" in reported
     verdict = "import torch\ntry: torch.cuda.init()\nexcept RuntimeError as error: print(error)"
     assert "driver on your system is too old (found version 11080)" in run(verdict, environment)
 

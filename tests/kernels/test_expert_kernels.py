@@ -12,7 +12,7 @@ from triton_device import DEVICE, HAS_GPU
 
 from pagemill_kernels.cpu import library
 from pagemill_kernels.experts import native, reference, triton_launch
-from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear import native as native_linear
 from pagemill_kernels.linear import reference as plain_linear
@@ -161,6 +161,26 @@ def test_weights_are_shares_of_the_whole_softmax_or_of_the_chosen() -> None:
     torch.testing.assert_close(weights[0], shares[[1, 2]])
     _, weights = reference.route(logits, 2, True)
     torch.testing.assert_close(weights[0], shares[[1, 2]] / shares[[1, 2]].sum())
+
+
+@pytest.mark.parametrize("best_of_group", [1, 2])
+@pytest.mark.parametrize("top_groups", [1, 2, 4])
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_experts_of_the_best_groups_alone_are_chosen(scores: str, top_groups: int, best_of_group: int) -> None:
+    """Against the formula, one token after another."""
+    generator = torch.Generator().manual_seed(top_groups)
+    logits, bias = torch.randn(9, 12, generator=generator), torch.randn(12, generator=generator)
+    gating = Gating(scores, 4, top_groups, best_of_group, 2.5)
+    chosen, weights = reference.route_by_groups(logits, 3, True, gating, bias)
+    for token, row in enumerate(logits):
+        values = row.softmax(0) if scores == "softmax" else 1 / (1 + torch.exp(-row))
+        wanted = (values + bias).tolist()
+        groups = [list(range(3 * group, 3 * group + 3)) for group in range(4)]
+        groups.sort(key=lambda group: -sum(sorted((wanted[each] for each in group), reverse=True)[:best_of_group]))
+        allowed = sorted((each for group in groups[:top_groups] for each in group), key=lambda each: -wanted[each])
+        assert chosen[token].tolist() == allowed[:3]
+        shares = values[allowed[:3]] / values[allowed[:3]].sum()
+        torch.testing.assert_close(weights[token], 2.5 * shares)
 
 
 @pytest.mark.parametrize("num_experts", [3, 8, 60, 200])

@@ -43,7 +43,7 @@ def test_the_next_process_finds_what_the_first_one_compiled(tmp_path: Path) -> N
     assert compile_into(tmp_path / "kernels") == first
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_and_changes_nothing(tmp_path: Path) -> None:
     import triton
 
     before = triton.knobs.cache.dir

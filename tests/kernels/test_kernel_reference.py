@@ -88,7 +88,9 @@ def test_store_kv_writes_only_its_slots() -> None:
     assert torch.equal(actual[9, :, 15], key_value[2])
 
 
-def attention_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int) -> AttentionBatch:
+def attention_batch(
+    lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, *, shares_vectors: bool = False
+) -> AttentionBatch:
     """`lengths`: (tokens of this step, sequence length). Blocks are scattered over the pool."""
     order = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).tolist()
     widest = max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)
@@ -104,6 +106,7 @@ def attention_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         padding_block=NUM_BLOCKS - 1,
+        shares_vectors=shares_vectors,
     )
 
 
@@ -129,6 +132,20 @@ def test_paged_attention(batch_name: str, heads: tuple[int, int], window: int | 
     for device in ("cpu", "reference"):
         plan = registry.resolve("plan_attention", device)(batch, window, dtype, torch.device("cpu"))
         results.append(registry.resolve("paged_attention", device)(query, cache, plan, 0.2))
+    close(*results)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("batch_name", BATCHES)
+def test_where_keys_are_values_attention_is_that_over_both_apart(batch_name: str, backend: registry.Backend) -> None:
+    shared = attention_batch(BATCHES[batch_name], 1, 24, shares_vectors=True)
+    apart = attention_batch(BATCHES[batch_name], 1, 24)
+    cache = random(NUM_BLOCKS, 1, BLOCK_SIZE, 24)
+    query = random(int(shared.query_start_loc[-1]), 6, 24, seed=1)
+    results = []
+    for batch, held in ((shared, cache), (apart, cache.repeat(1, 2, 1, 1))):
+        plan = registry.resolve("plan_attention", backend)(batch, None, torch.float32, torch.device("cpu"))
+        results.append(registry.resolve("paged_attention", backend)(query, held, plan, 0.2))
     close(*results)
 
 

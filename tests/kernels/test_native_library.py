@@ -34,7 +34,7 @@ def test_it_is_there_where_it_can_be_compiled() -> None:
 
 
 @pytest.mark.usefixtures("reloaded")
-def test_without_it_torch_runs_and_the_cause_is_told(
+def test_without_it_torch_runs_and_the_cause_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "_LIBRARY_DIR", tmp_path)

@@ -81,7 +81,7 @@ def test_prompts_of_all_lengths_share_a_few_primitives() -> None:
     assert [computed[rows] for rows in (1, 16, 17, 129, 256, 257, 512)] == [1, 16, 32, 144, 256, 320, 512]
 
 
-def test_the_memory_told_is_what_the_packed_layout_takes() -> None:
+def test_the_memory_reported_is_what_the_packed_layout_takes() -> None:
     weight = torch.randn(331, 288).to(torch.bfloat16)
     assert weight.nbytes <= onednn.pack_linear(weight, None).num_bytes < 2 * weight.nbytes
 
@@ -122,7 +122,7 @@ def test_a_gated_activation_of_bfloat16_is_the_rounded_one_of_float32(size: int)
 
 @needs_native
 @pytest.mark.parametrize(
-    ("amx", "avx512_bf16", "compiled", "backend", "told"),
+    ("amx", "avx512_bf16", "compiled", "backend", "reported"),
     [
         (True, True, True, "cpu_onednn", "native kernels, oneDNN with AMX"),
         (False, True, True, "cpu_bfloat16", "native kernels, products with AVX512_BF16"),
@@ -130,15 +130,15 @@ def test_a_gated_activation_of_bfloat16_is_the_rounded_one_of_float32(size: int)
         (False, False, False, "cpu_native", "native kernels"),
     ],
 )
-def test_the_processor_decides_and_what_runs_is_told(
-    monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, compiled: bool, backend: str, told: str
+def test_the_processor_decides_and_what_runs_is_reported(
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, compiled: bool, backend: str, reported: str
 ) -> None:
     """`compiled`: our own products of bfloat16, which a compiler may not know."""
     monkeypatch.setattr(library, "has_bfloat16", lambda: compiled)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    assert registry.cpu_backend(torch.bfloat16, 64, 16, 3) == (backend, told)
+    assert registry.cpu_backend(torch.bfloat16, 64, 16, 3) == (backend, reported)
     assert registry.cpu_backend(torch.float32, 64, 16, 3) == ("cpu_native", "native kernels")
     assert registry.cpu_backend(torch.bfloat16, 64, 16, 3, True) == ("cpu_native", "native kernels")
 

@@ -58,6 +58,7 @@ def test_hot_kernels_spill_nothing(tmp_path: Path) -> None:
     assert [name.rpartition(".f32.")[2] for name in products["linear fp8 by fp8, 512 rows"]] == ["e4m3.e4m3"]
 
 
+@pytest.mark.full
 def test_the_widest_heads_in_the_widest_type_fit_the_smallest_multiprocessors(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     argv = [sys.executable, str(SCRIPT), "--architectures", "89", "--only", "heads of 256, float32"]
@@ -102,7 +103,8 @@ def test_every_kernel_that_a_launcher_launches_is_among_those_compiled() -> None
     assert json.loads(done.stdout) == sorted(launched)
 
 
-def test_what_an_older_device_does_not_have_is_told_and_not_compiled(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_what_an_older_device_does_not_have_is_reported_and_not_compiled(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     argv = [sys.executable, str(SCRIPT), "--architectures", "80", "89", "--only", "cache write, fp8 cache"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)

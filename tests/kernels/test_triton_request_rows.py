@@ -36,8 +36,8 @@ def filled(seed: int = 0) -> RowState:
         staging.put(LAYOUT.record(row), record)
         staging.put(LAYOUT.block(row, 0), generator.integers(0, 90, LAYOUT.table_width).astype(np.int32))
         staging.put(LAYOUT.token(row, 0), generator.integers(0, 2**31, LAYOUT.tokens_width).astype(np.int32))
-    nobody = np.zeros(0, dtype=np.int32)
-    writes, _ = staging.upload(nobody, np.zeros(1, dtype=np.int32), nobody, DEVICE)
+    no_rows = np.zeros(0, dtype=np.int32)
+    writes, _ = staging.upload(no_rows, np.zeros(1, dtype=np.int32), no_rows, DEVICE)
     reference.write_rows(state, writes)
     return state
 
@@ -167,8 +167,8 @@ def test_changes_of_any_length_are_written_where_they_belong() -> None:
         values = np.arange(size, dtype=np.int32) - to
         staging.put(to, values if size > 1 else values.tolist())
         expected[to : to + size] = torch.from_numpy(values)
-    nobody = np.zeros(0, dtype=np.int32)
-    writes, _ = staging.upload(nobody, np.zeros(1, dtype=np.int32), nobody, DEVICE)
+    no_rows = np.zeros(0, dtype=np.int32)
+    writes, _ = staging.upload(no_rows, np.zeros(1, dtype=np.int32), no_rows, DEVICE)
     rows.write_rows(state, writes)
     assert torch.equal(state.values, expected)
 

@@ -84,7 +84,7 @@ def test_another_rendering_is_written_even_where_the_old_one_contains_it() -> No
         ("metadata", "labels", "app"),
     ],
 )
-def test_what_somebody_changed_is_written_again(path: tuple[Any, ...]) -> None:
+def test_what_another_client_changed_is_written_again(path: tuple[Any, ...]) -> None:
     wanted = with_digest(deployment())
     changed = stored(wanted)
     node: Any = changed
@@ -229,7 +229,7 @@ def test_a_rollout_is_over_when_every_pod_is_of_the_newest_template(status: Any,
     assert rolled_out(found) is is_rolled_out
 
 
-def test_what_a_webhook_made_of_an_apply_is_accepted_until_somebody_changes_it() -> None:
+def test_what_a_webhook_made_of_an_apply_is_accepted_until_it_is_changed() -> None:
     wanted, answers = with_digest(deployment()), Answers()
     answer = stored(wanted)
     answer["spec"]["template"]["spec"]["containers"][0]["image"] = "mirror/engine:1"

@@ -143,16 +143,16 @@ def test_the_last_replica_goes_by_its_own_window_also_after_a_burst() -> None:
     assert (decision.replicas, decision.reason, decision.panic) == (0, "ScaledToZero", True)
 
 
-def test_zero_after_nobody_asked_for_long_enough_and_back_at_once() -> None:
+def test_zero_after_no_request_for_long_enough_and_back_at_once() -> None:
     scaled = Scaled(policy(min_replicas=0, idle_s=120.0), replicas=1)
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=119.0)).replicas == 1
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=121.0), running=1).replicas == 1
     decision = scaled.decide(arrivals=arrivals(0.0, idle_s=121.0))
     assert (decision.replicas, decision.reason) == (0, "ScaledToZero")
-    nobody = EnginesLoad(truth="value")
-    assert scaled.decide(arrivals=arrivals(0.0, idle_s=200.0), engines=nobody).reason == "Steady"
+    none = EnginesLoad(truth="value")
+    assert scaled.decide(arrivals=arrivals(0.0, idle_s=200.0), engines=none).reason == "Steady"
     queue = QueueLoad(num_requests=1, num_bytes=100, num_tokens=33, needs_engine=True)
-    decision = scaled.decide(arrivals=arrivals(0.0, idle_s=300.0), engines=nobody, queue=queue)
+    decision = scaled.decide(arrivals=arrivals(0.0, idle_s=300.0), engines=none, queue=queue)
     assert (decision.replicas, decision.reason) == (1, "Woken")
 
 
@@ -166,10 +166,10 @@ def test_several_wake_at_once_when_many_wait() -> None:
 
 def test_a_starting_replica_is_not_ended_because_its_caller_gave_up() -> None:
     scaled = Scaled(policy(min_replicas=0, idle_s=1.0), replicas=0, cold_start_s=60)
-    nobody = EnginesLoad(truth="value")
-    assert scaled.decide(engines=nobody, queue=QueueLoad(num_requests=1, needs_engine=True)).replicas == 1
+    none = EnginesLoad(truth="value")
+    assert scaled.decide(engines=none, queue=QueueLoad(num_requests=1, needs_engine=True)).replicas == 1
     scaled.now += 10
-    decision = scaled.decide(engines=nobody, arrivals=arrivals(0.0, idle_s=500.0))
+    decision = scaled.decide(engines=none, arrivals=arrivals(0.0, idle_s=500.0))
     assert (decision.replicas, decision.reason) == (1, "ReplicasStarting")
 
 

@@ -99,7 +99,7 @@ def test_poisson_arrivals_do_not_flap_under_an_slo(seed: int, rate: float) -> No
     rng = random.Random(seed)
     seconds: list[int] = []
 
-    def told(at: float, ready: int) -> dict[str, object]:
+    def reported(at: float, ready: int) -> dict[str, object]:
         while len(seconds) < at + 61:
             seconds.append(_poisson(rng, rate))
         end = int(at) + 60
@@ -107,7 +107,7 @@ def test_poisson_arrivals_do_not_flap_under_an_slo(seed: int, rate: float) -> No
         return {"arrivals": arrivals(window, burst=burst), "active": 0.2 * ready}
 
     scaled = Scaled(ScalingSettings("Active", 1, 30, slo=Slo(500.0, 40.0)), replicas=1, cold_start_s=45.0)
-    scaled.run(2400, told, step_s=5.0)
+    scaled.run(2400, reported, step_s=5.0)
     downs = [change for change in scaled.changes if change[1] < change[0]]
     assert len(downs) <= 1, scaled.changes
 
@@ -163,13 +163,15 @@ def reports(draw: st.DrawFn) -> DeploymentLoad:
 
 @given(st.lists(reports(), max_size=2), st.booleans())
 def test_whatever_gateways_say_its_record_can_be_read_and_decides_the_same_again(
-    told: list[DeploymentLoad], has_slo: bool
+    reported: list[DeploymentLoad], has_slo: bool
 ) -> None:
     slo = Slo(500.0, 40.0) if has_slo else None
     policy = ScalingSettings("Active", 0, 9, slo=slo, kv_cache_usage=0.8, queue_depth=2)
     memory = Memory()
     for turn in range(2):
-        seen = merge([View(load) for load in told], Fleet(wanted=1, ready=1), num_gateways=len(told), at_s=turn * 2.0)
+        seen = merge(
+            [View(load) for load in reported], Fleet(wanted=1, ready=1), num_gateways=len(reported), at_s=turn * 2.0
+        )
         before = memory
         decision, memory = DemandPolicy().decide(policy, seen, before)
         record = decode_record(encode_record(Record("ns/d", "", policy, seen, before, decision)))

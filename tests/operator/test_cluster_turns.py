@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pagemill_crds.models import LLMDeployment
+from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import TRIES, KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import ApiError
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import Cache
@@ -101,7 +101,7 @@ class World:
         return next(child for (at, _), child in self.api.objects.items() if at == kind)
 
     def change(self, kind: str, **content: Any) -> None:
-        """Somebody else writes; the watch tells."""
+        """Another client writes; the watch reports."""
         known = self.get(kind)
         metadata = {**known["metadata"], **content.pop("metadata", {})}
         metadata["resourceVersion"] = str(next(self.api.versions))
@@ -124,7 +124,7 @@ class World:
             self.held[name] = EngineHeld(name, count)
 
     def remove(self, kind: str) -> None:
-        """Somebody deletes it; the watch tells."""
+        """Another client deletes it; the watch reports."""
         name = self.get(kind)["metadata"]["name"]
         self.api.objects.pop((kind, name))
         self.cache.remove(kind, "default", name)
@@ -180,7 +180,7 @@ async def test_a_child_that_a_webhook_rewrites_is_written_once(world: World) -> 
     assert not await world.cluster.carry_out(world.plan())
 
 
-async def test_what_may_pass_is_told_when_it_lasts(world: World) -> None:
+async def test_what_may_pass_is_reported_when_it_lasts(world: World) -> None:
     message = 'Internal error occurred: failed calling webhook "policy.corp": connection refused'
     world.api.refuse = lambda child: ApiError(500, "InternalError", message) if child["kind"] == "Service" else None
     for number in range(1, TRIES + 1):
@@ -281,7 +281,7 @@ async def test_no_pod_starts_without_what_limits_and_configures_it(world: World,
     assert "apply Deployment" in world.take()
 
 
-async def test_an_object_of_somebody_else_without_conflicting_fields_is_not_taken_over(world: World) -> None:
+async def test_an_object_of_another_owner_without_conflicting_fields_is_not_taken_over(world: World) -> None:
     theirs = {"kind": "ConfigMap", "metadata": {"namespace": "default", "labels": {"app": "theirs"}}}
     await world.settle(world.plan())
     ours = world.get("ConfigMap")
@@ -308,7 +308,7 @@ async def test_what_serves_follows_the_scale_while_another_model_is_loaded(world
     assert "apply Deployment" in world.take()
 
 
-async def test_before_replicas_are_removed_the_emptiest_is_told_to_go(world: World) -> None:
+async def test_before_replicas_are_removed_the_emptiest_is_chosen(world: World) -> None:
     await world.settle(world.plan(replicas=3))
     world.run_pods(a=4, b=1, c=9)
     world.take()

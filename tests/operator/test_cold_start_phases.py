@@ -52,7 +52,7 @@ def test_the_phases_are_the_whole_start() -> None:
 @pytest.mark.parametrize(
     "started",
     [pod(ready=None), pod(restarts=1), {**pod(), "status": {}}, {**pod(), "metadata": {"name": "x", "uid": "x"}}],
-    ids=["not ready", "started again", "nothing told", "without a time"],
+    ids=["not ready", "started again", "nothing reported", "without a time"],
 )
 def test_what_is_no_whole_start_is_none(started: Manifest) -> None:
     assert start_of(started, "engine", ENGINE) is None
@@ -67,9 +67,9 @@ def test_clocks_that_disagree_make_no_negative_phase() -> None:
 class World:
     def __init__(self) -> None:
         self.metrics = OperatorMetrics()
-        self.told: dict[str, EngineStart] = {}
+        self.reported: dict[str, EngineStart] = {}
         now = datetime(2026, 1, 1, 0, 0, 10, tzinfo=UTC)
-        self.starts = ColdStarts(lambda key: self.told, self.metrics, now=lambda: now)
+        self.starts = ColdStarts(lambda key: self.reported, self.metrics, now=lambda: now)
 
     def counts(self) -> dict[str, float]:
         families = text_string_to_metric_families(self.metrics.scrape().body.decode())
@@ -84,14 +84,14 @@ class World:
 def test_each_start_under_this_leader_counts_once_and_the_latest_is_shown() -> None:
     world = World()
     pods = [pod("old"), pod("a", created=20, ready=30), pod("b", created=20, ready=35)]
-    assert world.starts.measure(KEY, pods) is None, "no engine has told yet"
-    world.told = {"old": EngineStart("old", ENGINE), "b": EngineStart("b", ENGINE)}
+    assert world.starts.measure(KEY, pods) is None, "no engine has reported yet"
+    world.reported = {"old": EngineStart("old", ENGINE), "b": EngineStart("b", ENGINE)}
     for _ in range(2):
         latest = world.starts.measure(KEY, pods)
         assert latest is not None
         assert latest.name == "chat-b"
     assert world.counts() == dict.fromkeys(PHASES, 1.0), "that which is older than our time is the earlier leader's"
-    world.told |= {"a": EngineStart("a", ENGINE)}
+    world.reported |= {"a": EngineStart("a", ENGINE)}
     latest = world.starts.measure(KEY, pods)
     assert latest is not None
     assert latest.name == "chat-b", "the later one"
@@ -104,17 +104,17 @@ def test_each_wake_counts_once_and_makes_no_second_start_of_a_pod() -> None:
     world = World()
     pods = [pod("old"), pod("new", created=20, ready=40)]
 
-    def told(num_wakes: int) -> dict[str, EngineStart]:
+    def reported(num_wakes: int) -> dict[str, EngineStart]:
         return {uid: EngineStart(uid, {**ENGINE, "wake": 0.25}, num_wakes) for uid in ("old", "new")}
 
-    world.told = told(1)
+    world.reported = reported(1)
     for _ in range(2):
         world.starts.measure(KEY, pods)
         assert world.counts() == {"wake": 1.0}, "the older pod woke up under the earlier leader"
-    world.told = told(3)
+    world.reported = reported(3)
     world.starts.measure(KEY, pods)
-    world.told = {}
+    world.reported = {}
     world.starts.measure(KEY, pods)
-    world.told = told(3)
+    world.reported = reported(3)
     world.starts.measure(KEY, pods)
     assert world.counts() == {"wake": 3.0}

@@ -150,12 +150,15 @@ def test_transition_times_move_only_with_the_status(deployment: Make) -> None:
     assert "b" in {c.type: c.message for c in second}["ModelLoaded"]
 
 
-def test_what_was_told_stands_until_a_new_leader_has_decided(deployment: Make) -> None:
+def test_what_was_reported_stands_until_a_new_leader_has_decided(deployment: Make) -> None:
     scaled = make_plan(deployment(autoscaling={"maxReplicas": 2}))
     undecided = [each for each in find_conditions(Observation(scaled)) if each.type in ("ScalingActive", "SLOMet")]
     assert {each.reason for each in undecided} == {"NotDecided"}
-    told = [Finding("ScalingActive", "True", "ScalingActive", "x"), Finding("SLOMet", "False", "OutsideSLO", "slow")]
-    before = merge_conditions([], told, 1, "2026-01-01T00:00:00Z")
+    reported = [
+        Finding("ScalingActive", "True", "ScalingActive", "x"),
+        Finding("SLOMet", "False", "OutsideSLO", "slow"),
+    ]
+    before = merge_conditions([], reported, 1, "2026-01-01T00:00:00Z")
     after = merge_conditions(before, undecided, 2, "2026-01-02T00:00:00Z")
     assert [(each.reason, each.observed_generation, each.last_transition_time) for each in after] == [
         ("ScalingActive", 2, "2026-01-01T00:00:00Z"),

@@ -42,7 +42,7 @@ def test_a_pod_that_sleeps_goes_before_one_that_starts() -> None:
     costs = costs_to_write(pods, held(a=1, b=0), 2, TEMPLATE, {"b"})
     assert [(cost.pod["metadata"]["name"], cost.value) for cost in costs] == [("b", "-1")]
     assert not list(costs_to_write(pods[:2], held(a=1, b=0), 1, TEMPLATE, {"b"})), "Kubernetes takes it by itself"
-    assert not list(costs_to_write(pods, held(a=1, b=0), 3, TEMPLATE, {"b"})), "nobody goes"
+    assert not list(costs_to_write(pods, held(a=1, b=0), 3, TEMPLATE, {"b"})), "no pod goes"
 
 
 THREE = [pod("a"), pod("b"), pod("c")]
@@ -70,15 +70,15 @@ THREE = [pod("a"), pod("b"), pod("c")]
         "the emptiest",
         "as many as go",
         "the youngest of equals",
-        "who is not heard holds nobody knows what",
+        "what a silent engine holds is not known",
         "nothing known, nothing written",
         "all go",
-        "nobody goes",
+        "no pod goes",
         "Kubernetes takes the unready",
         "the unready and one more",
         "an outdated note is taken back",
         "a note that is right already",
-        "somebody else's cost stands",
+        "another owner's cost stands",
         "those of another template are replaced anyhow",
         "who is ending does not count",
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagemill_operator.backends.kubernetes.client import ApiError
+from pagemill_kube.errors import ApiError
 from pagemill_operator.controller.keys import KeyRing, new_keys, read_keys
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -120,7 +120,7 @@ async def test_keys_that_are_spoilt_or_lost_are_written_back_as_they_were(world:
     assert read_keys(world.secrets.secret) == before
 
 
-async def test_keys_that_nobody_knows_any_more_are_made_anew(world: World) -> None:
+async def test_keys_that_are_not_known_any_more_are_made_anew(world: World) -> None:
     await world.ring().rotate()
     assert world.secrets.secret is not None
     world.secrets.secret["data"]["next"] = "not base64!"
@@ -129,7 +129,7 @@ async def test_keys_that_nobody_knows_any_more_are_made_anew(world: World) -> No
     assert read_keys(world.secrets.secret) == another.keys
 
 
-async def test_what_a_watch_tells_late_takes_no_turn_back(world: World) -> None:
+async def test_what_a_watch_reports_late_takes_no_turn_back(world: World) -> None:
     ring = world.ring()
     await ring.rotate()
     late = copy.deepcopy(world.secrets.secret)
@@ -156,7 +156,7 @@ async def test_a_turn_by_another_leader_is_not_turned_over(world: World) -> None
         await ring.rotate()
 
 
-async def test_a_watched_secret_tells_only_of_changes(world: World) -> None:
+async def test_a_watched_secret_reports_only_changes(world: World) -> None:
     ring, standby = world.ring(), world.ring()
     await ring.rotate()
     assert world.changes == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hand_clock import Clock
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Unreachable
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.controller.events import MAX_KINDS, QUIET_S, EventRecorder
 
 OWNER = {"metadata": {"name": "chat", "namespace": "default", "uid": "u1", "resourceVersion": "5"}}

@@ -16,7 +16,7 @@ from pagemill_operator.plan.planner import name_conflicts
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.yaml")) if "kind: LLMDeployment" in path.read_text()]
 WITHOUT_EFFECT = {"hugging-face.yaml": {"spec.model.cache.accessMode"}}
-"""Of which the example or its page tells readers; where this changes, what they say changes."""
+"""What the example or its page says to readers; where this changes, what they say changes."""
 
 
 def plans_of(example: Path) -> list[Plan]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from waiting import WAIT_LIMIT_S
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Unreachable
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.controller.lease import LeaderElection, Leadership, LeaseSettings
 
 DURATION_S, DEADLINE_S, RETRY_S = 15.0, 10.0, 2.0
@@ -189,7 +189,7 @@ async def test_a_renewal_whose_answer_comes_back_too_late_gives_no_right_to_writ
     await ended(holding)
 
 
-async def test_an_outage_suspends_leadership_and_it_resumes_when_nobody_else_has_led(lease: FakeLease) -> None:
+async def test_an_outage_suspends_leadership_and_it_resumes_when_no_other_has_led(lease: FakeLease) -> None:
     leader = Candidate("a", lease)
     changes: list[bool] = []
     await leader.election.acquire()

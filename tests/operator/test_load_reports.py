@@ -57,7 +57,7 @@ def signals(loads: LoadStore, *, ready: int = 1, num_gateways: int = 1) -> Signa
     return merge(loads.views(KEY), Fleet(wanted=1, ready=ready), num_gateways=num_gateways, at_s=0.0)
 
 
-def test_nobody_heard_is_not_zero(loads: LoadStore) -> None:
+def test_no_report_is_not_zero(loads: LoadStore) -> None:
     assert loads.measured(KEY) is None
     loads.put("g1", LoadFrame(sequence=0))
     assert loads.measured(KEY) is None
@@ -102,7 +102,7 @@ def test_of_what_an_engine_holds_the_most_that_any_gateway_says_counts(loads: Lo
     assert loads.held("default/other") == {}
 
 
-def test_who_told_how_an_engine_started_does_not_matter(loads: LoadStore) -> None:
+def test_who_reported_how_an_engine_started_does_not_matter(loads: LoadStore) -> None:
     loads.put("g1", frame(starts=[EngineStart("a", {"load": 1.0})]))
     loads.put("g2", frame(starts=[EngineStart("a", {"load": 1.0}), EngineStart("b", {"load": 2.0})]))
     assert loads.starts(KEY) == {"a": EngineStart("a", {"load": 1.0}), "b": EngineStart("b", {"load": 2.0})}
@@ -172,7 +172,7 @@ def test_a_gateway_that_is_lost_says_nothing_any_more(loads: LoadStore) -> None:
     assert loads.measured(KEY) is None
 
 
-def test_only_what_changed_is_told(loads: LoadStore) -> None:
+def test_only_what_changed_is_reported(loads: LoadStore) -> None:
     assert loads.put("g1", frame(7)) == {KEY}
     assert loads.put("g1", frame(7, age_s=1.0)) == set()
     assert loads.put("g1", frame(8)) == {KEY}

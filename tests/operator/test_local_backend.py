@@ -55,7 +55,7 @@ async def test_serves_survives_crashes_and_stops_without_a_trace(make_machine: C
         await machine.backend.apply([plan])
         await machine.until_ready(plan)
         _assert_private(machine.folder)
-        _assert_reasons_were_told(machine)
+        _assert_reasons_were_reported(machine)
         ports = _listening_ports(family() - before)
         assert len(ports) == 6, "three processes with a data and a control port each"
         async with aiohttp.ClientSession() as session:
@@ -226,8 +226,8 @@ async def test_a_failed_reconciliation_is_logged_and_tried_again(
     await machine.until(lambda: not failures)
     await machine.backend.apply([machine.plan(replicas=2)])
     await machine.until_ready(machine.plan(replicas=2))
-    told = [record for record in caplog.records if record.name == "pagemill.operator.local"]
-    assert [str(record.exc_info[1]) for record in told if record.exc_info] == ["broken once", "and twice"]
+    reported = [record for record in caplog.records if record.name == "pagemill.operator.local"]
+    assert [str(record.exc_info[1]) for record in reported if record.exc_info] == ["broken once", "and twice"]
 
 
 def _asking_often(plan: Plan) -> Plan:
@@ -265,7 +265,7 @@ def _assert_private(folder: Path) -> None:
     assert all(file.stat().st_mode & 0o077 == 0 for file in state.iterdir())
 
 
-def _assert_reasons_were_told(machine: Machine) -> None:
+def _assert_reasons_were_reported(machine: Machine) -> None:
     reasons = [event.message for event in machine.events if event.subject == "chat-0"]
     assert reasons[-1] == "ready"
     assert any("loading" in reason for reason in reasons), reasons

@@ -1,4 +1,4 @@
-"""Telling the gateway its catalogue: refusals that last are told once, others are tried again ever more slowly."""
+"""Telling the gateway its catalogue: refusals that last are reported once, others are tried again ever more slowly."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "RETRY_FIRST_S", 0.01)
 
 
-async def test_a_catalogue_that_is_refused_for_good_is_told_once_and_the_next_one_again(tmp_path: Path) -> None:
+async def test_a_catalogue_that_is_refused_for_good_is_reported_once_and_the_next_one_again(tmp_path: Path) -> None:
     control = Control(400)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))
@@ -116,7 +116,7 @@ async def test_the_control_address_stays_after_a_restart_unless_something_else_t
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-async def test_a_passing_refusal_is_tried_again_and_told_once(tmp_path: Path, status: int) -> None:
+async def test_a_passing_refusal_is_tried_again_and_reported_once(tmp_path: Path, status: int) -> None:
     control = Control(status, status, status)
     async with telling(control, tmp_path) as gateway:
         gateway.want(catalog("a"))

@@ -36,8 +36,8 @@ async def test_from_zero_to_an_answer_and_back_to_zero_and_again(machine: Machin
             assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
             await machine.until(lambda: not machine.backend.supervisors(plan.key))
             assert wanted(machine, plan) == 0
-    told = [event.message for event in machine.events if event.subject == "chat"]
-    assert [message.partition(":")[0] for message in told] == [
+    reported = [event.message for event in machine.events if event.subject == "chat"]
+    assert [message.partition(":")[0] for message in reported] == [
         "scaled to 1 replicas from 0",
         "scaled to 0 replicas from 1",
     ] * 2
@@ -53,7 +53,7 @@ async def answered(session: aiohttp.ClientSession, machine: Machine) -> tuple[in
     return await eventually(answer, every_s=0.05)
 
 
-@pytest.mark.parametrize("policy", ["Demand", "TargetTracking"])
+@pytest.mark.parametrize("policy", ["Demand", pytest.param("TargetTracking", marks=pytest.mark.full)])
 async def test_requests_that_wait_bring_more_engines_and_all_are_served(machine: Machine, policy: str) -> None:
     autoscaling = {"maxReplicas": 2, "targets": {"queueDepth": 1}, "policy": policy}
     plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)
@@ -95,7 +95,7 @@ async def test_a_plan_that_loses_its_autoscaling_goes_back_to_its_number(
 
 
 def holding(machine: Machine, plan: Any) -> set[str]:
-    """Replicas that have a request, as the gateway tells."""
+    """Replicas that have a request, as the gateway reports."""
     held = machine.backend._held(machine.backend._deployments[plan.key])
     return {name for name, engine in held.items() if engine.num_requests}
 
@@ -128,7 +128,7 @@ async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> No
         asking.cancel()
 
 
-async def test_an_engine_that_is_ready_here_refuses_nobody_because_the_gateway_has_not_heard_it_yet(
+async def test_an_engine_that_is_ready_here_refuses_no_request_before_the_gateway_knows_of_it(
     machine: Machine,
 ) -> None:
     plan = machine.plan(replicas=1)

@@ -56,7 +56,7 @@ def test_a_new_deployment_concerns_itself(cache: Cache) -> None:
     assert cache.keys() == ["default/chat"]
 
 
-def test_our_own_status_writes_wake_nobody(cache: Cache) -> None:
+def test_our_own_status_writes_wake_no_reconcile(cache: Cache) -> None:
     cache.put("LLMDeployment", owner())
     assert cache.put("LLMDeployment", owner(version=2, status={"replicas": 1})) == set()
     known = cache.owner("default/chat")
@@ -76,7 +76,7 @@ def test_an_older_version_of_an_object_is_ignored(cache: Cache) -> None:
     assert cache.children("default/chat")[("Deployment", "chat-engine")]["spec"] == {"replicas": 3}
 
 
-def test_what_is_told_late_of_an_earlier_namesake_is_ignored(cache: Cache) -> None:
+def test_what_is_reported_late_of_an_earlier_namesake_is_ignored(cache: Cache) -> None:
     cache.put("LLMDeployment", owner(version=10, uid="new"))
     assert cache.put("LLMDeployment", owner(version=9, uid="old")) == set()
     known = cache.owner("default/chat")
@@ -84,13 +84,13 @@ def test_what_is_told_late_of_an_earlier_namesake_is_ignored(cache: Cache) -> No
     assert known["metadata"]["uid"] == "new"
 
 
-def test_the_echo_of_our_own_write_wakes_nobody(cache: Cache) -> None:
+def test_the_echo_of_our_own_write_wakes_no_reconcile(cache: Cache) -> None:
     written = child(version=10, spec={"replicas": 3})
     assert cache.put("Deployment", written) == {"default/chat"}
     assert cache.put("Deployment", {**written, "kind": "Deployment", "apiVersion": "apps/v1"}) == set()
 
 
-def test_a_version_without_news_wakes_nobody(cache: Cache) -> None:
+def test_a_version_without_news_wakes_no_reconcile(cache: Cache) -> None:
     cache.put("Deployment", child(version=1, spec={"replicas": 3}))
     noisy = child(version=2, spec={"replicas": 3})
     noisy["metadata"]["managedFields"] = [{"time": "now"}]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from observed_world import PULL, READY, World, ended, running, told, unschedulable, waiting
+from observed_world import PULL, READY, World, ended, reported, running, unschedulable, waiting
 
 from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.kubernetes.observe import observe
@@ -87,25 +87,29 @@ PODS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "not found": (
         {},
-        {"status": waiting("CrashLoopBackOff", last=told("ModelNotFound", "`x` does not exist."))},
+        {"status": waiting("CrashLoopBackOff", last=reported("ModelNotFound", "`x` does not exist."))},
         "ModelNotFound",
         "spec.model.source",
     ),
     "architecture": (
         {},
-        {"status": waiting("CrashLoopBackOff", last=told("UnsupportedArchitecture", "`Mamba` is not known."))},
+        {"status": waiting("CrashLoopBackOff", last=reported("UnsupportedArchitecture", "`Mamba` is not known."))},
         "UnsupportedArchitecture",
         "spec.model.source",
     ),
     "too large": (
         {},
-        {"status": running(started=True, last=told("ModelTooLarge", "The weights take 9.1 GiB, 1.0 GiB are free."))},
+        {
+            "status": running(
+                started=True, last=reported("ModelTooLarge", "The weights take 9.1 GiB, 1.0 GiB are free.")
+            )
+        },
         "ModelTooLarge",
         "spec.resources.memory",
     ),
     "context": (
         {},
-        {"status": waiting("CrashLoopBackOff", last=told("MaxModelLenTooLarge", "MaxModelLenTooLarge: 9 > 8."))},
+        {"status": waiting("CrashLoopBackOff", last=reported("MaxModelLenTooLarge", "MaxModelLenTooLarge: 9 > 8."))},
         "MaxModelLenTooLarge",
         "spec.engine",
     ),
@@ -259,10 +263,10 @@ def test_a_field_of_the_wrong_type_is_an_invalid_template(world: Callable[..., W
         ),
         (
             [
-                {"state": {"terminated": told("ModelTooLarge", "1.2 GiB are free.")}, "ready": False},
-                waiting("CrashLoopBackOff", "back-off 10s", told("ModelTooLarge", "1.2 GiB are free.")),
-                running(started=False, last=told("ModelTooLarge", "1.2 GiB are free.")),
-                running(started=True, last=told("ModelTooLarge", "1.2 GiB are free.")),
+                {"state": {"terminated": reported("ModelTooLarge", "1.2 GiB are free.")}, "ready": False},
+                waiting("CrashLoopBackOff", "back-off 10s", reported("ModelTooLarge", "1.2 GiB are free.")),
+                running(started=False, last=reported("ModelTooLarge", "1.2 GiB are free.")),
+                running(started=True, last=reported("ModelTooLarge", "1.2 GiB are free.")),
             ],
             "ModelTooLarge",
         ),
@@ -285,14 +289,14 @@ def test_counts_of_nodes_are_no_news(world: Callable[..., World]) -> None:
 
 
 def test_memory_kills_win_over_words_that_only_say_what_broke(world: Callable[..., World]) -> None:
-    died = {**told("EngineDied", "The engine process ended: signal 9."), "reason": "OOMKilled"}
+    died = {**reported("EngineDied", "The engine process ended: signal 9."), "reason": "OOMKilled"}
     assert world().apply().pod(waiting("CrashLoopBackOff", last=died)).findings()["Ready"].reason == "OOMKilled"
-    known = {**told("ModelTooLarge", "x"), "reason": "OOMKilled"}
+    known = {**reported("ModelTooLarge", "x"), "reason": "OOMKilled"}
     assert world().apply().pod(waiting("CrashLoopBackOff", last=known)).findings()["Ready"].reason == "ModelTooLarge"
 
 
 def test_an_engine_that_only_knows_that_it_died_is_a_crash_loop(world: Callable[..., World]) -> None:
-    last = told("EngineDied", "The engine process ended: exit code 3.")
+    last = reported("EngineDied", "The engine process ended: exit code 3.")
     found = world().apply().pod(waiting("CrashLoopBackOff", last=last)).findings()["Ready"]
     assert found.reason == "CrashLoop"
     assert "exit code 3" in found.message
@@ -322,7 +326,7 @@ def test_a_pod_that_was_ready_and_is_not_any_more_fails_its_probe(world: Callabl
 
 
 def test_a_pod_on_a_dead_node_is_not_called_unready(world: Callable[..., World]) -> None:
-    """Nobody reports its containers any more: they stay as they were, and the cluster turns only the pod."""
+    """Its containers are not reported any more: they stay as they were, and the cluster turns only the pod."""
     unready = {"type": "Ready", "status": "False", "lastTransitionTime": "2026-01-01T00:05:00Z"}
     containers = {"type": "ContainersReady", "status": "True"}
     found = world().apply().pod(running(started=True, ready=True), conditions=(unready, containers)).findings()

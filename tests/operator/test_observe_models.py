@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from observed_world import CACHED, PULL, READY, World, running, told, unschedulable, waiting
+from observed_world import CACHED, PULL, READY, World, reported, running, unschedulable, waiting
 
 from pagemill_crds.models import LLMDeployment
 
@@ -63,7 +63,7 @@ def test_a_loader_whose_pod_is_refused_names_where_the_cause_stands(world: Calla
     assert refused.at(15.0)[1]["Ready"].reason == "Downloading"
 
 
-def test_a_lost_volume_is_told(world: Callable[..., World]) -> None:
+def test_a_lost_volume_is_reported(world: Callable[..., World]) -> None:
     lost = world(**CACHED).apply()
     lost.objects["PersistentVolumeClaim", "chat-model"]["status"] = {"phase": "Lost"}
     found = lost.findings()["Ready"]
@@ -75,7 +75,7 @@ def test_a_lost_volume_is_told(world: Callable[..., World]) -> None:
     ("status", "reason", "remedy"),
     [
         (
-            waiting("CrashLoopBackOff", last=told("CredentialsRefused", "The hub refused the token: correct it.")),
+            waiting("CrashLoopBackOff", last=reported("CredentialsRefused", "The hub refused the token: correct it.")),
             "CredentialsRefused",
             "correct it",
         ),

@@ -1,4 +1,4 @@
-"""Pods that sleep, as the operator sees them: by their engine's word, else by what they were told; never as a fault."""
+"""Pods that sleep, as the operator sees them: by their engine's report, else by their order; never as a fault."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ RUNNING = {"started": True, "state": {"running": {"startedAt": "2026-01-01T00:00
 RESTARTED = {"started": True, "state": {"running": {"startedAt": "2026-01-01T00:05:00Z"}}}
 
 
-def phase(deployment: Make, *, heard: bool, told: str | None, ready: bool, container: dict[str, Any] = RUNNING) -> str:
+def phase(
+    deployment: Make, *, received: bool, reported: str | None, ready: bool, container: dict[str, Any] = RUNNING
+) -> str:
     world = World(deployment()).apply()
     world.pod({**container, "ready": ready}, conditions=READY if ready else UNREADY, uid="u")
     pod = world.pods[0]
-    if told is not None:
-        pod["metadata"]["annotations"] = {**pod["metadata"]["annotations"], "pagemill.dev/rest": told}
-    snapshot = replace(world.snapshot, asleep=frozenset({"u"} if heard else set()))
+    if reported is not None:
+        pod["metadata"]["annotations"] = {**pod["metadata"]["annotations"], "pagemill.dev/rest": reported}
+    snapshot = replace(world.snapshot, asleep=frozenset({"u"} if received else set()))
     (replica,) = observe(snapshot, world.plan).replicas
     return f"{replica.phase} {replica.reason}".strip()
 
 
 @pytest.mark.parametrize(
-    ("heard", "told", "ready", "expected"),
+    ("received", "reported", "ready", "expected"),
     [
         (True, "asleep", False, "asleep"),
         (True, None, False, "asleep"),
@@ -45,12 +47,12 @@ def phase(deployment: Make, *, heard: bool, told: str | None, ready: bool, conta
         (False, "nonsense", False, "loading ProbeFailing"),
     ],
 )
-def test_what_a_pod_does(deployment: Make, heard: bool, told: str | None, ready: bool, expected: str) -> None:
-    assert phase(deployment, heard=heard, told=told, ready=ready) == expected
+def test_what_a_pod_does(deployment: Make, received: bool, reported: str | None, ready: bool, expected: str) -> None:
+    assert phase(deployment, received=received, reported=reported, ready=ready) == expected
 
 
-def test_a_container_that_was_started_again_loads_whatever_its_pod_was_told(deployment: Make) -> None:
-    assert phase(deployment, heard=False, told="asleep", ready=False, container=RESTARTED) == "loading"
+def test_a_container_that_was_started_again_loads_whatever_its_pod_was_ordered(deployment: Make) -> None:
+    assert phase(deployment, received=False, reported="asleep", ready=False, container=RESTARTED) == "loading"
 
 
 def test_at_zero_with_one_asleep_the_status_says_what_a_request_does(deployment: Make) -> None:

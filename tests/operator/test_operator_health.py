@@ -41,7 +41,7 @@ def test_a_silent_watch_is_a_trouble(world: World) -> None:
     assert world.health.troubles() == ["a watch has received nothing for 151 s"]
 
 
-def test_nobody_watches_before_the_kind_is_there(world: World) -> None:
+def test_nothing_is_watched_before_the_kind_is_there(world: World) -> None:
     world.health.starting = "the definition is not installed"
     world.watch_s = 10_000
     assert world.health.troubles() == []

@@ -1,4 +1,4 @@
-"""One reconcile: what is told of which version, when it waits, and what is kept of what is gone."""
+"""One reconcile: what is reported of which version, when it waits, and what is kept of what is gone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import ApiError
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.events import EventRecorder

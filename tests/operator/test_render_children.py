@@ -86,7 +86,7 @@ def test_standby_replicas_are_pods_beyond_those_that_serve(deployment: Make) -> 
 
 def test_the_operator_reaches_the_control_port_where_replicas_stand_by(deployment: Make) -> None:
     context = replace(CONTEXT, operator_selector={"app.kubernetes.io/component": "operator"})
-    assert len(one(render(deployment(), context), "NetworkPolicy")["spec"]["ingress"]) == 2, "nobody stands by"
+    assert len(one(render(deployment(), context), "NetworkPolicy")["spec"]["ingress"]) == 2, "no replica stands by"
     standing_by = deployment(autoscaling={"maxReplicas": 2, "warm": 1})
     _, operator, _ = one(render(standing_by, context), "NetworkPolicy")["spec"]["ingress"]
     (peer,) = operator["from"]
@@ -181,8 +181,8 @@ def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
 
 
 def test_without_a_known_prometheus_only_gateways_get_in(deployment: Make) -> None:
-    nobody = replace(CONTEXT, prometheus_namespace_selector={}, prometheus_pod_selector={})
-    assert len(one(render(deployment(), nobody), "NetworkPolicy")["spec"]["ingress"]) == 1
+    unselected = replace(CONTEXT, prometheus_namespace_selector={}, prometheus_pod_selector={})
+    assert len(one(render(deployment(), unselected), "NetworkPolicy")["spec"]["ingress"]) == 1
 
 
 def test_settings_are_an_immutable_map_named_after_their_content(deployment: Make) -> None:

@@ -41,7 +41,7 @@ def test_without_surge_one_goes_first() -> None:
     assert next_actions(group(2, surge=0, unavailable=1), old) == (1, ["a"])
 
 
-def test_old_replicas_that_serve_nobody_go_at_once() -> None:
+def test_old_replicas_that_serve_no_request_go_at_once() -> None:
     old = [replica("a", "crashed", "old"), replica("b", "loading", "old")]
     start, drain = next_actions(group(2), old)
     assert drain == ["a", "b"]
@@ -60,7 +60,7 @@ def test_scaling_down_takes_the_emptiest_of_those_that_are_ready() -> None:
     held = {"a": EngineHeld("a", 0, 0), "b": EngineHeld("b", 7, 2), "c": EngineHeld("c", 9, 1)}
     assert next_actions(group(3), running, held) == (0, ["d"])
     assert next_actions(group(1), running, held) == (0, ["d", "a", "b"])
-    assert next_actions(group(2), running[:3], {"a": held["a"]}) == (0, ["a"]), "the others are not heard"
+    assert next_actions(group(2), running[:3], {"a": held["a"]}) == (0, ["a"]), "the others have not reported"
 
 
 PHASES: list[Phase] = ["starting", "loading", "ready", "crashed", "draining"]

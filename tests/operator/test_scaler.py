@@ -1,4 +1,4 @@
-"""The scaler: what it remembers between decisions, what it tells, and what it learns of starts."""
+"""The scaler: what it remembers between decisions, what it reports, and what it learns of starts."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ class World:
     def decide(self, *views: View, **load: Any) -> Any:
         assert self.plan.autoscaling is not None
         known = {"engines": engines(self.phases.count("ready")), "arrivals": arrivals(1.0), "lengths": LENGTHS}
-        told = [View(DeploymentLoad(namespace="default", name="chat", **(known | load)))] if load or not views else []
+        reported = (
+            [View(DeploymentLoad(namespace="default", name="chat", **(known | load)))] if load or not views else []
+        )
         return self.scaler.decide(
-            KEY, self.plan.autoscaling, self.seen, told, start=self.plan.spec_replicas, num_gateways=1
+            KEY, self.plan.autoscaling, self.seen, reported, start=self.plan.spec_replicas, num_gateways=1
         )
 
     def condition(self, type_: str) -> tuple[str, str, str]:
@@ -70,7 +72,7 @@ def test_an_active_deployment_gets_what_was_decided_and_nothing_else_does(plan: 
     assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 1
 
 
-def test_advice_is_told_and_not_followed(plan: MakePlan) -> None:
+def test_advice_is_reported_and_not_followed(plan: MakePlan) -> None:
     world = World(plan(mode="Advisory"))
     record = world.decide(queue=QueueLoad(num_requests=6, num_tokens=10))
     assert record.decision.replicas == 3
@@ -96,7 +98,7 @@ def test_missing_numbers_are_a_condition(plan: MakePlan) -> None:
     assert world.decide(engines=engines(1)) is not None, "a record of why nothing is removed"
     assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive"), "a moment of silence is no news"
     world.clock.now += PATIENCE_S
-    assert world.decide(engines=engines(1)) is not None, "people are to be told"
+    assert world.decide(engines=engines(1)) is not None, "people are informed"
     status, reason, message = world.condition("ScalingActive")
     assert (status, reason) == ("False", "SignalsMissing")
     assert "the engines' reports are stale" in message
@@ -105,11 +107,11 @@ def test_missing_numbers_are_a_condition(plan: MakePlan) -> None:
     assert world.condition("ScalingActive")[:2] == ("True", "ScalingActive")
 
 
-def test_a_new_leader_says_nothing_until_it_has_heard_or_waited(plan: MakePlan) -> None:
+def test_a_new_leader_says_nothing_until_it_has_a_report_or_waited(plan: MakePlan) -> None:
     world = World(plan())
     assert world.condition("ScalingActive")[:2] == ("Unknown", "NotDecided")
     world.decide(engines=EnginesLoad())
-    assert world.condition("ScalingActive")[:2] == ("Unknown", "NotDecided"), "no engine was heard yet"
+    assert world.condition("ScalingActive")[:2] == ("Unknown", "NotDecided"), "no engine has reported yet"
     world.clock.now += PATIENCE_S
     world.decide(engines=EnginesLoad())
     assert world.condition("ScalingActive")[:2] == ("False", "SignalsMissing")
@@ -140,7 +142,7 @@ def test_a_fixed_number_has_no_autoscaler(deployment: Any) -> None:
     assert (conditions["ScalingActive"], conditions["SLOMet"]) == ("NotConfigured", "NotMeasured")
 
 
-def test_at_zero_people_are_told_how_it_comes_back(plan: MakePlan) -> None:
+def test_at_zero_the_condition_says_how_it_comes_back(plan: MakePlan) -> None:
     world = World(plan(replicas=0, minReplicas=0))
     status, reason, message = world.condition("Ready")
     assert (status, reason, message) == (

@@ -80,13 +80,13 @@ def test_no_more_sleep_than_shall_stand_by() -> None:
     assert next_orders(plan(1), replicas(a="ready", b="ready", c="asleep")) == ([], [])
 
 
-def test_while_replicas_are_replaced_nobody_is_put_to_sleep_but_somebody_may_be_woken() -> None:
+def test_while_replicas_are_replaced_no_engine_is_put_to_sleep_but_one_may_be_woken() -> None:
     seen = [*replicas(a="ready", b="ready"), ReplicaObservation("old", "asleep", "old")]
     assert next_orders(plan(1), seen) == ([], [])
     assert next_orders(plan(3), seen) == (["old"], [])
 
 
-def test_who_sleeps_where_nobody_scales_was_told_to_by_a_person() -> None:
+def test_an_engine_that_sleeps_without_a_scaler_was_put_to_sleep_by_a_person() -> None:
     fixed = Plan("default", "g", 1, ("g",), "m", (Group("g", 1, PROCESS, digest="new"),))
     assert next_orders(fixed, replicas(a="asleep")) == ([], [])
 
@@ -108,7 +108,7 @@ def test_old_sleepers_are_replaced_as_carefully_as_those_that_serve() -> None:
 
 
 class World:
-    """Replicas that do as they are told, a little later."""
+    """Replicas that do as they are ordered, a little later."""
 
     def __init__(self, warm: int, most: int) -> None:
         self.warm, self.most = warm, most
@@ -134,7 +134,7 @@ class World:
             self.seen[f"r{self._count}"] = "starting"
         for names, phase in ((orders.wake, WAKING), (orders.sleep, ASLEEP)):
             self.seen |= dict.fromkeys(names, phase)
-        # Somebody waits for those that are woken.
+        # Requests wait for those that are woken.
         self.served |= dict.fromkeys(orders.wake, 1)
         return orders.wake, orders.sleep
 
@@ -160,7 +160,7 @@ class World:
     def check_removed(self, names: list[str]) -> None:
         left = {name: phase for name, phase in self.seen.items() if name not in names}
         if any(self.seen[name] in ("starting", "loading") for name in names):
-            assert not self._asleep(left), "a start is not thrown away while somebody sleeps"
+            assert not self._asleep(left), "a start is not thrown away while a replica sleeps"
 
     def _asleep(self, phases: dict[str, Phase]) -> int:
         return sum(phase == "asleep" for phase in phases.values())

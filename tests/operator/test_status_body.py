@@ -186,7 +186,7 @@ def test_a_fault_is_one_event_however_many_conditions_it_breaks(deployment: Make
     assert events_between(broken, broken) == []
 
 
-def test_becoming_ready_is_told_once_and_progress_never(deployment: Make) -> None:
+def test_becoming_ready_is_reported_once_and_progress_never(deployment: Make) -> None:
     plan = make_plan(deployment(), "kubernetes")
     loading, ready = status_of(seen(plan, "loading")), status_of(seen(plan, "ready"))
     assert events_between({}, loading) == []
@@ -194,7 +194,7 @@ def test_becoming_ready_is_told_once_and_progress_never(deployment: Make) -> Non
     assert events_between(ready, ready) == []
 
 
-def test_a_change_of_size_is_told(deployment: Make) -> None:
+def test_a_change_of_size_is_reported(deployment: Make) -> None:
     before = status_of(seen(make_plan(deployment(replicas=1), "kubernetes"), "ready"))
     after = status_of(seen(make_plan(deployment(replicas=3), "kubernetes"), "ready"), before)
     assert [event[:3] for event in events_between(before, after)] == [("Normal", "Scaled", "from 1 to 3 replicas")]

@@ -45,7 +45,7 @@ def test_the_age_of_a_kind_is_that_of_its_quietest_watch(clock: Clock) -> None:
     assert watches.age_s("Pod") == 10
 
 
-def test_a_watch_that_fails_to_connect_is_alive_but_not_heard(watches: Watches, clock: Clock) -> None:
+def test_a_watch_that_fails_to_connect_is_alive_but_receives_nothing(watches: Watches, clock: Clock) -> None:
     clock.now = 200
     watches.tried(PODS)
     watches.tried(SERVICES)
@@ -74,7 +74,7 @@ async def test_caches_are_filled_when_all_that_was_listed_has_arrived(watches: W
     await asyncio.wait_for(waiting, WAIT_LIMIT_S)
 
 
-def test_a_complete_listing_is_told_once_with_all_its_pages(watches: Watches, listings: list[Listing]) -> None:
+def test_a_complete_listing_is_reported_once_with_all_its_pages(watches: Watches, listings: list[Listing]) -> None:
     watches.page(PODS, [("default", "a")], is_first=True)
     watches.page(PODS, [("default", "b")], is_first=False)
     assert listings == []

@@ -50,7 +50,7 @@ async def test_a_key_that_comes_in_during_its_turn_runs_once_more_afterwards(que
     queue.add("a")
     queue.add("a")
     clock.now += 5
-    assert await taken(queue) is None, "nobody works on a key twice at once"
+    assert await taken(queue) is None, "a key is not worked on twice at once"
     queue.finish("a")
     assert await taken(queue) == "a"
     queue.finish("a")

@@ -212,7 +212,7 @@ def test_a_hostile_or_broken_template_is_stopped_and_named(template, source, mes
     assert time.monotonic() - started < WAIT_LIMIT_S
 
 
-def test_what_a_template_says_tells_no_address_in_memory(template):
+def test_what_a_template_says_shows_no_address_in_memory(template):
     error = error_of(template("{{ raise_exception(lipsum) }}"))
     assert error.message == "The chat template refuses these messages: <function generate_lorem_ipsum>"
 

@@ -116,7 +116,7 @@ async def test_the_loop_turns_while_a_template_is_stopped(template):
     await settled(chat, 1)
 
 
-async def test_refusals_and_faults_are_told_as_in_a_thread(template):
+async def test_refusals_and_faults_are_reported_as_in_a_thread(template):
     chat = await warm(
         template("{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}{{ messages[0].content }}")
     )

@@ -152,7 +152,7 @@ def test_all_tokens_of_the_file_of_the_settings_and_of_the_keys_are_accepted(tmp
         require_token(scope_of(("authorization", f"Bearer {token}")), tokens)
 
 
-def test_with_no_token_at_all_nobody_passes() -> None:
+def test_with_no_token_at_all_no_request_passes() -> None:
     tokens = ControlTokens(setting="control_token")
     for header in ("Bearer ", "Bearer", "Bearer x"):
         assert refusal_of(lambda h=header: require_token(scope_of(("authorization", h)), tokens)).status == 401

@@ -122,7 +122,7 @@ def test_schemas_whose_values_never_end_are_found(schema: Any, endless: bool) ->
 
 def test_compiling_is_ended_after_its_time_and_the_next_form_is_checked(checks: FormChecks) -> None:
     slow = FormChecks(TemplateLimits(cpu_limit_s=0.1, wall_limit_s=5.0))
-    bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 1000003}')
+    bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}')
     with pytest.raises(PagemillError, match="s to compile"):
         slow.check(bomb)
     started_s = time.perf_counter()
@@ -137,6 +137,7 @@ def test_compiling_is_ended_after_its_time_and_the_next_form_is_checked(checks: 
     [
         ({"json_schema": "{"}, "Expecting property name"),
         ({"json_schema": "[]"}, "must be an object"),
+        ({"json_schema": '{"type":"integer","multipleOf":1000003}'}, "at most 10000 are allowed"),
         ({"json_schema": '{"type":"string","minLength":5,"maxLength":2}'}, "minLength"),
         ({"json_schema": '{"$ref":"#/$defs/none"}'}, "does not exist"),
         ({"json_schema": '{"$ref":"https://example.com/schema"}'}, "example.com"),

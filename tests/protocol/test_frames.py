@@ -103,7 +103,7 @@ def test_a_broken_stream_stays_broken() -> None:
         decoder.feed(frames.encode_frame(FrameMeta()))
 
 
-def test_a_stream_that_ends_inside_a_frame_is_told() -> None:
+def test_a_stream_that_ends_inside_a_frame_is_reported() -> None:
     decoder = frames.FrameDecoder()
     decoder.feed(frames.encode_frame(FrameMeta(), b"abc")[:-1])
     with pytest.raises(frames.FrameError, match="ended inside"):

@@ -63,6 +63,7 @@ SPECIAL = (
     "[/THINK]",
 )
 EOS = 256
+CLOSING = frozenset(b'"}]<')
 TEMPLATES = {"mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"], "deepseek": ["", "```json"]}
 VARIANTS = [(name, template) for name in tool_formats() for template in TEMPLATES.get(name, [""])]
 
@@ -104,19 +105,22 @@ def matcher_of(outputs: StructuredOutputs | None, special: dict[str, int] = IDS)
 
 
 def walk(matcher: LLMatcher, seed: int, start: str = "") -> str:
-    """A random answer that the grammar allows, behind `start`. Printable letters, where there is a choice."""
+    """A random answer that the grammar allows, behind `start`: printable letters, later those that end it."""
     draw = random.Random(seed)
     token_ids = spelled(start)
     assert matcher.try_consume_tokens(token_ids) == len(token_ids), "the start fits the grammar"
-    for _ in range(600):
+    for num_tokens in range(20_000):
         if matcher.is_stopped():
             break
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
         likely = [each for each in allowed if each >= EOS or 32 <= each < 127] or allowed
+        if num_tokens > 300:
+            likely = [each for each in likely if each >= EOS or each in CLOSING] or likely
         chosen = EOS if EOS in likely and draw.random() < 0.3 else draw.choice(likely)
         assert matcher.consume_token(chosen)
         token_ids.append(chosen)
+    assert matcher.is_stopped()
     return b"".join(Tokens.tokens[each] for each in token_ids if each != EOS).decode()
 
 

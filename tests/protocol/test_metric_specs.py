@@ -89,7 +89,7 @@ def test_children_are_made_once_and_forgotten_on_request() -> None:
     assert b'endpoint="e"' not in made.render()
 
 
-def test_misuse_is_told() -> None:
+def test_misuse_is_reported() -> None:
     made = metrics.Metrics(metrics.GATEWAY_METRICS)
     with pytest.raises(TypeError, match="is a gauge"):
         made.counter(metrics.GATEWAY_READY)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture
-from pagemill_protocol.models.known import known_architectures
+from pagemill_protocol.models.known import BUILT_IN, known_architectures
+from pagemill_protocol.models.registry import find_family
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.sources import SourceError, UnreadableModelError
@@ -170,6 +171,13 @@ def test_the_type_and_quantization_of_the_weights_are_recorded(folder):
     assert load_model_spec(configure(folder, torch_dtype="bfloat16")).dtype == "bfloat16"
     spec = load_model_spec(configure(folder, dtype="float16", quantization_config={"quant_method": "awq"}))
     assert (spec.dtype, spec.quantization) == ("float16", "awq")
+
+
+def test_an_old_spelling_of_an_architecture_is_the_same_model(folder):
+    assert load_model_spec(configure(folder, architectures=["LLaMAForCausalLM"])) == load_model_spec(configure(folder))
+    for names in BUILT_IN.values():
+        for name in (*names.architectures, names.model_type):
+            assert find_family([name], folder).architecture == names.architectures[0]
 
 
 def test_a_configuration_without_architectures_goes_by_its_type(folder):

@@ -76,7 +76,7 @@ def test_null_means_default_for_every_optional_field() -> None:
 
 
 def test_unknown_fields_are_ignored() -> None:
-    assert chat(frobnicate={"a": [1, 2, {}]}, metadata={"k": "v"}, request_id="x") == chat()
+    assert chat(frobnicate={"a": [1, 2, {}]}, metadata={"k": "v"}) == chat()
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_megabytes_of_text_are_refused_without_tokenizing_them(byte_tokenizer: T
     assert time.process_time() - start_s < 0.3
 
 
-def test_a_tokenizer_that_nobody_uses_any_more_is_freed(byte_tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_that_is_not_used_any_more_is_freed(byte_tokenizer: Tokenizer) -> None:
     tokenizer = Tokenizer(byte_tokenizer.bundle)
     with pytest.raises(PagemillError, match=r"context length is 100 tokens.*8000000 bytes of text and at most 100 are"):
         completions(tokenizer, prompt="a" * 8_000_000)

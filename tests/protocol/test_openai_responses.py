@@ -119,7 +119,8 @@ def test_items_become_messages_calls_and_their_outputs() -> None:
             "content": [{"type": "output_text", "text": "Yes.", "annotations": []}],
         },
     ]
-    fields = parse(input=items, tools=[TOOL], tool_choice="auto")
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    fields = parse(input=items, tools=[TOOL], tool_choice=allowed)
     roles = [each.role for each in fields.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant"]
     calling = fields.messages[1]

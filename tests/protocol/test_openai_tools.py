@@ -194,6 +194,20 @@ def test_tokenize_counts_the_prompt_with_its_tools(tokenizer_with: Callable[[str
     assert prepare.tokenize(body, tokenizer_with(NATIVE), 4096) == request.prompt_token_ids
 
 
+def allowing(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_the_model_sees_no_others(mode: str) -> None:
+    clock = {"type": "function", "function": {"name": "clock"}}
+    request = parse_body(raw(tools=[WEATHER, clock], tool_choice=allowing(mode, "clock")), ChatCompletionRequest)
+    assert request.prompt_tools == [clock]
+    assert request.names_function == ""
+    assert request.forces_calls == (mode == "required")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -216,6 +230,17 @@ def test_tokenize_counts_the_prompt_with_its_tools(tokenizer_with: Callable[[str
             "tool_choice.function.name",
             '"other", which is not among',
         ),
+        (
+            {"tools": [WEATHER], "tool_choice": allowing("required", "weather", "other")},
+            "tool_choice.allowed_tools.tools",
+            '"other", which is not among',
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": allowing("never", "weather")},
+            "tool_choice.allowed_tools.mode",
+            '"auto" or "required"',
+        ),
+        ({"tools": [WEATHER], "tool_choice": allowing("auto")}, "tool_choice.allowed_tools.tools", "1 to 512"),
         ({"messages": [USER, RESULT]}, "messages[1].tool_call_id", '"c1"'),
         ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id", "needs `tool_call_id`"),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0].tool_calls", "role user"),

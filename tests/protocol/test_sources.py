@@ -63,7 +63,8 @@ def test_a_package_source_is_found_without_importing_the_package(package):
     [
         ("", "is empty"),
         ("/no/such/model.gguf", "does not exist"),
-        ("HuggingFaceTB/SmolLM2-135M", "write `hf://HuggingFaceTB/SmolLM2-135M`"),
+        ("models/absent.gguf", "does not exist"),
+        ("./models/absent", "does not exist"),
         ("ftp://host/x.gguf", "unknown scheme `ftp`"),
         ("oci://registry/model:1", "cannot be read here"),
         ("s3://bucket/model", "cannot be read here"),
@@ -82,6 +83,27 @@ def test_a_package_source_is_found_without_importing_the_package(package):
 )
 def test_an_unusable_source_is_refused_with_its_remedy(source, message):
     assert message in refusal(source).message
+
+
+def test_a_bare_name_of_the_hub_is_fetched_unless_it_is_a_path(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+    (tmp_path / "config.json").write_text("{}")
+
+    def snapshot_download(repository, *, revision, allow_patterns):
+        asked.append((repository, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_source("facebook/opt-125m") == tmp_path
+    assert resolve_source("facebook/opt-125m@v1") == tmp_path
+    assert asked == [("facebook/opt-125m", None), ("facebook/opt-125m", "v1")]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "name" / "config.json").write_text("{}")
+    assert resolve_source("org/name") == Path("org/name")
+    assert len(asked) == 2
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):

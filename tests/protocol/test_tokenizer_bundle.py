@@ -316,7 +316,7 @@ def cached_tokenizer(write_gguf: Any, metadata: dict[str, Any]) -> Tokenizer:
     return _tokenizers[0]
 
 
-def test_sentencepiece_adds_its_beginning_token_unless_told_otherwise(write_gguf, sentencepiece):
+def test_sentencepiece_adds_its_beginning_token_unless_set_otherwise(write_gguf, sentencepiece):
     bundle = load_bundle(write_gguf(sentencepiece))
     assert (bundle.bos_token, bundle.eos_token_ids, bundle.add_bos_token) == ("<s>", [2], True)
     assert Tokenizer(bundle).encode("the")[0] == 1

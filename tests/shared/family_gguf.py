@@ -40,7 +40,7 @@ _METADATA = {
     "use_parallel_residual": ("use_parallel_residual",),
 }
 _WINDOWED = ("gemma2", "gemma3", "phi3")
-_ROTATED_APART = ("granite", "smollm3")
+_ROTATED_APART = ("granite", "llama", "smollm3")
 _AROUND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
@@ -87,9 +87,13 @@ def _rope(config: Config, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own(config: Config, architecture: str) -> dict[str, Any]:
+    if architecture == "deepseek2":
+        return _deepseek2(config)
     if architecture == "falcon":
         grouped = config.get("new_decoder_architecture")
         return {"attention.head_count_kv": config.get("num_kv_heads", 1) if grouped else 1}
+    if architecture == "gptj":
+        return {"rope.dimension_count": config["rotary_dim"]}
     if architecture == "bloom":
         return {"context_length": 2048}
     if architecture == "starcoder":
@@ -102,6 +106,51 @@ def _own(config: Config, architecture: str) -> dict[str, Any]:
     if architecture == "olmoe":
         return {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
     return {}
+
+
+def _deepseek2(config: Config) -> dict[str, Any]:
+    turning, latent, values = (config[key] for key in ("qk_rope_head_dim", "kv_lora_rank", "v_head_dim"))
+    is_v3 = config["model_type"] == "deepseek_v3"
+    rope = config["rope_parameters"]
+    keys = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent + turning,
+        "attention.value_length": latent,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + turning,
+        "attention.value_length_mla": values,
+        "attention.kv_lora_rank": latent,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_gating_func": 2 if is_v3 else 1,
+        "rope.dimension_count": turning,
+    }
+    if config["q_lora_rank"]:
+        keys["attention.q_lora_rank"] = config["q_lora_rank"]
+    if is_v3 or config["topk_method"] == "group_limited_greedy":
+        keys |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
+    if rope["rope_type"] == "yarn":
+        keys |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    return keys
+
+
+def _latent(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
+    if name.endswith("e_score_correction_bias"):
+        return {name.replace("correction_bias", "correction.bias"): tensor}
+    if "kv_b_proj" not in name:
+        return {name: tensor}
+    by_head = tensor.view(config["num_attention_heads"], -1, tensor.shape[1])
+    keys, values = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+    return {name.replace("kv_b", "k_b"): keys.transpose(1, 2), name.replace("kv_b", "v_b"): values}
 
 
 def _tensors(folder: Path, config: Config, architecture: str) -> dict[str, Tensor]:
@@ -135,7 +184,7 @@ def _changed(architecture: str) -> Change:
         return lambda name, tensor, _: {name: tensor + 1 if name.endswith("norm.weight") else tensor}
     changes: dict[str, Change] = {
         "baichuan": _unpacked, "internlm2": _ungrouped, "bloom": _bloom, "gptneox": _by_part, "falcon": _falcon,
-        "gpt2": _turned,
+        "gpt2": _turned, "deepseek2": _latent,
     }  # fmt: skip
     return changes.get(architecture, lambda name, tensor, _: {name: tensor})
 
@@ -148,7 +197,7 @@ def _rotary_pairs(rows: Tensor, num_heads: int) -> Tensor:
 def _permuted(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     key = next((key for part, key in heads.items() if part in name), None)
-    return {name: tensor if key is None else _rotary_pairs(tensor, config[key])}
+    return {name: tensor if key is None else _rotary_pairs(tensor, config.get(key, config["num_attention_heads"]))}
 
 
 def _unpacked(name: str, tensor: Tensor, config: Config) -> dict[str, Tensor]:

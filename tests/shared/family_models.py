@@ -215,20 +215,28 @@ ODD_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 """One key and value head, head sizes that no native kernel has, all or little of a head rotated, short windows."""
 
 
-def write_model(name: str, overrides: dict[str, Any], folder: Path) -> Any:
+def write_model(
+    name: str, overrides: dict[str, Any], folder: Path, vocab_size: int = VOCAB_SIZE, *, tied_experts: bool = False
+) -> Any:
+    """`tied_experts`: routers whose experts have equal logits by twos."""
     model_class = getattr(transformers, name)
-    config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
+    config = model_class.config_class(vocab_size=vocab_size, initializer_range=0.3, **overrides)
     # The fused attention of torch has no soft caps; Falcon's own formula adds ALiBi's part twice.
     config._attn_implementation = "sdpa" if name.startswith("Falcon") else "eager"
     torch.manual_seed(1)
     model = model_class(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
+            if parameter_name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.2)
             elif parameter.dim() == 1:
                 parameter.normal_(0 if name.startswith("Gemma") else 1, 0.2)
+            elif tied_experts and parameter_name.endswith("gate.weight"):
+                parameter[1::2] = parameter[: len(parameter) // 2 * 2 : 2]
         if not config.tie_word_embeddings:
             model.get_output_embeddings().weight.mul_(4)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     model.save_pretrained(folder)
     return model

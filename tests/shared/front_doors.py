@@ -66,9 +66,9 @@ class Answer:
 
 
 def error_of(body: bytes) -> dict[str, Any]:
-    told = json.loads(body)
-    assert set(told) == {"error"} or (set(told) == {"type", "error"} and told["type"] == "error"), told
-    error: dict[str, Any] = told["error"]
+    reported = json.loads(body)
+    assert set(reported) == {"error"} or (set(reported) == {"type", "error"} and reported["type"] == "error"), reported
+    error: dict[str, Any] = reported["error"]
     assert set(error) == {"message", "type", "param", "code"}, error
     assert isinstance(error["message"], str)
     assert error["message"]
@@ -239,8 +239,8 @@ def start_door(
     with log.open("wb") as sink:
         command = [sys.executable, "-m", module, "--settings", str(path)]
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
-    told = event_in(log, "listening", process)
-    urls = (_url(told, "url", "port"), _url(told, "control_url", "control_port"))
+    reported = event_in(log, "listening", process)
+    urls = (_url(reported, "url", "port"), _url(reported, "control_url", "control_port"))
     token = values.get("control_token") or values.get("server", {}).get("internal_token", "")
     door = Door(name, process, *urls, log, headers or {}, token)
     try:
@@ -251,6 +251,6 @@ def start_door(
     return door
 
 
-def _url(told: dict[str, Any], url: str, port: str) -> str:
-    """The gateway tells its URLs, the engine its ports."""
-    return str(told.get(url) or f"http://127.0.0.1:{told[port]}")
+def _url(reported: dict[str, Any], url: str, port: str) -> str:
+    """The gateway reports its URLs, the engine its ports."""
+    return str(reported.get(url) or f"http://127.0.0.1:{reported[port]}")

@@ -79,7 +79,7 @@ class _Sequences:
         resumed = {each.index: each for each in request.resume}
         choices = range(self._first, self._first + request.sampling.num_sequences)
         self._counts = {choice: len(resumed[choice].token_ids) if choice in resumed else 0 for choice in choices}
-        self._told = dict(self._counts)
+        self._reported = dict(self._counts)
         self._reasons = {choice: each.finish_reason for choice, each in resumed.items() if each.finished}
         context = engine.max_model_len - len(request.prompt_token_ids)
         self._most = min(length, request.sampling.max_tokens or length, context)
@@ -101,11 +101,11 @@ class _Sequences:
         reason: Any = None
         if self._counts[choice] >= min(self._most, allowance):
             reason = self._reasons[choice] = "stop" if self._counts[choice] == self._length else "length"
-        count = self._counts[choice] - self._told[choice]
+        count = self._counts[choice] - self._reported[choice]
         due = request.stream or ((count >= PROGRESS_TOKENS or reason) and not self.over)
         if not can_be_continued(request) or not due:
             return []
-        self._told[choice] = self._counts[choice]
+        self._reported[choice] = self._counts[choice]
         meta = FrameMeta(
             choice=choice,
             token_ids=[1] * count,

@@ -17,7 +17,7 @@ async def serve(app: web.Application, port: int) -> tuple[web.AppRunner, int]:
 
 
 async def cut_off(runner: web.AppRunner) -> None:
-    """As kill -9 looks from outside: every connection resets, nobody listens."""
+    """As kill -9 looks from outside: every connection resets, nothing listens."""
     for site in runner.sites:
         for listener in site._server.sockets:  # type: ignore[attr-defined]
             asyncio.get_running_loop().remove_reader(listener.fileno())

@@ -1,4 +1,4 @@
-"""What a gateway tells on `/internal/load`, frame by frame."""
+"""What a gateway reports on `/internal/load`, frame by frame."""
 
 from __future__ import annotations
 

@@ -112,5 +112,5 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
     return {"exitCode": code, "reason": reason, "message": message}
 
 
-def told(reason: str, message: str) -> dict[str, Any]:
+def reported(reason: str, message: str) -> dict[str, Any]:
     return ended(1, message=json.dumps({"reason": reason, "message": message}))

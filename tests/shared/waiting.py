@@ -1,7 +1,7 @@
 """Waits for what another task, thread or process does: they follow progress, not the clock.
 
 A condition is looked at again and again until it holds. A wait fails after `WAIT_LIMIT_S` without progress, which no
-machine takes for one step of these tests however busy it is. Only time in which somebody looked counts: where this
+machine takes for one step of these tests however busy it is. Only time in which the test looked counts: where this
 process itself was held up between two looks, others were too. What has a time limit of its own in the code under test
 is asserted by its outcome, not by how long a test waited.
 """

@@ -57,7 +57,7 @@ def test_a_lone_request_takes_what_its_steps_take() -> None:
     assert report.duration_s == pytest.approx(0.082, rel=0.01)
 
 
-def test_memory_pressure_preempts_and_loses_nobody() -> None:
+def test_memory_pressure_preempts_and_loses_no_request() -> None:
     # Many long answers to short prompts: admission cannot foresee the growth.
     trace = [SimRequest(0.0, 30, 400) for _ in range(40)]
     simulation = EngineSimulation(trace, config(num_kv_blocks=400), PARAMS)

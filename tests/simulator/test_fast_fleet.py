@@ -70,8 +70,8 @@ def own() -> SimulatedPolicy:
     return simulated.own(ScalingSettings("Active", 0, 4, slo=Slo(ttft_ms=500, tpot_ms=50), idle_s=20.0))
 
 
-class Told:
-    name, interval_s, wakes_at_once = "told", 1.0, True
+class Reported:
+    name, interval_s, wakes_at_once = "reported", 1.0, True
 
     def __init__(self, answer: Callable[[Seen], int]) -> None:
         self._answer = answer
@@ -86,8 +86,8 @@ def fixed(replicas: int) -> SimulatedPolicy:
     return rival(FixedReplicas(), Bounds(replicas, replicas))
 
 
-def down() -> Told:
-    return Told(lambda seen: 3 if seen.at_s < 4 else 1)
+def down() -> Reported:
+    return Reported(lambda seen: 3 if seen.at_s < 4 else 1)
 
 
 def endings(outcome: Outcome) -> Counter[str]:
@@ -152,7 +152,7 @@ def test_requests_go_to_the_same_pods_as_in_the_exact_fleet() -> None:
 
 def test_the_policy_sees_what_it_sees_of_the_exact_fleet() -> None:
     load = traffic(100, 10.0, 7)
-    policies = Told(lambda seen: 2), Told(lambda seen: 2)
+    policies = Reported(lambda seen: 2), Reported(lambda seen: 2)
     simulate_fleet(load, fleet(2, 2), policies[0])
     simulate_fleet_fast(load, fleet(2, 2), policies[1])
     assert len(policies[0].seen) == len(policies[1].seen)
@@ -192,7 +192,7 @@ def test_other_policies_route_as_they_do(name: PolicyName) -> None:
 def test_a_full_queue_refuses_and_so_does_a_long_wait() -> None:
     queue = QueueLimits(max_requests=3, max_bytes=10**9, timeout_s=2.0)
     load = workload([SimRequest(0.5, 100, 10)] * 5, 20.0)
-    outcome = simulate_fleet_fast(load, fleet(0, 1, queue=queue), Told(lambda seen: 0))
+    outcome = simulate_fleet_fast(load, fleet(0, 1, queue=queue), Reported(lambda seen: 0))
     assert endings(outcome) == {"refused": 5}
     assert outcome.duration_s == 20.0
 
@@ -237,7 +237,7 @@ def test_every_request_ends_once_whatever_happens_to_pods(
     fleet_settings = fleet(
         0, 4, engine=engine, start_replicas=1, crash_mean_s=crash_mean_s, drain_timeout_s=drain_timeout_s, seed=seed
     )
-    policy = Told(lambda seen: orders[int(seen.at_s) % len(orders)])
+    policy = Reported(lambda seen: orders[int(seen.at_s) % len(orders)])
     outcome = simulate_fleet_fast(load, fleet_settings, policy)
     assert len(outcome.requests) == len(requests)
     for each in outcome.requests:

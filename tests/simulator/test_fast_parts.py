@@ -80,7 +80,7 @@ def test_blocks_that_decodes_need_are_counted_as_if_one_by_one(
 def test_cached_blocks_go_least_recently_used_first_and_lose_their_end_first(
     turns: list[tuple[int, int, int]],
 ) -> None:
-    """Each takes blocks as a row of some session, 5 being nobody's, and gives them back."""
+    """Each takes blocks as a row of some session, 5 being no session, and gives them back."""
     kv, num_blocks = KVCounts(30, 16), 30
     cached: deque[int] = deque()
     """The session of each cached block, the next one to go first."""

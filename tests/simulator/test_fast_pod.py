@@ -175,7 +175,7 @@ def test_a_turn_finds_what_its_session_left_and_computes_the_rest() -> None:
     assert second.first_token_s - 10.0 < 0.5 * (stranger.first_token_s - 20.0)
 
 
-def test_a_pod_that_is_cut_off_tells_what_each_has_made() -> None:
+def test_a_pod_that_is_cut_off_reports_what_each_has_made() -> None:
     limits = EngineSimulation([], config()).core.scheduler.limits
     pod = FastPod(limits, StepTimes(STEP_TIME, 512))
     rows = [Row(0.0, 100, 1000), Row(0.0, 100, 3), Row(0.5, 4000, 10)]

@@ -39,10 +39,10 @@ NETWORK_MS = 2.0
 """There and back."""
 
 
-class Told:
+class Reported:
     """Answers what a test says, and keeps what it saw."""
 
-    name = "told"
+    name = "reported"
 
     def __init__(self, answer: Callable[[Seen], int], *, interval_s: float = 1.0, wakes_at_once: bool = True) -> None:
         self._answer = answer
@@ -117,8 +117,8 @@ def test_the_same_seed_gives_the_same_outcome_in_any_process() -> None:
     code = f"import importlib.util as u; s = u.spec_from_file_location('t', {__file__!r}); m = u.module_from_spec(s); "
     code += "import sys; sys.modules['t'] = m; s.loader.exec_module(m); m.tell()"
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert json.loads(told.stdout) == json.loads(msgspec.json.encode(first))
+    reported = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(reported.stdout) == json.loads(msgspec.json.encode(first))
 
 
 def tell() -> None:
@@ -129,11 +129,11 @@ def tell() -> None:
 
 def test_requests_wait_for_the_first_pod_which_is_started_at_once() -> None:
     load = workload([SimRequest(3.3, 100, 10), SimRequest(3.4, 100, 10)], 30.0)
-    outcome = simulate_fleet(load, fleet(0, 2), Told(lambda seen: 1, interval_s=1000.0))
+    outcome = simulate_fleet(load, fleet(0, 2), Reported(lambda seen: 1, interval_s=1000.0))
     assert endings(outcome) == {"served": 2}
     start = COLD_START.draw(0, 0)
     assert outcome.requests[0].ttft_ms == pytest.approx(sum(start) * 1000, abs=50.0)
-    slow = Told(lambda seen: 1, interval_s=10.0, wakes_at_once=False)
+    slow = Reported(lambda seen: 1, interval_s=10.0, wakes_at_once=False)
     later = simulate_fleet(load, fleet(0, 2), slow)
     assert later.requests[0].ttft_ms == pytest.approx(sum(start) * 1000 + 6700, abs=50.0)
 
@@ -141,7 +141,7 @@ def test_requests_wait_for_the_first_pod_which_is_started_at_once() -> None:
 def test_whoever_waits_too_long_is_refused_and_so_is_who_finds_the_queue_full() -> None:
     impatient = QueueLimits(max_requests=3, max_bytes=10**9, timeout_s=2.0)
     load = workload([SimRequest(0.5, 100, 10)] * 5, 20.0)
-    outcome = simulate_fleet(load, fleet(0, 1, queue=impatient), Told(lambda seen: 0))
+    outcome = simulate_fleet(load, fleet(0, 1, queue=impatient), Reported(lambda seen: 0))
     assert endings(outcome) == {"refused": 5}
     assert all(each.ttft_ms is None and each.num_output_tokens == 0 for each in outcome.requests)
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_no_engine_takes_is_refused() -> None:
 
 def test_a_pod_that_is_removed_ends_what_it_runs() -> None:
     load = workload([SimRequest(0.1, 50, 300)] * 8, 30.0)
-    outcome = simulate_fleet(load, fleet(1, 2, start_replicas=2), Told(lambda seen: 1))
+    outcome = simulate_fleet(load, fleet(1, 2, start_replicas=2), Reported(lambda seen: 1))
     alone = simulate_fleet(load, fleet(2, 2), rival(FixedReplicas(), Bounds(2, 2)))
     assert endings(outcome) == {"served": 8}
     assert outcome.requests == alone.requests
@@ -167,7 +167,7 @@ def test_a_pod_that_is_removed_ends_what_it_runs() -> None:
 def test_what_does_not_end_in_time_goes_on_elsewhere() -> None:
     load = workload([SimRequest(0.1, 50, 1000)] * 8, 30.0)
     settings = fleet(1, 2, start_replicas=2, drain_timeout_s=2.0)
-    outcome = simulate_fleet(load, settings, Told(lambda seen: 1))
+    outcome = simulate_fleet(load, settings, Reported(lambda seen: 1))
     assert endings(outcome) == {"served": 8}
     assert {each.num_output_tokens for each in outcome.requests} == {1000}
     gone_s = next(point.at_s for point in outcome.timeline if point.ready == 1 and not point.draining)
@@ -198,7 +198,7 @@ def test_turns_of_a_session_share_their_prefix_and_wait_for_each_other() -> None
 
 
 def test_a_policy_sees_what_is_there() -> None:
-    policy = Told(lambda seen: 2 if seen.at_s < 15 else 1)
+    policy = Reported(lambda seen: 2 if seen.at_s < 15 else 1)
     load = traffic(120, 6.0)
     outcome = simulate_fleet(load, fleet(1, 4), policy)
     last = policy.seen[-1]
@@ -223,7 +223,7 @@ def test_a_policy_sees_what_is_there() -> None:
 
 
 def test_answers_out_of_bounds_are_brought_within() -> None:
-    policy = Told(lambda seen: 100 if seen.at_s < 10 else -3)
+    policy = Reported(lambda seen: 100 if seen.at_s < 10 else -3)
     outcome = simulate_fleet(workload([SimRequest(0.1, 10, 5)], 40.0), fleet(1, 3), policy)
     assert {point.wanted for point in outcome.timeline} == {1, 3}
 
@@ -272,7 +272,7 @@ def test_whatever_happens_every_request_ends_once(
     if sessions:
         load = workload([each._replace(session=draw.randrange(6)) for each in load.requests])
     turns = itertools.cycle(answers)
-    policy = Told(lambda seen: next(turns), interval_s=draw.choice([0.7, 2.0]), wakes_at_once=draw.random() < 0.5)
+    policy = Reported(lambda seen: next(turns), interval_s=draw.choice([0.7, 2.0]), wakes_at_once=draw.random() < 0.5)
     settings = fleet(low, 4, crash_mean_s=crash_mean_s, seed=seed, drain_timeout_s=draw.choice([0.0, 0.5, 10.0]))
     outcome = simulate_fleet(load, settings, policy)
     assert len(outcome.requests) == 40

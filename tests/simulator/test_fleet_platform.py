@@ -21,27 +21,27 @@ ENGINE = EngineConfig(model="sim")
 
 
 class Engines:
-    """Tells what it was told, and holds what a test says."""
+    """Reports what it was reported, and holds what a test says."""
 
     def __init__(self, events: Events) -> None:
         self.events = events
-        self.told: list[tuple[float, str, str]] = []
+        self.reported: list[tuple[float, str, str]] = []
         self.holding: dict[str, int] = {}
 
     def listed(self) -> None:
         pass
 
     def ready(self, pod: Pod) -> None:
-        self.told.append((self.events.now_s, "ready", pod.name))
+        self.reported.append((self.events.now_s, "ready", pod.name))
 
     def crashed(self, pod: Pod) -> None:
-        self.told.append((self.events.now_s, "crashed", pod.name))
+        self.reported.append((self.events.now_s, "crashed", pod.name))
 
     def drains(self, pod: Pod) -> None:
-        self.told.append((self.events.now_s, "drains", pod.name))
+        self.reported.append((self.events.now_s, "drains", pod.name))
 
     def gone(self, pod: Pod) -> None:
-        self.told.append((self.events.now_s, "gone", pod.name))
+        self.reported.append((self.events.now_s, "gone", pod.name))
 
     def held(self) -> Mapping[str, EngineHeld]:
         return {name: EngineHeld(name, blocks, 1) for name, blocks in self.holding.items()}
@@ -85,7 +85,7 @@ def test_a_start_goes_through_its_phases_and_costs_from_its_place_on() -> None:
         cluster.until(instant_s)
         seen += phases(cluster)
     assert seen == ["pending", "starting", "loading", "loading", "ready"]
-    assert cluster.engines.told == [(16.0, "ready", "pod-0")]
+    assert cluster.engines.reported == [(16.0, "ready", "pod-0")]
     cluster.until(21.0)
     assert cluster.outcome().pod_seconds == pytest.approx(20.0)
 
@@ -118,7 +118,7 @@ def test_of_the_ready_the_emptiest_goes_and_stays_until_it_is_empty() -> None:
     cluster.until(7.0)
     cluster.platform.emptied(cluster.platform.pods["pod-1"])
     assert list(cluster.platform.pods) == ["pod-0", "pod-2"]
-    assert ("drains", "pod-1") in {each[1:] for each in cluster.engines.told}
+    assert ("drains", "pod-1") in {each[1:] for each in cluster.engines.reported}
     assert cluster.outcome().pod_seconds == pytest.approx(3 * 7.0)
 
 
@@ -129,17 +129,17 @@ def test_a_drain_ends_after_its_time() -> None:
     assert sorted(phases(cluster)) == ["draining", "ready"]
     cluster.until(31.0)
     assert phases(cluster) == ["ready"]
-    assert cluster.engines.told[-1][:2] == (30.0, "gone")
+    assert cluster.engines.reported[-1][:2] == (30.0, "gone")
 
 
 def test_a_crashed_pod_keeps_its_place_and_is_back_after_loading() -> None:
     cluster = Cluster(start_replicas=1, crash_mean_s=1000.0, seed=3)
-    while not any(event == "crashed" for _, event, _ in cluster.engines.told):
+    while not any(event == "crashed" for _, event, _ in cluster.engines.reported):
         cluster.events.step()
     crashed_s = cluster.events.now_s
     assert phases(cluster) == ["loading"]
     cluster.until(crashed_s + 13.5)
-    assert cluster.engines.told[-1] == (pytest.approx(crashed_s + 13.0), "ready", "pod-0")
+    assert cluster.engines.reported[-1] == (pytest.approx(crashed_s + 13.0), "ready", "pod-0")
     assert cluster.outcome().pod_seconds == pytest.approx(crashed_s + 13.5)
 
 

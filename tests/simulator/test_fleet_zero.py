@@ -1,4 +1,4 @@
-"""To zero and back many times in one simulated fleet: nobody is lost, nobody refused, and nothing stays at zero."""
+"""To zero and back many times in one simulated fleet: no request is lost, none refused, and nothing stays at zero."""
 
 from __future__ import annotations
 

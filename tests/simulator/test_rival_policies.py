@@ -43,15 +43,15 @@ def pods(ready: int, starting: int = 0, **load: Any) -> list[PodSeen]:
     return [PodSeen(f"pod-{number}", number < ready, **load) for number in range(ready + starting)]
 
 
-def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **told: Any) -> Seen:
-    told = {"wanted": len(fleet), "num_arrived": 100, "num_prompt_tokens_arrived": 100_000, **told}
+def seen(at_s: float, fleet: Sequence[PodSeen], *, num_held: int = 0, **reported: Any) -> Seen:
+    reported = {"wanted": len(fleet), "num_arrived": 100, "num_prompt_tokens_arrived": 100_000, **reported}
     return Seen(
         at_s=at_s,
         pods=tuple(fleet),
         num_held=num_held,
         num_output_tokens_made=0,
-        signals=told.pop("signals", Signals(at_s=at_s, fleet=Fleet(wanted=told["wanted"]))),
-        **told,
+        signals=reported.pop("signals", Signals(at_s=at_s, fleet=Fleet(wanted=reported["wanted"]))),
+        **reported,
     )
 
 
@@ -183,7 +183,7 @@ def test_hpa_on_the_queue_credits_replicas_that_start() -> None:
 
 
 def test_keda_on_llm_ds_metrics_waits_five_minutes_before_it_adds() -> None:
-    """The guide's reason: replicas take some 240 s, and nobody credits them."""
+    """The guide's reason: replicas take some 240 s, and no policy credits them."""
     policy = rival(KedaOnEpp(), BOUNDS)
     answers = [policy.decide(seen(15.0 * tick, pods(2, num_running=40))) for tick in range(22)]
     assert answers[:20] == [2] * 20
@@ -272,18 +272,20 @@ def test_knative_keeps_the_last_replica_for_the_grace_period() -> None:
 STEP_TIME = StepTimeParams(knots_tokens=[1, 2048], knot_ms=[5.0, 105.0], decode_context_ms=1e-4)
 
 
-def engines_told(count: int, **told: Any) -> EnginesLoad:
-    told = {"step_time": STEP_TIME, "max_step_tokens": 2048, **told}
-    return EnginesLoad(truth="value", num_reporting=count, num_blocks_total=16_000 * count, block_size=16, **told)
+def engines_reported(count: int, **reported: Any) -> EnginesLoad:
+    reported = {"step_time": STEP_TIME, "max_step_tokens": 2048, **reported}
+    return EnginesLoad(truth="value", num_reporting=count, num_blocks_total=16_000 * count, block_size=16, **reported)
 
 
-def planner(fleet: Sequence[PodSeen], at_s: float = 0.0, *, engines: EnginesLoad | None = None, **told: Any) -> Seen:
+def planner(
+    fleet: Sequence[PodSeen], at_s: float = 0.0, *, engines: EnginesLoad | None = None, **reported: Any
+) -> Seen:
     ready = sum(pod.is_ready for pod in fleet)
     lengths = Lengths(truth="value", computed=histogram_of([1000.0] * 100))
     signals = Signals(
-        at_s=at_s, fleet=Fleet(wanted=len(fleet)), engines=engines or engines_told(ready), lengths=lengths
+        at_s=at_s, fleet=Fleet(wanted=len(fleet)), engines=engines or engines_reported(ready), lengths=lengths
     )
-    return seen(at_s, fleet, signals=signals, **told)
+    return seen(at_s, fleet, signals=signals, **reported)
 
 
 def test_dynamo_adds_one_replica_when_the_estimates_of_all_engines_are_over_target() -> None:
@@ -295,7 +297,7 @@ def test_dynamo_adds_one_replica_when_the_estimates_of_all_engines_are_over_targ
 
 
 def test_dynamo_adds_one_replica_for_the_time_between_tokens() -> None:
-    slow = engines_told(2, step_time=StepTimeParams(knots_tokens=[1, 2048], knot_ms=[60.0, 160.0]))
+    slow = engines_reported(2, step_time=StepTimeParams(knots_tokens=[1, 2048], knot_ms=[60.0, 160.0]))
     assert rival(DynamoLoad(), BOUNDS).decide(planner(pods(2, num_running=20, kv_usage=0.2), engines=slow)) == 3
 
 
@@ -312,7 +314,7 @@ def test_dynamo_moves_nothing_while_a_replica_starts_or_an_engine_does_not_tell(
     assert policy.decide(planner(pods(2, 1, **busy))) == 3
     assert policy.decide(planner(pods(2, num_running=0, kv_usage=math.nan), 5)) == 2
     assert policy.decide(planner(pods(2, **busy), 10, engines=EnginesLoad())) == 2
-    assert policy.decide(planner(pods(2, **busy), 15, engines=engines_told(2, step_time=StepTimeParams()))) == 2
+    assert policy.decide(planner(pods(2, **busy), 15, engines=engines_reported(2, step_time=StepTimeParams()))) == 2
     assert policy.decide(planner(pods(2, **busy), 20)) == 3
 
 
@@ -361,7 +363,7 @@ def test_no_policy_leaves_its_bounds_whatever_it_sees_and_whenever(
     policy, at_s = rival(make_rival(name), bounds), 0.0
     for gap_s, fleet, num_held, wanted, step_time in course:
         at_s += gap_s
-        engines = engines_told(len(fleet), step_time=step_time) if fleet else EnginesLoad()
+        engines = engines_reported(len(fleet), step_time=step_time) if fleet else EnginesLoad()
         answer = policy.decide(planner(fleet, at_s, engines=engines, num_held=num_held, wanted=wanted))
         assert bounds.min_replicas <= answer <= bounds.max_replicas
 

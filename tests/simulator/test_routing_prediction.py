@@ -56,7 +56,7 @@ def test_the_median_error_is_at_most_a_tenth_under_any_load(kind: str, rate: flo
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])
 @pytest.mark.parametrize("seed", range(6))
-def test_with_nobody_coming_later_the_prediction_is_what_happens(seed: int, overlap: bool) -> None:
+def test_without_later_requests_the_prediction_is_what_happens(seed: int, overlap: bool) -> None:
     """A pod with some requests at work; after any of its reports one more comes, and nothing else."""
     draw = random.Random(seed)
     events = Events()

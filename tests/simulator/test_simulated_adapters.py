@@ -29,7 +29,7 @@ ENGINE = EngineConfig(
 
 
 class World:
-    """A bay whose requests run until they are told to end."""
+    """A bay whose requests run until they are reported to end."""
 
     def __init__(self, num_slots: int) -> None:
         self.events = Events()
@@ -51,21 +51,21 @@ class World:
                 )
             )
 
-    def told(self) -> tuple[list[str], list[str]]:
-        told = self.bay.slots()
-        return told.resident, told.loading
+    def reported(self) -> tuple[list[str], list[str]]:
+        reported = self.bay.slots()
+        return reported.resident, reported.loading
 
 
 def test_loads_come_one_after_the_other_and_whose_adapter_is_there_waits_for_none() -> None:
     world = World(num_slots=2)
     world.enter("a1", "b1", "a2")
-    assert (world.started, world.told()) == ([], ([], ["a", "b"]))
+    assert (world.started, world.reported()) == ([], ([], ["a", "b"]))
     world.events.step()
     assert (world.started, world.events.now_s) == (["a1", "a2"], pytest.approx(0.2))
     world.enter("a3")
     assert world.started[-1] == "a3"
     world.events.step()
-    assert (world.started[-1], world.told(), world.bay.num_loads) == ("b1", (["a", "b"], []), 2)
+    assert (world.started[-1], world.reported(), world.bay.num_loads) == ("b1", (["a", "b"], []), 2)
     assert world.events.now_s == pytest.approx(0.4)
 
 
@@ -78,7 +78,7 @@ def test_the_idle_adapter_that_was_used_least_recently_makes_room() -> None:
     for name in ("a1", "a2", "b1"):
         world.bay.ended(name)
     world.enter("c1")
-    assert world.told() == (["a"], ["c"])
+    assert world.reported() == (["a"], ["c"])
 
 
 def test_where_none_is_idle_one_is_emptied_and_who_came_for_it_meanwhile_waits_for_it_to_come_back() -> None:
@@ -86,7 +86,7 @@ def test_where_none_is_idle_one_is_emptied_and_who_came_for_it_meanwhile_waits_f
     world.enter("a1")
     world.events.step()
     world.enter("b1", "a2")
-    assert world.told() == ([], ["b", "a"])
+    assert world.reported() == ([], ["b", "a"])
     world.bay.ended("a1")
     for name in ("b1", "a2"):
         world.events.step()
@@ -101,21 +101,21 @@ def test_an_adapter_that_need_not_go_after_all_takes_who_waits_for_it() -> None:
     world.events.step()
     world.events.step()
     world.enter("c1", "a2")
-    assert world.told() == (["b"], ["c", "a"])
+    assert world.reported() == (["b"], ["c", "a"])
     world.bay.ended("b1")
-    assert (world.started[-1], world.told()) == ("a2", (["a"], ["c"]))
+    assert (world.started[-1], world.reported()) == ("a2", (["a"], ["c"]))
 
 
-def test_a_pod_that_does_not_tell_what_a_load_takes_tells_the_rest() -> None:
+def test_a_pod_that_does_not_tell_what_a_load_takes_reports_the_rest() -> None:
     bay = AdapterBay(AdapterSettings(3, 0.2, False), Events(), start=lambda _: None, changed=lambda: None)
     assert bay.slots() == AdapterSlots(num_slots=3)
 
 
 def served(
-    seed: int, policy: PolicyName, *, num_adapters: int = 8, num_slots: int = 2, tells: bool = True
+    seed: int, policy: PolicyName, *, num_adapters: int = 8, num_slots: int = 2, reports: bool = True
 ) -> tuple[list[Conversation], RoutingReport]:
     traffic = among_adapters(long_and_short(seed)[:120], num_adapters, seed)
-    adapters = AdapterSettings(num_slots=num_slots, load_s=0.2, reports_load_ms=tells)
+    adapters = AdapterSettings(num_slots=num_slots, load_s=0.2, reports_load_ms=reports)
     return traffic, simulate_routing(traffic, [ENGINE] * 4, policy, seed=seed, adapters=adapters)
 
 
@@ -124,7 +124,7 @@ def test_weighing_loads_makes_fewer_of_them_and_first_tokens_come_sooner() -> No
     ratios = []
     for seed in SEEDS:
         traffic, with_term = served(seed, "Cost")
-        _, without = served(seed, "Cost", tells=False)
+        _, without = served(seed, "Cost", reports=False)
         _, least = served(seed, "LeastRequest")
         assert len(with_term.ttft_ms) == len(without.ttft_ms) == len(least.ttft_ms) == len(traffic)
         assert with_term.num_adapter_loads < without.num_adapter_loads

@@ -41,11 +41,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
-        told = dict(attrs)
-        assert len(told) == len(attrs), f"an attribute twice in {tag}: {attrs}"
-        assert not {"src", "href", "onclick", "onload"}.intersection(told), f"{tag} needs something from outside"
+        reported = dict(attrs)
+        assert len(reported) == len(attrs), f"an attribute twice in {tag}: {attrs}"
+        assert not {"src", "href", "onclick", "onload"}.intersection(reported), f"{tag} needs something from outside"
         self.ids += [value for name, value in attrs if name == "id" and value is not None]
-        self.named += (told.get("aria-labelledby") or "").split()
+        self.named += (reported.get("aria-labelledby") or "").split()
         if tag not in VOID:
             self.open.append(tag)
         if tag == "tr":
@@ -179,9 +179,9 @@ def test_reports_of_the_same_outcomes_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_run_without_requests_or_first_tokens_is_reported(tmp_path: Path) -> None:
-    nobody = outcome("fixed", requests=[])
+    idle = outcome("fixed", requests=[])
     unserved = outcome("hpa", requests=[served(1, None, ending="lost")])
-    page = read(write_report([nobody, unserved], tmp_path, slo_ttft_ms=1000, slo_tpot_ms=None))
+    page = read(write_report([idle, unserved], tmp_path, slo_ttft_ms=1000, slo_tpot_ms=None))
     assert [row[1] for row in page.cells[1:]] == ["–", "–"]
     assert [row[7] for row in page.cells[1:]] == ["–", "0.00%"]
     with pytest.raises(ValueError, match="no outcome"):
@@ -210,8 +210,8 @@ def test_plots_are_written_as_pictures(tmp_path: Path, monkeypatch: pytest.Monke
     assert names == [f"0-ramp-{name}.png" for name in ("arrivals", "replicas-0", "replicas-1", "ttft-shares", "ttft")]
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    nobody = outcome("fixed", workload="none", requests=[])
-    write_report([nobody], tmp_path, slo_ttft_ms=1000, slo_tpot_ms=None)
+    idle = outcome("fixed", workload="none", requests=[])
+    write_report([idle], tmp_path, slo_ttft_ms=1000, slo_tpot_ms=None)
 
 
 def test_without_matplotlib_the_page_is_written_alone(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_without_matplotlib_the_page_is_written_alone(tmp_path: Path) -> None:
     assert "pip install 'pagemill[png]'" in png.REMEDY
 
 
-def test_times_are_told_in_a_unit_that_fits() -> None:
+def test_times_are_reported_in_a_unit_that_fits() -> None:
     assert [Clock.of(duration_s).unit for duration_s in (600, 3600, 86_400)] == ["s", "min", "h"]
 
 

@@ -23,8 +23,8 @@ def write(path: Path, text: str) -> Path:
 
 
 def logged(**fields: object) -> str:
-    told = {"event": "request", "route": "/v1/chat/completions", "arrived_at": 100.0, "prompt_tokens": 5}
-    return json.dumps({**told, "completion_tokens": 7, **fields}) + "\n"
+    reported = {"event": "request", "route": "/v1/chat/completions", "arrived_at": 100.0, "prompt_tokens": 5}
+    return json.dumps({**reported, "completion_tokens": 7, **fields}) + "\n"
 
 
 def test_azure_traces_are_read_from_their_first_arrival(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ StructMeta = type
 
 class Struct:
     def __init_subclass__(cls, kw_only: bool = False, **encoding: Any) -> None:
-        for name in inspect.get_annotations(cls):
+        for name, annotation in inspect.get_annotations(cls).items():
             default = cls.__dict__.get(name)
-            if isinstance(default, list | dict):
+            if isinstance(default, list | dict) and not str(annotation).startswith("ClassVar"):
                 setattr(cls, name, dataclasses.field(default_factory=partial(copy.copy, default)))
         # A default that is a struct itself must have a hash; none is ever asked for.
         dataclasses.dataclass(kw_only=kw_only, unsafe_hash=True)(cls)

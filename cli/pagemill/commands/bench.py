@@ -15,12 +15,12 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import typer
 
-from pagemill.client import Client, ClientError, first_model
+from pagemill.client import Client, ClientError, check_url, first_model
 from pagemill.commands.chat import DEFAULT_URL
 
 COMMON_WORDS = (
@@ -83,6 +83,9 @@ def bench(
     output_tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens of each answer.")] = 64,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     api_key: Annotated[str | None, typer.Option(envvar="PAGEMILL_API_KEY", help="Bearer key of the gateway.")] = None,
+    format: Annotated[
+        Literal["table", "json"], typer.Option("--format", "-o", help="For people and programs, or JSON alone.")
+    ] = "table",
     allow_remote: Annotated[
         bool, typer.Option("--allow-remote", help="Load a server on another machine: only one that is yours.")
     ] = False,
@@ -96,7 +99,8 @@ def bench(
     except ClientError as error:
         typer.echo(f"pagemill bench: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(_table(report))
+    if format == "table":
+        typer.echo(_table(report))
     typer.echo(json.dumps(report))
     if outcome.errors:
         typer.echo(f"{len(outcome.errors)} requests failed; the first: {outcome.errors[0]}", err=True)
@@ -104,6 +108,7 @@ def bench(
 
 
 def _check_target(url: str, allow_remote: bool) -> None:
+    check_url(url)
     host = urlsplit(url).hostname or ""
     if allow_remote or host == "localhost":
         return

@@ -48,10 +48,9 @@ def doctor(
 async def _look_at_cluster(context: str | None, kubeconfig: Path | None) -> tuple[str, list[Finding]]:
     from pagemill.cluster import HELP, ClusterError, connect
     from pagemill.doctor.cluster import look_at_cluster
-    from pagemill_operator.backends.kubernetes.client import Client, Unreachable
+    from pagemill_kube.errors import Unreachable
 
-    configuration, chosen, _ = await connect(context, kubeconfig)
-    client = Client(configuration)
+    client, chosen, _ = await connect(context, kubeconfig)
     try:
         return f"context {chosen}", await look_at_cluster(client, chosen)
     except Unreachable as error:

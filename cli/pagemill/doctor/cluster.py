@@ -8,7 +8,8 @@ from typing import Any
 
 from pagemill.doctor.findings import Finding, ok
 from pagemill_crds.generate import custom_resource_definition
-from pagemill_operator.backends.kubernetes.client import ApiError, Client
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
 
 CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

@@ -15,7 +15,8 @@ import aiohttp
 
 from pagemill.cluster import ClusterError, connect
 from pagemill.top.reading import Reading
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest
 from pagemill_operator.backends.local.state_dir import TARGETS_FILE, Target, running
@@ -103,10 +104,10 @@ async def find_source(
     if context is None and kubeconfig is None and running(runtime_folder):
         return ThisMachine(runtime_folder)
     try:
-        configuration, chosen, _ = await connect(context, kubeconfig)
+        client, chosen, _ = await connect(context, kubeconfig)
     except ClusterError as error:
         raise TopError(f"no `pagemill up` runs on this machine, and {error}") from None
-    return ClusterPods(Client(configuration), chosen, namespace)
+    return ClusterPods(client, chosen, namespace)
 
 
 def local_targets(runtime_folder: Path) -> list[Target]:

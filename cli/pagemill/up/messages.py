@@ -90,10 +90,20 @@ def _missing(path: FieldPath) -> str:
 def _wrong_type(wanted: str, value: Any) -> str:
     message = f"must be {wanted}, not {show(value)}"
     if isinstance(value, str) and wanted in ("an integer", "a number", "true or false"):
-        return f"{message}; remove the quotes"
+        return f"{message}; remove the quotes" if _is_quoted(value, wanted) else f"{message}, which is text"
     if wanted == "a string" and isinstance(value, int | float):
         return f"{message}; put it in quotes"
     return message
+
+
+def _is_quoted(text: str, wanted: str) -> bool:
+    """Whether the text without quotes would be what is wanted."""
+    if wanted == "true or false":
+        return text in ("true", "false")
+    try:
+        return int(text) is not None if wanted == "an integer" else float(text) is not None
+    except ValueError:
+        return False
 
 
 def _not_a_choice(path: FieldPath, value: Any) -> str:

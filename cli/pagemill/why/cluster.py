@@ -11,8 +11,8 @@ import msgspec
 
 from pagemill.cluster import HELP, ClusterError, connect
 from pagemill.why.sources import Found, WhyError
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.autoscaler.records import Record, decode_record
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import CONFIG_MAP, LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.render.records import lines_of, records_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
@@ -21,11 +21,10 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest
 async def from_cluster(name: str, namespace: str | None, context: str | None, kubeconfig: Path | None) -> Found:
     """Raises `WhyError`."""
     try:
-        configuration, chosen, default_namespace = await connect(context, kubeconfig)
+        client, chosen, default_namespace = await connect(context, kubeconfig)
     except ClusterError as error:
         raise WhyError(str(error)) from None
     namespace = namespace or default_namespace
-    client = Client(configuration)
     try:
         kept = await client.find(CONFIG_MAP, namespace, records_name(name))
         lines = lines_of(kept) if kept is not None else []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_operator.autoscaler.records import Record, decode_record
-from pagemill_operator.backends.local.state_dir import RECORDS_FILE, Running, running
+from pagemill_operator.backends.local.state_dir import RECORDS_FILE, TARGETS_FILE, Running, running
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 
@@ -45,6 +45,18 @@ def from_this_machine(runtime_folder: Path, name: str, namespace: str | None) ->
 def names_on_this_machine(runtime_folder: Path) -> list[str]:
     """Deployments about which something was decided here."""
     return sorted({record.key for backend in running(runtime_folder) for record in _records_of(backend)})
+
+
+def served_on_this_machine(runtime_folder: Path, name: str, namespace: str | None) -> int | None:
+    """The process of the `pagemill up` that serves the deployment; None where none does."""
+    for backend in running(runtime_folder):
+        try:
+            targets = json.loads((backend.folder / TARGETS_FILE).read_bytes())
+        except (OSError, ValueError):
+            continue  # it begins, or has just ended
+        if any(_is_meant(each["labels"].get("variant", ""), name, namespace) for each in targets):
+            return backend.pid
+    return None
 
 
 def from_file(path: Path, name: str, namespace: str | None) -> Found:

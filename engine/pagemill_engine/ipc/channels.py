@@ -91,6 +91,14 @@ class EngineChannel:
         """End the engine process without a word to it: while it loads it reads no messages."""
         self._process.terminate()
 
+    def discard(self) -> None:
+        """End the engine process by force and remove every trace, for callers that cannot wait."""
+        self._process.kill()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._close_sockets()
+        self._process.discard()
+
     async def close(self) -> None:
         """End the engine process, by force if it does not end by itself, and remove every trace."""
         if self._watcher is None:

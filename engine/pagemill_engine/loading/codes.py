@@ -7,7 +7,7 @@ IQ4_XS, and the floats of 4 bits of MXFP4, doubled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -65,9 +65,12 @@ CODE_KINDS: dict[str, CodeKind] = {
 }
 
 
-def in_words(kind: str) -> str:
-    """What weights that files store as `kind` are in memory; empty for types that are no codes."""
-    found = CODE_KINDS.get(kind)
+def in_words(kind: str, kinds: Iterable[CodeKind | None] = ()) -> str:
+    """What weights that files store as `kind` are in memory; empty for types that are no codes.
+
+    `kinds`: of all tensors, where the type does not say it.
+    """
+    found = CODE_KINDS.get(kind) or next((each for each in kinds if each is not None), None)
     return "" if found is None else f", {kind} as {found.bits}-bit codes of {found.stored_bits} bits a weight"
 
 

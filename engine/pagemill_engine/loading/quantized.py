@@ -41,9 +41,8 @@ class QuantizedWeights:
         self._full_width = {f"{name}.weight" for name in (decoder.embedding.name, decoder.head.name)}
         positions = decoder.embedding.positions
         self._floats = set() if positions is None else {f"{positions.name}.weight"}
-        for mixture in decoder.mixtures():
-            self._floats |= mixture.gate_names()
-        """Matrices that stay as they are: tables, and those that choose and weigh experts, which are small."""
+        self._floats |= decoder.float_matrices()
+        """Matrices that stay as they are."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ read; pickled checkpoints could run code and are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -57,6 +57,26 @@ class SafetensorsFolder:
         self._shapes = {name: self._shape(part) for name, part in self._parts.items()}
 
     @property
+    def where(self) -> str:
+        return f"`{self._folder}`"
+
+    def names(self) -> Iterable[str]:
+        """Of the stored tensors, as `has`, `shape`, `dtype` and `read` know them."""
+        return self._owner.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._owner
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._owner[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        return str(self._owner[name].get_slice(name).get_dtype())
+
+    def read(self, name: str) -> Tensor:
+        return self._read(_Part(name))
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
@@ -82,8 +102,8 @@ class SafetensorsFolder:
             return None
         part = self._parts[name]
         scales_name = part.stored_name.removesuffix(BLOCKS) + SCALES
-        wanted = self._stored_shape(part.stored_name)[:-1]
-        if scales_name not in self._owner or self._stored_shape(scales_name) != wanted:
+        wanted = self.shape(part.stored_name)[:-1]
+        if scales_name not in self._owner or self.shape(scales_name) != wanted:
             raise LoadError(
                 "ModelUnreadable",
                 f"`{self._folder}` has no tensor `{scales_name}` of the shape {list(wanted)}. {_REMEDY}",
@@ -96,8 +116,7 @@ class SafetensorsFolder:
 
     def is_bfloat16(self, name: str) -> bool:
         stored_name = self._parts[name].stored_name
-        dtype: str = self._owner[stored_name].get_slice(stored_name).get_dtype()
-        return dtype == "BF16" and len(self._shapes[name]) == 2
+        return self.dtype(stored_name) == "BF16" and len(self._shapes[name]) == 2
 
     def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
@@ -117,14 +136,11 @@ class SafetensorsFolder:
                 yield stored_name, _Part(stored_name)
             return
         name = stored_name.removesuffix(ending) + stacked[ending]
-        for index in range(*self._stored_shape(stored_name)[:1]):
+        for index in range(*self.shape(stored_name)[:1]):
             yield name.replace("*", str(index)), _Part(stored_name, index)
 
-    def _stored_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._owner[name].get_slice(name).get_shape())
-
     def _shape(self, part: _Part) -> tuple[int, ...]:
-        shape = self._stored_shape(part.stored_name)
+        shape = self.shape(part.stored_name)
         shape = shape if part.row is None else shape[1:]
         return (shape[0], shape[1] * shape[2] * 2) if self._is_mxfp4(part) else shape
 
@@ -132,8 +148,7 @@ class SafetensorsFolder:
         """Anything else under such a name has a shape that no model asks for."""
         if part.row is None or not part.stored_name.endswith(BLOCKS):
             return False
-        stored = self._owner[part.stored_name].get_slice(part.stored_name)
-        return stored.get_dtype() == "U8" and len(stored.get_shape()) == 4
+        return self.dtype(part.stored_name) == "U8" and len(self.shape(part.stored_name)) == 4
 
     def _read(self, part: _Part) -> Tensor:
         handle, name = self._owner[part.stored_name], part.stored_name

@@ -8,8 +8,11 @@ from types import MappingProxyType
 
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.gguf_weights import GGUFWeights
+from pagemill_engine.loading.packed.folder import PackedFolder
+from pagemill_engine.loading.packed.formats import FORMATS
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_engine.loading.source import WeightSource
+from pagemill_protocol.json_file import read_object
 
 
 def open_weights(
@@ -20,5 +23,9 @@ def open_weights(
     `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`.
     """
     if path.is_dir():
-        return SafetensorsFolder(path, stacked)
+        folder = SafetensorsFolder(path, stacked)
+        settings = read_object(path / "config.json").get("quantization_config")
+        if isinstance(settings, dict) and settings.get("quant_method") in FORMATS:
+            return PackedFolder(folder, settings)
+        return folder
     return GGUFWeights(path, early_digest)

@@ -16,16 +16,18 @@ from torch import Tensor
 from pagemill_engine.models.blocks import MLP, Attention, Block
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.experts import MoE
+from pagemill_engine.models.latent_attention import LatentAttention
 from pagemill_engine.models.layers import Embedding, Held, Layer, Linear, Norm, Positions
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.declaration import (
-    AttentionSpec,
     BlockSpec,
     BranchSpec,
     DecoderSpec,
+    LatentAttentionSpec,
     LayerSpec,
     LinearSpec,
+    MLPSpec,
     MoESpec,
     NormSpec,
     PositionsSpec,
@@ -45,9 +47,12 @@ class _Builder:
     def block(self, spec: BlockSpec) -> Block:
         if isinstance(spec, MoESpec):
             return MoE(spec, self._ops, self._dtype)
-        if not isinstance(spec, AttentionSpec):
+        if isinstance(spec, MLPSpec):
             return MLP(spec, self._ops, self._dtype)
         rotation = None if spec.rope is None else self._ropes.index(spec.rope)
+        if isinstance(spec, LatentAttentionSpec):
+            assert rotation is not None
+            return LatentAttention(spec, self._ops, self._dtype, next(self._caches), rotation)
         return Attention(spec, self._ops, self._dtype, next(self._caches), rotation)
 
     def norm(self, spec: NormSpec | None) -> Norm | None:

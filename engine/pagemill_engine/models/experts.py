@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pagemill_engine.models.blocks import MLP
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.layers import Layer, Linear
+from pagemill_engine.models.layers import Layer, Linear, Vector
 from pagemill_engine.models.tensors import TensorSource
-from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import MoESpec, Shapes, SharedExpertSpec
 
@@ -72,6 +72,12 @@ class MoE:
         self.experts = Experts(spec, ops, dtype)
         self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype)
         self._spec, self._ops, self._dtype = spec, ops, dtype
+        gating = spec.gating
+        bias = None if gating is None else gating.bias
+        self.choice_bias = None if bias is None else Vector(bias, len(spec.experts), ops)
+        self.gating = None if gating is None else Gating(
+            gating.scores, gating.num_groups, gating.top_groups, gating.best_of_group, gating.scale
+        )  # fmt: skip
 
     @property
     def output(self) -> MoE:
@@ -80,6 +86,8 @@ class MoE:
     def layers(self) -> Iterator[Layer]:
         yield self.router
         yield self.experts
+        if self.choice_bias is not None:
+            yield self.choice_bias
         if self.shared is not None:
             yield from self.shared.layers()
 
@@ -92,7 +100,14 @@ class MoE:
         return out
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        chosen, weights = self._ops.route(self.router(x), self._spec.top_k, self._spec.renormalized)
+        chosen, weights = self._route(self.router(x))
         self.experts.packed.add_to(out, x, chosen, weights)
         if self.shared is not None:
             self.shared.add_to(out, x)
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        top_k, renormalized = self._spec.top_k, self._spec.renormalized
+        if self.gating is None:
+            return self._ops.route(logits, top_k, renormalized)
+        bias = None if self.choice_bias is None else self.choice_bias.values
+        return self._ops.route_by_groups(logits, top_k, renormalized, self.gating, bias)

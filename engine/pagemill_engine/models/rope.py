@@ -32,8 +32,8 @@ def decoder_tables(
     decoder: DecoderSpec, max_positions: int, dtype: torch.dtype, source: TensorSource
 ) -> list[tuple[Tensor, Tensor]]:
     """For each of `decoder.ropes()`. `source`: of stored divisors of frequencies."""
-    head_dim = next(decoder.attentions()).head_dim
-    return [_head_tables(rope, head_dim, max_positions, dtype, source) for rope in decoder.ropes()]
+    turning_dim = next(decoder.attentions()).turning_dim
+    return [_head_tables(rope, turning_dim, max_positions, dtype, source) for rope in decoder.ropes()]
 
 
 def _head_tables(
@@ -60,42 +60,51 @@ def rope_tables(
 
     `freq_divisors` [head_dim / 2] divides the frequencies instead of `scaling` (some GGUF files carry it).
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies, factor = 1.0 / theta**exponents, 1.0
+    periods = _periods(head_dim, theta)
+    frequencies, factor = 1.0 / periods, 1.0
     if freq_divisors is not None:
         frequencies = frequencies / freq_divisors
     elif scaling is not None:
-        frequencies, factor = _scaled(frequencies, head_dim, theta, scaling, max_positions)
+        frequencies, factor = _scaled(periods, head_dim, theta, scaling, max_positions)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
+def _periods(head_dim: int, theta: float) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    return theta**exponents
+
+
 def _scaled(
-    frequencies: Tensor, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int
+    periods: Tensor, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int
 ) -> tuple[Tensor, float]:
-    """Frequencies and the factor on cos and sin."""
+    """Frequencies and the factor on cos and sin.
+
+    Rounded in the order of transformers: a last bit of a frequency is much at the end of a long context.
+    """
+    frequencies = 1.0 / periods
     match scaling:
         case LinearScaling():
             return frequencies / scaling.factor, 1.0
         case Llama3Scaling():
             return _llama3(frequencies, scaling), 1.0
         case YarnScaling():
-            return _yarn(frequencies, head_dim, theta, scaling), scaling.attention_factor
+            return _yarn(periods, head_dim, theta, scaling), scaling.attention_factor
         case LongRopeScaling():
             is_long = max_positions > scaling.original_max_position_embeddings
             divisors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
-            return frequencies / divisors, scaling.attention_factor
+            return 1.0 / (divisors * periods), scaling.attention_factor
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
-def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
+def _yarn(periods: Tensor, head_dim: int, theta: float, scaling: YarnScaling) -> Tensor:
     """Interpolate dimensions that turn rarely over the original context, keep those that turn often."""
     original = scaling.original_max_position_embeddings
 
@@ -109,4 +118,5 @@ def _yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: YarnScaling
     # Below 0 where the original context is shorter than a turn of every dimension; transformers computes it so too.
     width = high - low or 0.001
     ramp = ((torch.arange(head_dim // 2) - low) / width).clamp(0.0, 1.0)
-    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
+    kept = 1 - ramp
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pagemill_protocol.models.declaration import AttentionSpec, LinearSpec, RopeSpec, RowGroups
+from pagemill_protocol.models.declaration import AttentionSpec, LatentAttentionSpec, LinearSpec, RopeSpec, RowGroups
 
 
 def stacked_order(spec: LinearSpec, order: Tensor | None) -> Tensor | None:
@@ -60,3 +60,18 @@ def qkv_order(spec: AttentionSpec) -> Tensor | None:
     if turning is None:
         return None
     return torch.cat([turning, torch.arange(len(turning), spec.qkv.out_features)])
+
+
+def latent_query_order(spec: LatentAttentionSpec) -> Tensor | None:
+    """Of the rows of `spec.query`: in each head those behind `key_dim` turn."""
+    return heads_order(_behind(spec.key_dim, spec.rope), spec.num_heads)
+
+
+def latent_order(spec: LatentAttentionSpec) -> Tensor | None:
+    """Of the rows of `spec.down`: those of the shared key turn."""
+    return _behind(spec.latent_size, spec.rope)
+
+
+def _behind(still: int, rope: RopeSpec) -> Tensor | None:
+    order = head_order(rope, rope.rotary_dim)
+    return None if order is None else torch.cat([torch.arange(still), order + still])

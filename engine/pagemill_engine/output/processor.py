@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.best_of import MeanLogprob, best
@@ -45,6 +45,24 @@ class Progress:
     done: bool = False
     error: PagemillError | None = None
     """The engine failed this request; nothing was rendered."""
+
+
+class Processor(Protocol):
+    """What becomes of one request's outputs: bytes of an answer, or the offline API's objects."""
+
+    request: GenerateRequest
+
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def usage(self) -> Usage: ...
+    @property
+    def num_new_tokens(self) -> int: ...
+    @property
+    def finish_reasons(self) -> list[str]: ...
+    def push(self, out: TokensOut) -> Progress: ...
+    def failure(self, error: PagemillError) -> Frame: ...
+    def last_frame(self) -> Frame: ...
 
 
 @dataclass(slots=True)
@@ -128,7 +146,7 @@ class OutputProcessor:
     def push(self, out: TokensOut) -> Progress:
         """Take what the engine says about one choice."""
         if out.error is not None:
-            return Progress(error=_engine_error(out))
+            return Progress(error=engine_error(out))
         choice = self._choices[out.choice]
         if out.choice == self._first and not self._cached_is_known:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
@@ -344,7 +362,7 @@ class OutputProcessor:
         return choice
 
 
-def _engine_error(out: TokensOut) -> PagemillError:
+def engine_error(out: TokensOut) -> PagemillError:
     return PagemillError(
         out.error or "The engine failed on this request.",
         status=out.error_status,

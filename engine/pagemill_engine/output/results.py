@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagemill_protocol.generate import FinishReason
 
@@ -15,6 +16,22 @@ class Logprob:
     rank: int | None
     """1 is the most likely token. Only the chosen token's rank is exact; alternatives are counted in order."""
     decoded_token: str
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened, in seconds since 1970 as `time.time()`."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float = 0.0
+    finished_time: float | None = None
+    time_in_queue: float | None = None
+    """Seconds."""
+    first_token_latency: float = 0.0
+    """Seconds from arrival to the first token."""
+    num_generation_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -31,8 +48,11 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the choice; the message when `finish_reason` is "error"."""
+    lora_request: None = None
+    """Engines serve no adapters."""
+    routed_experts: None = None
+    """Not reported."""
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -73,7 +93,11 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """If asked for: `None` for the first token, then as `CompletionOutput.logprobs`."""
-
-    @property
-    def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
+    finished: bool = False
+    """Every choice is complete."""
+    metrics: RequestMetrics | None = None
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    multi_modal_placeholders: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

@@ -27,11 +27,19 @@ from pagemill_kernels.registry import (
     ops_for,
 )
 from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.declaration import LatentAttentionSpec
 
 _PRODUCTS: dict[str, Products] = {"w8a8": "w8a8", "fp8": "fp8"}
 _PRODUCT_NAMES: dict[Products, str] = {"w8a8": "int8", "fp8": "fp8"}
 _GPU_ALONE = ("w8a8", "fp8")
-_FEATURE_NAMES: dict[Feature, str] = {"alibi": "ALiBi", "sinks": "attention sinks", "soft_cap": "soft caps of scores"}
+_FEATURE_NAMES: dict[Feature, str] = {
+    "alibi": "ALiBi",
+    "latent": "latent attention",
+    "sinks": "attention sinks",
+    "soft_cap": "soft caps of scores",
+}
+_WRITING_SCORES: frozenset[Feature] = frozenset({"alibi", "sinks", "soft_cap"})
+"""What torch's fused attention does not have."""
 
 
 class Compute(NamedTuple):
@@ -92,10 +100,10 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
             f"`device` {config.device} needs an NVIDIA GPU of compute capability 8.0 or later: {absent}, or set device "
             "to cpu.",
         )
+    check_gpu_features(config, spec)
     problem = gpu_problem(spec.head_dim, config.block_size, spec.num_heads // spec.num_kv_heads)
     if problem is not None:
         raise LoadError("SettingsUnsupported", f"`device` {config.device} cannot run this model: {problem}.")
-    check_gpu_features(config, spec)
     if config.deterministic:
         raise LoadError(
             "SettingsUnsupported",
@@ -138,6 +146,9 @@ def _features(spec: ModelSpec) -> frozenset[Feature]:
     """What the attention of this model wants beside the usual."""
     found: set[Feature] = set()
     for attention in spec.decoder.attentions():
+        if isinstance(attention, LatentAttentionSpec):
+            found.add("latent")
+            continue
         if attention.alibi_slopes is not None:
             found.add("alibi")
         if attention.sinks is not None:
@@ -189,7 +200,9 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     how += ", 4-bit weights times 16-bit activations" if rounds else ""
     how += ", few rows of codes times 16-bit activations" if _rounds_few_rows(backend, config, spec) else ""
     gathers = not native or bool(lacks)
-    return Compute(dtype, activation_dtype, kv_dtype, ops, how, gathers, gathers and bool(_features(spec)))
+    return Compute(
+        dtype, activation_dtype, kv_dtype, ops, how, gathers, gathers and bool(_features(spec) & _WRITING_SCORES)
+    )
 
 
 def _check_torch_attention(config: EngineConfig, lacks: frozenset[Feature]) -> None:
@@ -218,7 +231,7 @@ def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
 
 
 def _has_4_bits(config: EngineConfig, spec: ModelSpec) -> bool:
-    return config.quantization == "int4" or (spec.quantization or "").startswith("Q4")
+    return config.quantization == "int4" or spec.quantization_bits == 4 or (spec.quantization or "").startswith("Q4")
 
 
 def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) -> bool:
@@ -227,7 +240,8 @@ def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) ->
 
 def _backend(dtype: torch.dtype, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:
     heads_per_kv_head = spec.num_heads // spec.num_kv_heads
-    return cpu_backend(dtype, spec.head_dim, config.block_size, heads_per_kv_head, config.deterministic)
+    is_latent = "latent" in _features(spec)
+    return cpu_backend(dtype, spec.head_dim, config.block_size, heads_per_kv_head, config.deterministic, is_latent)
 
 
 def _needs_native(field: str, value: str, how: str, remedy: str) -> LoadError:

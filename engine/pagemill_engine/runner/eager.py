@@ -51,6 +51,7 @@ class EagerRunner:
         self._ops = ops
         self._rotations = rotations
         self._num_kv_heads, self._head_dim = model.spec.num_kv_heads, model.spec.head_dim
+        self._cache_heads = model.spec.cache_heads
         self._windows = model.spec.decoder.windows()
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
@@ -107,6 +108,7 @@ class EagerRunner:
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
             padding_block=self.kv_cache.padding_row,
+            shares_vectors=self._cache_heads == self._num_kv_heads,
         )
         plan_attention, device = self._ops.plan_attention, self._ops.device
         plans = {window: plan_attention(batch, window, self.model.dtype, device) for window in self._windows}
@@ -115,7 +117,7 @@ class EagerRunner:
             positions=positions,
             rotations=self._rotations.at(positions),
             kv_caches=self.kv_cache.rows,
-            kv_slots=self._ops.plan_slots(slots, 2 * self._num_kv_heads, self.info.block_size),
+            kv_slots=self._ops.plan_slots(slots, self._cache_heads, self.info.block_size),
             attention_plans=plans,
         )
 

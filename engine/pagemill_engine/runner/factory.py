@@ -15,6 +15,7 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.lean_torch import import_torch
 from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
 from pagemill_protocol.sources import SourceError, resolve_source
 
 if TYPE_CHECKING:
@@ -45,11 +46,12 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
 def _load(
     config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress, early_digest: EarlyDigest | None
 ) -> Runner:
-    if spec.weights_format == "safetensors" and spec.quantization not in (None, "mxfp4"):
+    if spec.weights_format == "safetensors" and spec.quantization not in (None, *READ_QUANTIZATIONS):
         raise LoadError(
             "UnsupportedQuantization",
-            f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read. "
-            "Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file of it.",
+            f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read; "
+            f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF "
+            "file of it.",
         )
     import_torch()
     from pagemill_engine.runner.load_eager import load_runner, overlapping

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class KVCache:
-    """`layers[i]`: [num_blocks + 1, 2 * num_kv_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
+    """`layers[i]`: [num_blocks + 1, cache_heads, block_size, head_dim]; layout in `pagemill_kernels.kv_store`,
     quantized ones in its `storage`. `rows[i]`: what kernels take, contiguous, where `rows_of` gives a block's row. Both
     are empty between `release` and `allocate`.
 
@@ -49,7 +49,7 @@ class KVCache:
         self._by_block = by_block
         self._block_size = block_size
         self._dtype = dtype
-        self._shape = (num_blocks + 1, 2 * spec.num_kv_heads, block_size, storage.token_width(dtype, spec.head_dim))
+        self._shape = (num_blocks + 1, spec.cache_heads, block_size, storage.token_width(dtype, spec.head_dim))
         self._num_layers = spec.num_layers
         self._block_bytes = block_size * kv_bytes_per_token(spec, dtype)
         self.num_bytes = num_blocks * self._block_bytes
@@ -121,8 +121,8 @@ class KVCache:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one token takes over all layers, scales included."""
-    return 2 * spec.num_layers * spec.num_kv_heads * storage.token_bytes(dtype, spec.head_dim)
+    """Bytes of keys and values, or latents, that one token takes over all layers, scales included."""
+    return spec.num_layers * spec.cache_heads * storage.token_bytes(dtype, spec.head_dim)
 
 
 def _too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:

@@ -78,7 +78,9 @@ def _load(
         config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
-        held = in_words(spec.quantization or "") if ops.keeps_codes and config.quantization == "none" else ""
+        held = ""
+        if ops.keeps_codes and config.quantization == "none" and spec.quantization is not None:
+            held = in_words(spec.quantization, (weights.code_kind(name) for name in weights.shapes))
         progress("loading", f"{path.name}: {parameters} as {_name(dtype)}{held}, {compute.how}")
         model = _model(path, spec, ops, activation_dtype, weights)
         give_back()

@@ -8,12 +8,21 @@ engine client adds frames; only the request's task takes them.
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
-from pagemill_engine.output.processor import Frame
+from pagemill_engine.output.processor import Frame, Processor
+from pagemill_engine.server.metrics import RequestTiming
 from pagemill_protocol.errors import PagemillError
 
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
 """Unread bytes at which a stream is ended: minutes of an ordinary one, seconds of 128 choices with logprobs."""
+
+
+class Part(NamedTuple):
+    """One prompt, as far as its answer has come."""
+
+    processor: Processor
+    timing: RequestTiming
 
 
 class Answer:
@@ -24,6 +33,8 @@ class Answer:
         """The failure behind a frame with `meta.error`."""
         self.engine_ids: list[str] = []
         """Its prompts' names inside the engine."""
+        self.parts: list[Part] = []
+        """Of the prompts that the engine took."""
         self._num_unfinished = num_prompts
         self._closed = False
         self._frames: list[Frame] = []

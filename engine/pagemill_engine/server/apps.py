@@ -8,17 +8,21 @@ from importlib.metadata import version
 import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_engine.server import health, internal_routes, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
+from pagemill_engine.server.traces import TraceRequests
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
+from pagemill_protocol.http.cors import Cors
+from pagemill_protocol.http.docs_page import DOCS_PATH, docs_page
 from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.http.errors import with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 
@@ -42,6 +46,24 @@ async def show_openapi(request: Request) -> Response:
     return Response(described, media_type="application/json")
 
 
+async def show_docs(request: Request) -> Response:
+    return docs_page(document("Pagemill engine", version("pagemill-engine"), with_metrics=True))
+
+
+async def show_load(request: Request) -> Response:
+    """Requests inside the engine, running or waiting."""
+    client = request.app.state.context.client
+    return JSONResponse({"server_load": 0 if client is None else client.num_requests})
+
+
+async def show_server_info(request: Request) -> Response:
+    context: ServerContext = request.app.state.context
+    ready = None if context.client is None else context.client.ready_info
+    shown = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_dtype", "device", "compute")
+    loaded = {} if ready is None else {name: getattr(ready, name) for name in shown}
+    return JSONResponse({"version": version("pagemill-engine"), "models": context.names, **loaded})
+
+
 COMMON_ROUTES = [
     Route("/livez", health.livez),
     Route("/readyz", health.readyz),
@@ -51,10 +73,17 @@ COMMON_ROUTES = [
 DATA_ROUTES = [
     *COMMON_ROUTES,
     Route("/health", health.health),
+    Route("/ping", health.health),
+    Route("/load", keyed(show_load)),
+    Route("/server_info", keyed(show_server_info)),
     Route(OPENAPI_PATH, show_openapi),
+    Route(DOCS_PATH, show_docs),
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
-    *(Route(each.path, keyed(openai_routes.generate_route(each)), methods=["POST"]) for each in dialects().values()),
+    *(
+        Route(each.path, with_errors(each.error_body, keyed(openai_routes.generate_route(each))), methods=["POST"])
+        for each in dialects().values()
+    ),
     *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),
@@ -76,7 +105,9 @@ def data_app(context: ServerContext) -> ASGIApp:
     """`/internal/generate` guards itself: all other routes are for clients."""
     server = context.settings.server
     is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
-    return _app(context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app)
+    app = _app(context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app)
+    app = Cors(app, server.allowed_origins) if server.allowed_origins else app
+    return TraceRequests(app, context.tracing)
 
 
 def control_app(context: ServerContext) -> ASGIApp:
@@ -110,7 +141,8 @@ class _CountRequests:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        route = scope["path"] if scope["path"] in self._paths else "other"
+        path = scope["path"].rstrip("/")
+        route = path if path in self._paths else "other"
 
         async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -21,6 +21,7 @@ from pagemill_protocol.keys.ring import KeyRing
 from pagemill_protocol.openai.render import fingerprint
 from pagemill_protocol.preparation_threads import PreparationThreads
 from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.tracing.tracing import Tracing
 
 NUM_THREADS = 2
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class ServerContext:
     """Who may use the OpenAI routes."""
     draining: Draining
     sleeping: Sleeping
+    tracing: Tracing
     client: EngineClient | None = None
     """Set when the tokenizer is loaded and the engine process starts."""
     tokenizer: Tokenizer | None = None

@@ -31,10 +31,10 @@ from pagemill_engine.ipc.messages import (
     TokensOut,
 )
 from pagemill_engine.loop.limits import scheduler_limits
-from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.output.processor import Processor
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.scheduler.admission import Admission, wider_than_queue
-from pagemill_engine.server.answer import Answer
+from pagemill_engine.server.answer import Answer, Part
 from pagemill_engine.server.failure import StartupError
 from pagemill_engine.server.lifecycle import Lifecycle
 from pagemill_engine.server.metrics import RequestTiming, ServerMetrics
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 class _Running(NamedTuple):
     request_id: str
     """As the front door named it."""
-    processor: OutputProcessor
+    processor: Processor
     answer: Answer
     timing: RequestTiming
 
@@ -102,7 +102,7 @@ class EngineClient:
         if len(requests) > 1 and num_sequences > self._config.max_num_waiting:
             raise wider_than_queue("prompt", num_sequences, self._config.max_num_waiting)
 
-    def submit(self, request: GenerateRequest, processor: OutputProcessor, answer: Answer) -> None:
+    def submit(self, request: GenerateRequest, processor: Processor, answer: Answer) -> None:
         """Hand a request to the engine, or refuse it now. Once accepted, `answer` gets everything up to its end.
 
         The engine's own admission rules are applied here too, so that a refusal is known before any status is sent.
@@ -127,6 +127,7 @@ class EngineClient:
         self._running[engine_id] = _Running(request.request_id, processor, answer, timing)
         self._engine_ids[request.request_id] = engine_id
         answer.engine_ids.append(engine_id)
+        answer.parts.append(Part(processor, timing))
         self._num_sequences += request.sampling.num_sequences
         self._publisher.arrived(self._num_accepted, request)
         self._idle.clear()

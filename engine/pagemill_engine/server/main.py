@@ -44,11 +44,13 @@ from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.http.tls import ServerTLS, TLSError
+from pagemill_protocol.settings import SettingsError
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.generation_defaults import with_defaults
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.tracing.tracing import Tracing, open_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class Server:
             keys=open_keys(settings.server),
             draining=Draining(lifecycle, publisher),
             sleeping=Sleeping(lifecycle, publisher, metrics),
+            tracing=_open_tracing(settings.server),
         )
         self._was_ready = False
         self._num_signals = 0
@@ -238,6 +241,7 @@ class Server:
         if context.client is not None:
             closing.append(asyncio.ensure_future(context.client.close()))
         await asyncio.gather(engine, *closing, return_exceptions=True)
+        await context.tracing.close()
         context.lifecycle.enter("stopped")
         context.close()
 
@@ -316,6 +320,13 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         raise StartupError(error.reason, f"`model`: {error.message}", "model") from error
     except PagemillError as error:
         raise StartupError("ModelUnreadable", f"`model` {config.model!r}: {error.message}", "model") from error
+
+
+def _open_tracing(server: ServerConfig) -> Tracing:
+    try:
+        return open_tracing(server.tracing)
+    except SettingsError as error:
+        raise StartupError("SettingsInvalid", str(error), "tracing") from error
 
 
 def _failure_code(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import Ready, StepOutputs, TokensOut
-from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.output.processor import Processor
 from pagemill_protocol import metrics as names
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
@@ -52,6 +52,19 @@ class ServerMetrics:
             names.NUM_REQUESTS_WAITING,
         ):
             self._metrics.gauge(spec).set(0)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Series of vLLM's names are there before the first request: tools that read them ask once at their start."""
+        for spec in ENGINE_METRICS:
+            if not spec.name.startswith("vllm:") or set(spec.labels) - {"model_name", "engine"}:
+                continue
+            if spec.kind == "counter":
+                self._metrics.counter(spec)
+            elif spec.kind == "histogram":
+                self._metrics.histogram(spec)
+        for reason in ("stop", "length", "abort", "error"):
+            self._metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason)
 
     def scrape(self, accept: str) -> Scrape:
         return self._metrics.scrape(accept)
@@ -156,7 +169,7 @@ class ServerMetrics:
             self._metrics.histogram(names.INTER_TOKEN_LATENCY).observe(gap_s)
         timing.last_delivery_s[output.choice] = timing.last_token_s = now_s
 
-    def request_finished(self, timing: RequestTiming, processor: OutputProcessor) -> None:
+    def request_finished(self, timing: RequestTiming, processor: Processor) -> None:
         metrics, num_tokens = self._metrics, processor.num_new_tokens
         for reason in processor.finish_reasons:
             metrics.counter(names.REQUEST_SUCCESS, finished_reason=reason).inc()

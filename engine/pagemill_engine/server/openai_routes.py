@@ -17,6 +17,7 @@ from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
+from pagemill_engine.server.traces import RequestRecord, record_of
 from pagemill_protocol.dialects.base import Dialect, Preparation
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.errors import PagemillError, model_not_found
@@ -34,9 +35,16 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
 
     async def generate(request: Request) -> AnswerResponse:
         context: ServerContext = request.app.state.context
-        raw = await _read(request)
-        caller: Caller = request.state.caller
-        return _answer(context, await context.off_loop(lambda: _prepare(context, dialect, raw, caller), len(raw)))
+        record = record_of(request.scope)
+        try:
+            raw = await _read(request)
+            caller: Caller = request.state.caller
+            record.tenant = caller.tenant
+            record.requests = await context.off_loop(lambda: _prepare(context, dialect, raw, caller), len(raw))
+            return _answer(context, record)
+        except PagemillError as error:
+            record.error = error
+            raise
 
     return generate
 
@@ -99,8 +107,9 @@ async def _read(request: Request) -> bytes:
     return await read_body(request.receive)
 
 
-def _answer(context: ServerContext, requests: list[GenerateRequest]) -> AnswerResponse:
-    answer = submit(context, requests)
+def _answer(context: ServerContext, record: RequestRecord) -> AnswerResponse:
+    requests = list(record.requests)
+    record.answer = answer = submit(context, requests)
     kind = StreamResponse if requests[0].stream else BodyResponse
     return kind(requests, answer, lambda: abort(context, answer))
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Set
 
 import aiohttp
 
-from pagemill_gateway.bounded import TooLarge, read_bounded
+from pagemill_protocol.bounded import TooLarge, read_bounded
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.sources import SourceError
 from pagemill_protocol.text.bundle import TokenizerBundle

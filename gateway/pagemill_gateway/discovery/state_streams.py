@@ -20,12 +20,12 @@ from contextlib import suppress
 import aiohttp
 import msgspec
 
-from pagemill_gateway.bounded import TooLarge, read_bounded
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers
+from pagemill_protocol.bounded import TooLarge, read_bounded
 from pagemill_protocol.frames import FrameError, StateDecoder
 from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
+from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import dialects
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
@@ -25,7 +27,7 @@ logger = logging.getLogger("pagemill.gateway.access")
 ROUTES = {
     *(each.path for each in dialects().values()),
     *(each.path for each in TOKEN_COUNTS),
-    *("/v1/models", "/detokenize", "/version"),
+    *("/v1/models", "/detokenize", "/version", "/load", "/server_info", "/docs"),
 }
 ROUTE_HEADER = b"x-pagemill-route"
 """On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; and for clients
@@ -34,7 +36,7 @@ known.
 """
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """On an answer that another engine continued before its headers were sent."""
-PROBES = frozenset({"/health", "/livez", "/readyz", "/version"})
+PROBES = frozenset({"/health", "/livez", "/readyz", "/version", "/ping"})
 """Requested every few seconds by machines: logged only when they fail."""
 
 
@@ -72,7 +74,9 @@ class AccessLog:
             self._worker.metrics.finished(record)
             if record.finished:
                 self._worker.brain.record_outcome(_outcome(record))
-            trace_id = self._worker.tracing.finished(record, scope)
+            trace_id = self._worker.tracing.finished(
+                scope, partial(write_spans, record, scope["method"], time.monotonic())
+            )
             if record.route not in PROBES or record.status >= 400:
                 logger.info(_line(record, scope["method"], trace_id))
 
@@ -105,6 +109,7 @@ def _outcome(record: RequestRecord) -> RequestOutcome:
 
 def _route(path: str) -> str:
     """The route for logs and metrics; unknown paths must not create series."""
+    path = path[:-1] if path.endswith("/") else path
     if path in ROUTES or path in PROBES:
         return path
     return "/v1/models" if path.startswith("/v1/models/") else "other"

@@ -45,18 +45,21 @@ class GenerateRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         worker = self._worker
         record = record_of(scope)
-        caller = worker.keys.authenticate(scope)
-        record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
-        timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
-        check_json_content_type(scope)
-        with worker.gate.enter() as slot:
-            raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
-            header_of = partial(_header, scope)
-            client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect)
-            try:
+        client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect)
+        try:
+            caller = worker.keys.authenticate(scope)
+            record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
+            timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
+            check_json_content_type(scope)
+            with worker.gate.enter() as slot:
+                raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
+                header_of = partial(_header, scope)
                 stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
-            finally:
-                client.close()
+        except PagemillError as error:
+            await client.fail(error)
+            return
+        finally:
+            client.close()
         if not stayed:
             record.status = CLIENT_CLOSED
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.ports import ControlProcessPort
+from pagemill_protocol.http.docs_page import docs_page
 from pagemill_protocol.openapi import document
 
 VERSION = version("pagemill-gateway")
@@ -40,3 +41,6 @@ class HealthRoutes:
 
     async def openapi(self, request: Request) -> Response:
         return Response(document("Pagemill gateway", VERSION), media_type="application/json")
+
+    async def docs(self, request: Request) -> Response:
+        return docs_page(document("Pagemill gateway", VERSION))

@@ -1,14 +1,19 @@
-"""`GET /v1/models`: the names, aliases and adapters that deployments serve, ready or not, and that the key may use."""
+"""`GET /v1/models`: the names, aliases and adapters that deployments serve, ready or not, and that the key may use.
+
+And what vLLM's routes of that kind say of a server: `/server_info`, `/load`.
+"""
 
 from __future__ import annotations
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from pagemill_gateway.brain.interface import ServedName
 from pagemill_gateway.limits.refusals import check_model
+from pagemill_gateway.routes.health import VERSION
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.errors import model_not_found
+from pagemill_protocol.http.origin import forbidden
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai import render
 
@@ -32,6 +37,20 @@ class ModelRoutes:
             raise model_not_found(name, [*names])
         card = _card(names[name], await self._started_unix_s())
         return Response(render.model_body(card), media_type="application/json")
+
+    async def server_info(self, request: Request) -> Response:
+        names = await self._names(self._worker.keys.authenticate(request.scope))
+        return JSONResponse({"version": VERSION, "server": "pagemill gateway", "models": [*names]})
+
+    async def load(self, request: Request) -> Response:
+        """Requests that the answering process holds now; a secret of the operator where there are tenants."""
+        if self._worker.keys.authenticate(request.scope).key_hash:
+            raise forbidden(
+                "The load counts the requests of all keys, so it is not shown to one. The control port's /metrics has "
+                "it.",
+                "load_not_shown",
+            )
+        return JSONResponse({"server_load": self._worker.gate.num_inside})
 
     async def _names(self, caller: Caller) -> dict[str, ServedName]:
         return {each.name: each for each in await self._worker.brain.names() if caller.may_use(each.name)}

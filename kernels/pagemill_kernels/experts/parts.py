@@ -16,6 +16,17 @@ class Gate(NamedTuple):
     limit: float | None = None
 
 
+class Gating(NamedTuple):
+    """How experts are chosen by groups; `reference.route_by_groups` has the formula."""
+
+    scores: str
+    """`softmax` or `sigmoid`."""
+    num_groups: int
+    top_groups: int
+    best_of_group: int
+    scale: float
+
+
 class ExpertParts(NamedTuple):
     """Loaded weights; biases are the packed layers' own."""
 

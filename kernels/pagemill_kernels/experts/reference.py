@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.activation.reference import activate_and_mul
-from pagemill_kernels.experts.parts import ExpertParts, Gate
+from pagemill_kernels.experts.parts import ExpertParts, Gate, Gating
 
 
 def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tensor]:
@@ -21,6 +21,28 @@ def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tenso
         return chosen, values.softmax(-1)
     weights, chosen = logits.float().softmax(-1).topk(top_k, dim=-1)
     return chosen, weights
+
+
+def route_by_groups(
+    logits: Tensor, top_k: int, renormalized: bool, gating: Gating, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `route`, for DeepSeek's routers (arXiv 2405.04434, 2412.19437).
+
+    The best experts of the `top_groups` groups whose `best_of_group` best scores have the largest sum; the choice is
+    made by score + bias (float32 [experts]), the weights are scale * score, or with `renormalized` shares of the sum.
+    """
+    scores = logits.float().softmax(-1) if gating.scores == "softmax" else logits.float().sigmoid()
+    wanted = scores if bias is None else scores + bias
+    if gating.top_groups < gating.num_groups:
+        groups = wanted.view(len(wanted), gating.num_groups, -1)
+        best = groups.topk(gating.best_of_group, dim=-1).values.sum(-1).topk(gating.top_groups, dim=-1).indices
+        kept = torch.zeros(groups.shape[:-1], dtype=torch.bool, device=logits.device).scatter_(1, best, True)
+        wanted = groups.masked_fill(~kept[..., None], float("-inf")).flatten(1)
+    chosen = wanted.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if renormalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * gating.scale
 
 
 class PlainExperts:

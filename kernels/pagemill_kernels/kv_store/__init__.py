@@ -3,4 +3,5 @@
 One layer's cache is [num_blocks, 2 * num_kv_heads, block_size, head_dim]: a block holds its key heads, then its value
 heads, each head's tokens side by side. So one copy moves a block, one gather of (block, head) rows gives contiguous
 keys and values per head, and the [keys | values] part of a fused projection is stored with one indexed write.
+With latent attention a block has one head instead, of vectors that are both.
 """

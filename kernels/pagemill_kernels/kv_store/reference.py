@@ -26,6 +26,11 @@ def store_kv(key_value: Tensor, cache: Tensor, slots: Tensor) -> None:
     cache.view(-1, cache.shape[-1])[slots] = key_value.flatten(0, 1)
 
 
+def store_latents(latents: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """cache[slot of token t] = latents[t], [tokens, head_dim], in the cache's type; one vector holds a token."""
+    cache.view(-1, cache.shape[-1])[slots] = latents.to(cache.dtype)
+
+
 def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
     """Write keys and values as they are, without a rotation; arguments as for `rope_and_store`."""
     store_kv(heads[:, num_heads:], cache, slots)

@@ -26,6 +26,13 @@ class AttentionBatch:
     head_dim: int
     padding_block: int
     """The padding block, which holds zeros: padded rows must read finite values."""
+    shares_vectors: bool = False
+    """A key is its value, too (latent attention): the cache holds `num_kv_heads` vectors of a token, not twice as
+    many."""
+
+    @property
+    def cache_heads(self) -> int:
+        return self.num_kv_heads if self.shares_vectors else 2 * self.num_kv_heads
 
     @property
     def num_requests(self) -> int:

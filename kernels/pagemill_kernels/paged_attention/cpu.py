@@ -59,7 +59,7 @@ def _decode(
     scale: float,
     extras: _Extras,
 ) -> Tensor:
-    keys, values = _gather(cache, group.gather, group.num_requests * num_kv_heads, query.dtype)
+    keys, values = _gather(cache, group.gather, group.num_requests, num_kv_heads, query.dtype)
     num_requests, num_heads, head_dim = query.shape
     grouped = query.reshape(num_requests * num_kv_heads, num_heads // num_kv_heads, head_dim)
     soft_cap, alibi_slopes, sinks = extras
@@ -76,7 +76,7 @@ def _decode(
 
 
 def _prefill(query: Tensor, cache: Tensor, chunk: PrefillChunk, num_kv_heads: int, scale: float) -> Tensor:
-    keys, values = _gather(cache, chunk.gather, num_kv_heads, query.dtype)
+    keys, values = _gather(cache, chunk.gather, 1, num_kv_heads, query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     group = num_heads // num_kv_heads
     # The group is the batch dimension: keys and values are expanded with stride 0 instead of repeated.
@@ -102,7 +102,7 @@ def _written_out_prefill(
     extras: _Extras,
 ) -> Tensor:
     soft_cap, alibi_slopes, sinks = extras
-    keys, values = _gather(cache, chunk.gather, num_kv_heads, query.dtype)
+    keys, values = _gather(cache, chunk.gather, 1, num_kv_heads, query.dtype)
     num_tokens, num_heads, head_dim = query.shape
     by_kv_head = query.reshape(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     distances = chunk.distances()
@@ -123,9 +123,12 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
     return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
-def _gather(cache: Tensor, rows: Tensor, num_sequences: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values, each [num_sequences, padded length, head_dim] and contiguous."""
+def _gather(
+    cache: Tensor, rows: Tensor, num_requests: int, num_kv_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values, each [requests * num_kv_heads, padded length, head_dim] and contiguous; where the cache holds
+    one vector for both, the same tensor."""
     head_dim = cache.shape[-1]
     gathered = cache.view(-1, cache.shape[-2] * head_dim).index_select(0, rows).to(dtype)
-    both = gathered.view(2, num_sequences, -1, head_dim)
-    return both[0], both[1]
+    parts = gathered.view(cache.shape[1] // num_kv_heads, num_requests * num_kv_heads, -1, head_dim)
+    return parts[0], parts[-1]

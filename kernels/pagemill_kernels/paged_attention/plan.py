@@ -28,7 +28,8 @@ class DecodeGroup:
     """Their tokens in the batch."""
     num_requests: int
     gather: Tensor
-    """int64 [2 * requests * num_kv_heads * blocks]: (block, head) rows of the cache, keys then values."""
+    """int64 [parts * requests * num_kv_heads * blocks]: (block, head) rows of the cache; parts: keys, then values, or
+    one that is both."""
     bias: Tensor
     """[requests * num_kv_heads, 1, padded length]: 0 where visible, -inf elsewhere."""
     positions: NDArray[np.int64]
@@ -131,7 +132,7 @@ def _decode_group(
     return DecodeGroup(
         rows=_as_slice(batch.query_start_loc[requests]),
         num_requests=len(requests),
-        gather=_gather_rows(table, batch.num_kv_heads),
+        gather=_gather_rows(table, batch),
         bias=bias.repeat_interleave(batch.num_kv_heads, 0)[:, None, :],
         positions=positions,
         seq_lens=batch.seq_lens[requests],
@@ -149,7 +150,7 @@ def _prefill_chunk(
         start=start,
         stop=stop,
         context_len=seq_len - skipped,
-        gather=_gather_rows(table, batch.num_kv_heads),
+        gather=_gather_rows(table, batch),
         mask=_prefill_mask(stop - start, seq_len - skipped, sliding_window, dtype),
     )
 
@@ -162,10 +163,10 @@ def _prefill_mask(num_tokens: int, context_len: int, sliding_window: int | None,
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
 
 
-def _gather_rows(table: NDArray[np.int32], num_kv_heads: int) -> Tensor:
+def _gather_rows(table: NDArray[np.int32], batch: AttentionBatch) -> Tensor:
     """(block, head) rows in the order [key or value, request, head, block]."""
-    heads = np.arange(2 * num_kv_heads).reshape(2, 1, num_kv_heads, 1)
-    rows = table.astype(np.int64)[None, :, None, :] * (2 * num_kv_heads) + heads
+    heads = np.arange(batch.cache_heads).reshape(-1, 1, batch.num_kv_heads, 1)
+    rows = table.astype(np.int64)[None, :, None, :] * batch.cache_heads + heads
     return torch.from_numpy(rows.reshape(-1))
 
 

@@ -39,7 +39,8 @@ def paged_attention(
 
     `soft_cap`: scores become cap * tanh(score / cap). `alibi_slopes`: float32 [num_heads]; a key that lies n tokens
     back loses slope * n. `sinks`: float32 [num_heads], for each head the score of a key without a value, which takes
-    its share of the softmax.
+    its share of the softmax. Where the batch `shares_vectors`, values are the keys: the caller takes what it wants of
+    the result.
     """
     batch = plan.batch
     result = torch.empty_like(query)
@@ -83,4 +84,4 @@ def _gather(cache: Tensor, batch: AttentionBatch, request: int, seq_len: int) ->
     num_blocks = -(-seq_len // batch.block_size)
     blocks = torch.from_numpy(batch.block_tables[request, :num_blocks].astype("int64")).to(cache.device)
     tokens = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len]
-    return tokens[: batch.num_kv_heads], tokens[batch.num_kv_heads :]
+    return tokens[: batch.num_kv_heads], tokens[-batch.num_kv_heads :]

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.autoscaler.records import Record, encode_record, is_record
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import CONFIG_MAP
 from pagemill_operator.backends.kubernetes.render.records import lines_of, records_name, render_records
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import EVENT, LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 

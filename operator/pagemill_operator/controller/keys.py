@@ -14,7 +14,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError
 from pagemill_operator.backends.kubernetes.kinds import SECRET
 from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, Manifest
 from pagemill_protocol.engine_token import KEY_BYTES, MIN_KEY_BYTES, EngineKeys

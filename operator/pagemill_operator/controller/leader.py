@@ -11,9 +11,10 @@ import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from pagemill_kube.client import Client
+from pagemill_kube.errors import Unreachable
 from pagemill_operator.autoscaler.records import encode_record
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import Client, Unreachable
 from pagemill_operator.backends.kubernetes.snapshot import Owner, RenderContext
 from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.config import OperatorConfig

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LEASE
 
 logger = logging.getLogger("pagemill.operator.lease")

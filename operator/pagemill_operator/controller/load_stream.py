@@ -97,7 +97,7 @@ class LoadStreams:
                 logging.DEBUG if uid in self._interrupted else logging.WARNING,
                 "the load stream of gateway %s is interrupted: %s",
                 url,
-                error or type(error).__name__,
+                str(error) or type(error).__name__,
             )
             self._interrupted.add(uid)
         finally:

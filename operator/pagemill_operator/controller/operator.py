@@ -14,11 +14,13 @@ import signal
 from collections.abc import Callable
 
 import kopf
-from kubernetes.aio.client import Configuration
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
-from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS, Kind
-from pagemill_operator.backends.kubernetes.snapshot import Manifest
+from pagemill_kube.client import Client
+from pagemill_kube.credentials import Credentials
+from pagemill_kube.errors import ApiError, Unreachable
+from pagemill_kube.kinds import Kind
+from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT, SECRET, WATCHED_KINDS
+from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, Manifest
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller import health
 from pagemill_operator.controller.cache import Cache
@@ -48,18 +50,23 @@ class Operator:
     def __init__(
         self,
         config: OperatorConfig,
-        configuration: Configuration,
+        credentials: Credentials,
         identity: str,
         *,
         on_lost: Callable[[], None] = exit_at_once,
     ) -> None:
         self._config = config
-        self._configuration = configuration
+        self._credentials = credentials
         self._on_lost = on_lost
         self._stopping = asyncio.Event()
         self.metrics = OperatorMetrics()
         self.leadership = Leadership(config.renew_deadline_s)
-        self.client = Client(configuration, remaining_s=self.leadership.remaining_s, on_response=self.metrics.responded)
+        self.client = Client(
+            credentials,
+            field_manager=FIELD_MANAGER,
+            remaining_s=self.leadership.remaining_s,
+            on_response=self.metrics.responded,
+        )
         self.cache = Cache(config.namespace, config.gateway_selector, config.watch_namespaces)
         self.queue = WorkQueue(observer=self.metrics)
         self.watches = Watches(WATCHED_KINDS, self._namespaces, on_listed=self._listed)
@@ -211,5 +218,5 @@ class Operator:
         return sorted({*wanted, self._config.namespace}) if wanted else []
 
     def _login(self) -> kopf.AiohttpSession:
-        session = watch_session(self._configuration, self.watches, self.metrics.responded)
-        return kopf.AiohttpSession(server=self._configuration.host, aiohttp_session=session)
+        session = watch_session(self._credentials, self.watches, self.metrics.responded)
+        return kopf.AiohttpSession(server=self._credentials.base_url, aiohttp_session=session)

@@ -11,7 +11,8 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD_MONITOR
 from pagemill_operator.backends.kubernetes.snapshot import MANAGED_BY_LABEL, Manifest
 from pagemill_operator.controller.cache import Cache
@@ -28,7 +29,7 @@ async def retry(name: str, task: Task, retry_s: float) -> float:
         try:
             return await task()
         except (ApiError, Unreachable, NotLeading) as error:
-            logger.warning("%s: %s", name, error or type(error).__name__)
+            logger.warning("%s: %s", name, str(error) or type(error).__name__)
         await asyncio.sleep(random.uniform(0.5, 1.0) * retry_s)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from pagemill_crds.models import LLMDeployment
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, Unreachable
 from pagemill_operator.backends.kubernetes.backend import KubernetesCluster
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
 from pagemill_operator.backends.kubernetes.observe import load_wait_s, status_body
 from pagemill_operator.backends.kubernetes.snapshot import Manifest

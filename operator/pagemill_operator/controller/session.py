@@ -1,4 +1,4 @@
-"""The HTTP session that kopf watches with: the official client's credentials, and an eye on what comes in.
+"""The HTTP session that kopf watches with: the credentials of `pagemill_kube`, and a report of what arrives.
 
 kopf reports neither bookmarks nor complete listings to its handlers; both are seen here, on the connection, and
 reported to `watches`. Lists lose their managedFields before kopf queues them.
@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
-from kubernetes.aio.client import ApiClient, Configuration
 
-from pagemill_operator.backends.kubernetes.client import authorization
+from pagemill_kube.credentials import Credentials
 from pagemill_operator.backends.kubernetes.kinds import WATCHED_KINDS
 from pagemill_operator.controller.watches import StreamId, Watches
 
@@ -22,12 +21,12 @@ _KINDS = {(kind.group, kind.plural): kind.name for kind in WATCHED_KINDS}
 
 
 def watch_session(
-    configuration: Configuration, watches: Watches, on_response: Callable[[str, str], None]
+    credentials: Credentials, watches: Watches, on_response: Callable[[str, str], None]
 ) -> aiohttp.ClientSession:
     """A session for `kopf.AiohttpSession`. `on_response` is called with code and method."""
 
     async def observe(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        request.headers.update(await authorization(configuration))
+        request.headers.update(await credentials.headers())
         at = stream_of(request.url.path)
         try:
             response = await handler(request)
@@ -65,14 +64,13 @@ def watch_session(
                 watches.page(at, identities, is_first="continue" not in self.url.query)
             return answer
 
-    ssl_context = ApiClient(configuration).rest_client.ssl_context
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=ssl_context),
+        connector=aiohttp.TCPConnector(limit=0, ssl=credentials.tls if credentials.tls is not None else True),
         middlewares=(observe,),
         response_class=Observed,
         # A watch's line may be as long as the largest object.
         read_bufsize=2**20,
-        proxy=configuration.proxy,
+        proxy=credentials.proxy,
     )
 
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import aiohttp
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, NotLeading, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.backends.kubernetes.kinds import POD
 from pagemill_operator.backends.kubernetes.observe.pods import Rest, ordered_rest
 from pagemill_operator.backends.kubernetes.ownership import is_ending
@@ -159,7 +160,7 @@ class Standby:
         try:
             answer = await self._client.merge(POD, metadata["namespace"], metadata["name"], patch)
         except (ApiError, Unreachable, NotLeading) as error:
-            return f"its annotation was not written: {error or type(error).__name__}"
+            return f"its annotation was not written: {str(error) or type(error).__name__}"
         self._cache.put(POD.name, answer)
         return ""
 

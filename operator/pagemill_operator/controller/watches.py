@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagemill_operator.backends.kubernetes.kinds import Kind
+from pagemill_kube.kinds import Kind
 
 Identity = tuple[str, str]
 """(namespace, name)"""

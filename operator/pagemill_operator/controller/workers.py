@@ -7,7 +7,7 @@ import logging
 import random
 import time
 
-from pagemill_operator.backends.kubernetes.client import ApiError, NotLeading, Unreachable
+from pagemill_kube.errors import ApiError, NotLeading, Unreachable
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.queue import WorkQueue
 from pagemill_operator.controller.reconcile import Reconciler

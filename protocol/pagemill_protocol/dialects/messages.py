@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import msgspec
-
 from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
-from pagemill_protocol.dialects.base import Preparation
-from pagemill_protocol.dialects.chat import ChatBody
-from pagemill_protocol.dialects.translation import TranslatedDialect, as_chat, with_names
+from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_chat
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, TokenizeRequest
-from pagemill_protocol.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from pagemill_protocol.text.tokenizer import Tokenizer
 
 RENAMED = (
     (".function.parameters", ".input_schema"),
@@ -52,8 +42,9 @@ class MessagesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"msg_{new_id()}"
 
-    def parse(self, raw: bytes) -> MessagesBody:
-        return MessagesBody(as_chat(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest))
+    def parse(self, raw: bytes) -> TranslatedChat:
+        chat = as_chat(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
+        return TranslatedChat(chat, self.name, RENAMED)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.MessagesRenderer:
         return render.MessagesRenderer(request)
@@ -63,14 +54,3 @@ class MessagesDialect(TranslatedDialect):
 
     def error_event(self, error: PagemillError) -> bytes:
         return render.error_event(error)
-
-
-class MessagesBody(ChatBody):
-    def prepare(
-        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
-    ) -> list[GenerateRequest]:
-        try:
-            prepared = super().prepare(tokenizer, preparation, sampling, text)
-        except PagemillError as error:
-            raise with_names(error, RENAMED) from None
-        return [msgspec.structs.replace(each, dialect=MessagesDialect.name) for each in prepared]

@@ -1,20 +1,30 @@
-"""What dialects share whose bodies become chat requests: the translation, with errors at the client's own fields."""
+"""For bodies that become requests of OpenAI's: the translation, and errors at the client's own fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from pydantic import FiniteFloat, ValidationError
 from pydantic_core import PydanticCustomError
 
+from pagemill_protocol.dialects.base import Preparation
+from pagemill_protocol.dialects.chat import ChatBody
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.parse import from_refusal, from_validation
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, Priority
+from pagemill_protocol.openai.schemas import ChatCompletionRequest, Priority, SamplingFields
+from pagemill_protocol.sampling import SamplingParams
 
-Chat = TypeVar("Chat", bound=ChatCompletionRequest)
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+Request = TypeVar("Request", bound=SamplingFields)
+Renamed = tuple[str, str]
+"""A place in a request of OpenAI's, and the same one in the client's."""
 
 
 class SamplingExtensions(RequestModel):
@@ -43,11 +53,37 @@ class TranslatedDialect:
         return body
 
 
-def as_chat(translate: Callable[[], dict[str, Any]], renamed: Sequence[tuple[str, str]], schema: type[Chat]) -> Chat:
-    """The chat request of the body that `translate` returns. Raises `PagemillError` 400.
+class TranslatedChat(ChatBody):
+    """A body that became a chat request: requests name their dialect, errors the client's own fields."""
 
-    `renamed`: places in a chat request, and the same ones in the client's.
-    """
+    def __init__(
+        self, fields: ChatCompletionRequest, dialect: str, renamed: Sequence[Renamed], client_fields: str = ""
+    ) -> None:
+        super().__init__(fields)
+        self._added = {"dialect": dialect, "client_fields": client_fields}
+        self._renamed = renamed
+
+    def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
+        with self._named():
+            return super().sampling(defaults)
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        with self._named():
+            prepared = super().prepare(tokenizer, preparation, sampling, text)
+        return [msgspec.structs.replace(each, **self._added) for each in prepared]
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except PagemillError as error:
+            raise with_names(error, self._renamed) from None
+
+
+def as_chat(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
+    """The request of OpenAI's for the body that `translate` returns. Raises `PagemillError` 400."""
     try:
         return schema.model_validate(translate())
     except PydanticCustomError as error:
@@ -56,7 +92,7 @@ def as_chat(translate: Callable[[], dict[str, Any]], renamed: Sequence[tuple[str
         raise with_names(from_validation(error), renamed) from None
 
 
-def with_names(error: PagemillError, renamed: Sequence[tuple[str, str]]) -> PagemillError:
+def with_names(error: PagemillError, renamed: Sequence[Renamed]) -> PagemillError:
     """`error` as the client's own fields name it."""
     for ours, theirs in renamed:
         error.message = error.message.replace(ours, theirs)

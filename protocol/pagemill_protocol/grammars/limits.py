@@ -34,6 +34,8 @@ MAX_LITERAL_CHARS = 8192
 MAX_EXPANDED = 10_000
 """Characters of a regular expression with its repetitions written out."""
 MAX_ELEMENTS = 4096
+MAX_REMAINDERS = 10_000
+"""Of division by a `multipleOf`: more take the compiler longer than a tenth of a second."""
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}|~ ?(\d+)(?:\.\.(\d+))?")
 
 
@@ -70,6 +72,8 @@ def _check_schema(schema: Any) -> None:
             )
         if key == "pattern" and isinstance(value, str):
             _check_regex(value)
+        if key == "multipleOf" and isinstance(value, int | float):
+            _check_divisor(value)
     if is_endless(schema):
         raise ValueError("no value is valid for it: every one would contain another without end; allow a value to end")
 
@@ -85,6 +89,16 @@ def _values(key: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
     elif isinstance(value, list):
         for each in value:
             yield from _values(key, each, depth + 1)
+
+
+def _check_divisor(divisor: float) -> None:
+    """Its automaton has a state for each remainder; zeros at the end are digits that must be zero and cost nothing."""
+    remainders = int(str(int(divisor)).rstrip("0") or 0) if divisor == divisor and abs(divisor) < float("inf") else 0
+    if remainders > MAX_REMAINDERS:
+        raise ValueError(
+            f"multipleOf {divisor} has {remainders} remainders; at most {MAX_REMAINDERS} are allowed: send a "
+            "smaller one"
+        )
 
 
 def _check_regex(pattern: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +26,7 @@ from pagemill_protocol.errors import (
 )
 from pagemill_protocol.http.auth import bearer_token, hash_key, header, is_loopback, same_secret
 from pagemill_protocol.http.body import check_json_content_type, read_body, read_json
+from pagemill_protocol.http.coding import Inflater, accepts_gzip, compressed, inflater_of, is_compressible
 from pagemill_protocol.http.errors import error_response, install_error_handlers
 from pagemill_protocol.ids import new_id
 
@@ -46,6 +48,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+PROCESSING_HEADER = b"openai-processing-ms"
+"""Milliseconds from the request's first byte to the answer's."""
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 """Bytes of a too large body that are read and dropped, so that its sender receives the 413."""
 
@@ -78,13 +82,16 @@ class Door:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if len(scope["path"]) > 1 and scope["path"].endswith("/"):
+            scope = {**scope, "path": scope["path"][:-1]}
         given = header(scope, REQUEST_ID_HEADER)
         identity = given if given is not None and _SAFE_REQUEST_ID.fullmatch(given) else new_id()
         scope.setdefault("state", {})["request_id"] = identity
         body = _BoundedBody(receive, self.max_body_bytes, self.body_timeout_s)
-        answer = _Answer(send, body, identity.encode("latin-1"))
+        answer = _Answer(send, body, identity.encode("latin-1"), accepts_gzip(scope))
         try:
             self._check_headers(scope, body)
+            body.inflater = inflater_of(scope, self.max_body_bytes)
             await self.app(scope, body.receive, answer.send)
         except PagemillError as error:
             await answer.fail(error)
@@ -120,6 +127,7 @@ class _BoundedBody:
         self.declared_bytes = 0
         self.expects_continue = False
         self.complete = False
+        self.inflater: Inflater | None = None
 
     async def receive(self) -> Message:
         if self.complete:
@@ -131,7 +139,16 @@ class _BoundedBody:
         if self._num_bytes > self._max_bytes:
             await self._discard()
             raise body_too_large(self._max_bytes)
+        if self.inflater is not None and message["type"] == "http.request":
+            message = await self._inflated(self.inflater, message)
         return message
+
+    async def _inflated(self, inflater: Inflater, message: Message) -> Message:
+        try:
+            return {**message, "body": inflater.push(message.get("body", b""), last=self.complete)}
+        except PagemillError:
+            await self._discard()
+            raise
 
     async def _next(self) -> Message:
         try:
@@ -156,10 +173,15 @@ class _BoundedBody:
 
 
 class _Answer:
-    """Wraps `send`: adds the request id, and closes the connection if part of the body was not read."""
+    """Wraps `send`: adds the request id and the time, compresses what is large and whole for those who accept it, and
+    closes the connection if part of the body was not read."""
 
-    def __init__(self, send: Send, body: _BoundedBody, identity: bytes) -> None:
+    def __init__(self, send: Send, body: _BoundedBody, identity: bytes, accepts_gzip: bool) -> None:
         self._send = send
+        self._accepts_gzip = accepts_gzip
+        self._began_s = time.monotonic()
+        self._held: Message | None = None
+        """The start of an answer that may be compressed."""
         self._body = body
         self._identity = identity
         self.started = False
@@ -168,12 +190,22 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
+            took_ms = (time.monotonic() - self._began_s) * 1000
             headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, self._identity)]
+            headers.append((PROCESSING_HEADER, b"%d" % took_ms))
             if not self._body.complete:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
+            if self._accepts_gzip and is_compressible(message):
+                self._held = message
+                return
         elif message["type"] == "http.response.body":
             self.complete = not message.get("more_body", False)
+            if self._held is not None:
+                start, self._held = self._held, None
+                if self.complete:
+                    start, message = await compressed(start, message)
+                await self._send(start)
         await self._send(message)
 
     async def fail(self, error: PagemillError) -> None:

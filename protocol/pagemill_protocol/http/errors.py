@@ -7,7 +7,9 @@ text stays in the log. `door` covers what happens around the app.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import TypeVar
 
 import orjson
 from starlette.applications import Starlette
@@ -18,6 +20,7 @@ from starlette.responses import Response
 from pagemill_protocol.errors import PagemillError, internal_error, not_found
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 
 def error_response(error: PagemillError, headers: dict[str, str] | None = None) -> Response:
@@ -30,6 +33,22 @@ def error_response(error: PagemillError, headers: dict[str, str] | None = None) 
     )
 
 
+def with_errors(
+    error_body: Callable[[PagemillError], bytes], route: Callable[[Request], Awaitable[Answer]]
+) -> Callable[[Request], Awaitable[Answer | Response]]:
+    """The route with errors in a shape of its own."""
+
+    async def shaped(request: Request) -> Answer | Response:
+        try:
+            return await route(request)
+        except PagemillError as error:
+            return Response(
+                error_body(error), status_code=error.status, headers=error.headers(), media_type="application/json"
+            )
+
+    return shaped
+
+
 def method_not_allowed(method: str, path: str) -> PagemillError:
     return PagemillError(
         f"The route `{path[:200]}` does not answer {method[:20]}.", status=405, code="method_not_allowed"
@@ -39,7 +58,7 @@ def method_not_allowed(method: str, path: str) -> PagemillError:
 def install_error_handlers(app: Starlette) -> None:
     """Register handlers for everything `app` can raise.
 
-    A path with a slash too many is unknown like any other: a redirect would lead where the Host header says.
+    `door` removes a slash at the end of a path; there is no redirect, which would lead where the Host header says.
     """
     app.router.redirect_slashes = False
     app.add_exception_handler(PagemillError, _on_pagemill_error)

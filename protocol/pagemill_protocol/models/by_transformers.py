@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,8 @@ from pagemill_protocol.models.parts import linear
 
 _REPLACEABLE, _STATEFUL = "_supports_attention_backend = True", "_is_stateful = True"
 """Marks of classes in transformers: attention by a registered function, and a state that is no cache of keys."""
-_OTHER_STATE = (
-    "attention_chunk_size",
-    "conv_L_cache",
-    "is_encoder_decoder",
-    "kv_lora_rank",
-    "layers_block_type",
-    "linear_num_key_heads",
-    "mamba_d_state",
-    "ssm_cfg",
-    "ssm_state_size",
-    "use_bidirectional_attention",
-)
+_OTHER_STATE = ("attention_chunk_size", "is_encoder_decoder", "kv_lora_rank", "use_bidirectional_attention")
+_RECURRENT = ("conv_L_cache", "linear_num_key_heads", "mamba_d_state", "ssm_cfg", "ssm_state_size", "layers_block_type")
 """Keys of config.json, in use where they are neither missing nor false."""
 
 
@@ -50,6 +41,13 @@ def class_is_installed(model_type: Any) -> bool:
     files = [Path(each) / "models" / model_type / f"modeling_{model_type}.py" for each in folders]
     sources = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
     return any(_REPLACEABLE in source and _STATEFUL not in source for source in sources)
+
+
+def recurrent_key(values: Mapping[str, Any]) -> str | None:
+    """What in a config.json, or in its part on text, says that layers keep a recurrent state."""
+    text = values.get("text_config")
+    parts = [values, text] if isinstance(text, dict) else [values]
+    return next((key for part in parts for key in _RECURRENT if part.get(key) not in (None, False)), None)
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:

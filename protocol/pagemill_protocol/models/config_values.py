@@ -31,10 +31,27 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+READ_QUANTIZATIONS = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
+"""Methods whose checkpoints the engine reads, as `quantization_config.quant_method` names them."""
+
+
 def quantization_of(values: dict[str, Any]) -> str | None:
     """The method that a config.json names for its weights; `None`: plain floats."""
     value = values.get("quantization_config")
     return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None
+
+
+def quantization_bits(values: dict[str, Any]) -> int | None:
+    """Bits of a quantized weight, where `config.json` says them of all matrices alike."""
+    settings = values.get("quantization_config")
+    if not isinstance(settings, dict):
+        return None
+    groups = settings.get("config_groups")
+    parts = [each.get("weights") for each in groups.values()] if isinstance(groups, dict) else []
+    found = {part.get("num_bits") for part in parts if isinstance(part, dict)}
+    found |= {settings.get("bits"), settings.get("w_bit")}
+    bits = [each for each in found if isinstance(each, int)]
+    return bits[0] if len(bits) == 1 else None
 
 
 class ConfigValues:
@@ -107,6 +124,13 @@ class ConfigValues:
         if value not in _ACTIVATIONS:
             raise self.unsupported(f"the activation `{value}`")
         return _ACTIVATIONS[value]
+
+    def choice(self, key: str, options: tuple[str, ...]) -> str:
+        """One of `options`, the first where the key is missing."""
+        value = self._values.get(key) or options[0]
+        if value not in options:
+            raise self.wrong(key, value, f"one of {', '.join(options)}")
+        return str(value)
 
     def quantization(self) -> str | None:
         """How the file says that its weights are quantized."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -119,6 +119,16 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     sinks: str | None = None
     """A stored tensor [num_heads]: scores of keys without values, which take their share of the softmax."""
 
+    @property
+    def cache_heads(self) -> int:
+        """Vectors of `head_dim` values that the cache holds for each token: keys, then values."""
+        return 2 * self.num_kv_heads
+
+    @property
+    def turning_dim(self) -> int:
+        """Values that a rotary table covers; a partial rotary embedding lets the last of them stand still."""
+        return self.head_dim
+
     def linears(self) -> Iterator[LinearSpec]:
         yield from (self.qkv, self.output)
 
@@ -126,6 +136,55 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         norms = [norm for norm in (self.query_norm, self.key_norm) if norm is not None]
         sinks: Shapes = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
         return _merged(self.qkv, self.output, *norms) | sinks
+
+
+class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent_attention"):
+    """Multi-head latent attention (MLA, arXiv 2405.04434): the cache holds one vector for each token.
+
+    Keys and values of all heads are products of its first `latent_size` values; the rest is a rotated key that all
+    heads share. An executor multiplies `up` into queries and outputs instead, and attends to the vectors themselves.
+    """
+
+    num_heads: int
+    latent_size: int
+    key_dim: int
+    """Values of a head's key that come from the latent."""
+    value_dim: int
+    rope: RopeSpec
+    """Of the last `rotary_dim` values of queries, and of the shared key: all of them turn."""
+    query: LinearSpec
+    """Its rows: for each head `key_dim` values, then those that turn."""
+    down: LinearSpec
+    """Its rows: the latent, then the shared key."""
+    latent_norm: NormSpec
+    up: LinearSpec
+    """From the latent; its rows: for each head its key, then its value."""
+    output: LinearSpec
+    scale: float
+    query_down: LinearSpec | None = None
+    """Before `query_norm` and `query`, where queries are compressed as well."""
+    query_norm: NormSpec | None = None
+
+    window: ClassVar[None] = None
+    num_kv_heads: ClassVar[int] = 1
+    cache_heads: ClassVar[int] = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Of what the cache holds, and of queries once `up` is multiplied into them."""
+        return self.latent_size + self.rope.rotary_dim
+
+    @property
+    def turning_dim(self) -> int:
+        return self.rope.rotary_dim
+
+    def linears(self) -> Iterator[LinearSpec]:
+        every = (self.query_down, self.query, self.down, self.up, self.output)
+        yield from (each for each in every if each is not None)
+
+    def shapes(self) -> Shapes:
+        norms = [norm for norm in (self.query_norm, self.latent_norm) if norm is not None]
+        return _merged(*self.linears(), *norms)
 
 
 class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
@@ -160,6 +219,21 @@ class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
         return _merged(self.mlp, *(() if self.gate is None else (self.gate,)))
 
 
+class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How DeepSeek's routers choose experts: each token takes its `top_groups` best groups, then the best experts of
+    these."""
+
+    scores: Literal["softmax", "sigmoid"]
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+    """A group's score is the sum of so many of its best experts' scores."""
+    bias: str | None = None
+    """A stored tensor [experts], added to the scores for the choice, not for the weights."""
+    scale: float = 1.0
+    """Of the weights."""
+
+
 class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     """A mixture of experts: each token passes the `top_k` experts whose router logits are the largest.
 
@@ -174,6 +248,8 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     renormalized: bool
     """The softmax is taken over the chosen logits, so that the weights sum to 1; else over all of them."""
     shared: SharedExpertSpec | None = None
+    gating: GatingSpec | None = None
+    """In place of the softmax; with it, weights that are `renormalized` are divided by their sum."""
 
     @property
     def intermediate_size(self) -> int:
@@ -201,11 +277,13 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         return {name for each in (self.router, gate) if each is not None for name in each.weight_shapes()}
 
     def shapes(self) -> Shapes:
-        return _merged(*self.linears())
+        bias = None if self.gating is None else self.gating.bias
+        return _merged(*self.linears()) | ({} if bias is None else {bias: (len(self.experts),)})
 
 
-BlockSpec = AttentionSpec | MLPSpec | MoESpec
-"""What computes inside a layer. Latent attention and recurrent blocks are further members."""
+AnyAttentionSpec = AttentionSpec | LatentAttentionSpec
+BlockSpec = AnyAttentionSpec | MLPSpec | MoESpec
+"""What computes inside a layer. Recurrent blocks are further members."""
 
 
 class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,6 +393,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: HeadSpec
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Endings of tensors that files may hold besides: constants that old checkpoints store."""
+    ignored_layers: tuple[str, ...] = ()
+    """What the names of whole layers begin with that files may hold besides: those that draft further tokens."""
     optional_prefix: str = ""
     """Some files leave it out of the names that begin with it: `transformer.`."""
     stacked: dict[str, str] = {}
@@ -324,13 +404,13 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     by_transformers: bool = False
     """Sizes alone: a class of the installed `transformers` computes it and knows its tensors."""
 
-    def attentions(self) -> Iterator[AttentionSpec]:
+    def attentions(self) -> Iterator[AnyAttentionSpec]:
         for layer in self.layers:
-            yield from (block for block in layer.blocks() if isinstance(block, AttentionSpec))
+            yield from (block for block in layer.blocks() if isinstance(block, AnyAttentionSpec))
 
     def mlps(self) -> Iterator[MLPSpec | MoESpec]:
         for layer in self.layers:
-            yield from (block for block in layer.blocks() if not isinstance(block, AttentionSpec))
+            yield from (block for block in layer.blocks() if not isinstance(block, AnyAttentionSpec))
 
     def mixtures(self) -> Iterator[MoESpec]:
         yield from (block for block in self.mlps() if isinstance(block, MoESpec))
@@ -351,6 +431,13 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         name = self.embedding.name if self.head.tied else self.head.name
         return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.vocab_size, bias=self.head.bias),))
 
+    def float_matrices(self) -> set[str]:
+        """Matrices that are never quantized: those that choose and weigh experts, which are small, and those that are
+        multiplied into others."""
+        names = {name for mixture in self.mixtures() for name in mixture.gate_names()}
+        latent = (each for each in self.attentions() if isinstance(each, LatentAttentionSpec))
+        return names | {name for attention in latent for name in attention.up.weight_shapes()}
+
     def linears(self) -> Iterator[LinearSpec]:
         """All products but a tied head's."""
         for block in (block for layer in self.layers for block in layer.blocks()):
@@ -367,7 +454,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_ignored(self, name: str) -> bool:
         """A tensor that may be stored and is not used."""
-        return name.endswith(self.ignored) or (self.head.tied and name == f"{self.head.name}.weight")
+        if name.endswith(self.ignored) or name.startswith(self.ignored_layers):
+            return True
+        return self.head.tied and name == f"{self.head.name}.weight"
 
 
 class _HasShapes(Protocol):

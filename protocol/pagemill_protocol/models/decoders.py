@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from pagemill_protocol.models import by_transformers
-from pagemill_protocol.models.by_transformers import class_is_installed
+from pagemill_protocol.models.by_transformers import class_is_installed, recurrent_key
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.known import GROUP
+from pagemill_protocol.models.known import GROUP, RECURRENT, unsupported
 from pagemill_protocol.models.registry import Found, find_family
 from pagemill_protocol.sources import UnreadableModelError
 
@@ -31,6 +31,9 @@ def _find_family(values: dict[str, Any], path: Path) -> Found:
     try:
         return find_family(names, path.parent)
     except UnsupportedModelArchitecture as error:
+        key = recurrent_key(values)
+        if key is not None:
+            raise unsupported(names[0], path.parent, f" with {RECURRENT} (`{key}`)") from error
         if class_is_installed(model_type):
             return Found(names[0], by_transformers.FAMILY)
         if "auto_map" not in values:

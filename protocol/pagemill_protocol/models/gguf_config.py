@@ -27,7 +27,7 @@ class GGUFConfig(ConfigValues):
     """`own`: keys of `config.json` that count before the translated ones; `None`: absent."""
 
     def __init__(self, values: GGUFValues, **own: Any) -> None:
-        translated = _sizes(values) | _epsilons(values) | _flags(values)
+        translated = _sizes(values, own.get("head_dim")) | _epsilons(values) | _flags(values)
         translated["sliding_window"] = values.window()
         super().__init__(values.file.path / "metadata", translated | own, values.architecture)
         self._gguf = values
@@ -38,13 +38,14 @@ class GGUFConfig(ConfigValues):
         return self._gguf.rope(head_dim, context, partial=partial is not None)
 
 
-def _sizes(values: GGUFValues) -> dict[str, Any]:
+def _sizes(values: GGUFValues, head_dim: int | None) -> dict[str, Any]:
+    """`head_dim`: where the family has read it."""
     sizes = {name: values.size(*where) for name, where in _SIZES.items()}
     heads = sizes["num_attention_heads"]
     return {
         **sizes,
         "num_key_value_heads": values.size("num_kv_heads", "attention.head_count_kv", heads),
-        "head_dim": values.head_dim(sizes["hidden_size"], heads),
+        "head_dim": head_dim or values.head_dim(sizes["hidden_size"], heads),
         "vocab_size": values.vocab_size(),
     }
 

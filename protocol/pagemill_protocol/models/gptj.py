@@ -11,7 +11,9 @@ from pagemill_protocol.models.declaration import (
     LayerSpec,
     RopeSpec,
 )
-from pagemill_protocol.models.family import Family
+from pagemill_protocol.models.family import Family, GGUFNames
+from pagemill_protocol.models.gguf_config import GGUFConfig
+from pagemill_protocol.models.gguf_values import GGUFValues
 from pagemill_protocol.models.parts import layer_norm, linear, parallel, plain_mlp
 
 
@@ -56,4 +58,33 @@ def _layer(config: ConfigValues, index: int, size: int, num_heads: int, rope: Ro
     return parallel(name, (norm, attention), (norm, mlp))
 
 
-FAMILY = Family(read_config)
+def read_gguf(values: GGUFValues) -> DecoderSpec:
+    config = GGUFConfig(
+        values,
+        n_embd=values.integer("embedding_length"),
+        n_head=values.integer("attention.head_count"),
+        n_layer=values.integer("block_count"),
+        n_positions=values.integer("context_length"),
+        n_inner=values.integer("feed_forward_length"),
+        rotary_dim=values.integer("rope.dimension_count"),
+    )
+    return read_config(config)
+
+
+_IN_LAYER = {
+    "attn_norm": "ln_1",
+    "attn_q": "attn.q_proj",
+    "attn_k": "attn.k_proj",
+    "attn_v": "attn.v_proj",
+    "attn_output": "attn.out_proj",
+    "ffn_up": "mlp.fc_in",
+    "ffn_down": "mlp.fc_out",
+}
+_ELSEWHERE = {
+    "token_embd.weight": "transformer.wte.weight",
+    "output_norm.weight": "transformer.ln_f.weight",
+    "output_norm.bias": "transformer.ln_f.bias",
+    "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
+}
+FAMILY = Family(read_config, read_gguf, GGUFNames("transformer.h", _IN_LAYER, _ELSEWHERE, {}))

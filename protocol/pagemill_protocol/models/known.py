@@ -38,6 +38,8 @@ BUILT_IN: dict[str, Names] = {
     "baichuan": Names(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan", ("baichuan",)),
     "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
     "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
+    "deepseek_v2": Names(("DeepseekV2ForCausalLM",), "deepseek_v2"),
+    "deepseek_v3": Names(("DeepseekV3ForCausalLM",), "deepseek_v3", ("deepseek2",)),
     "falcon": Names(("FalconForCausalLM", "RWForCausalLM"), "falcon", ("falcon",)),
     "gemma": Names(("GemmaForCausalLM",), "gemma", ("gemma",)),
     "gemma2": Names(("Gemma2ForCausalLM",), "gemma2", ("gemma2",)),
@@ -45,7 +47,7 @@ BUILT_IN: dict[str, Names] = {
     "gpt2": Names(("GPT2LMHeadModel",), "gpt2", ("gpt2",)),
     "gpt_bigcode": Names(("GPTBigCodeForCausalLM",), "gpt_bigcode", ("starcoder",)),
     "gpt_neox": Names(("GPTNeoXForCausalLM",), "gpt_neox", ("gptneox",)),
-    "gptj": Names(("GPTJForCausalLM",), "gptj"),
+    "gptj": Names(("GPTJForCausalLM",), "gptj", ("gptj",)),
     "gpt_oss": Names(("GptOssForCausalLM",), "gpt_oss", ("gpt-oss",)),
     "granite": Names(("GraniteForCausalLM",), "granite", ("granite",)),
     "internlm": Names(("InternLMForCausalLM",), "internlm"),
@@ -71,6 +73,14 @@ BUILT_IN: dict[str, Names] = {
     "starcoder2": Names(("Starcoder2ForCausalLM",), "starcoder2", ("starcoder2",)),
 }
 """By module of this package."""
+
+RECURRENT = "layers that keep a recurrent state beside the KV cache"
+"""Hybrids: docs/adr/0053."""
+RECURRENT_GGUF = (
+    "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe",
+    "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next",
+)  # fmt: skip
+"""Names in `general.architecture`."""
 
 
 def known_architectures() -> list[str]:

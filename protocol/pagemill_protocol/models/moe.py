@@ -37,7 +37,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 
 def mixture_from_config(config: ConfigValues, *, size_key: str, renormalized: bool) -> Mixture:
     """Raises `UnreadableModelError` for numbers that cannot be."""
-    num_experts = config.size("num_experts", "num_experts", "num_local_experts")
+    num_experts = config.size("num_experts", "num_experts", "num_local_experts", "n_routed_experts")
     top_k = config.size("num_experts_per_tok")
     if top_k > num_experts:
         raise config.wrong("num_experts_per_tok", top_k, f"at most the {num_experts} experts of a layer")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.family import Family
-from pagemill_protocol.models.known import BUILT_IN, GGUF_GROUP, GROUP, outside, unsupported
+from pagemill_protocol.models.known import BUILT_IN, GGUF_GROUP, GROUP, RECURRENT, RECURRENT_GGUF, outside, unsupported
 
 
 class Found(NamedTuple):
@@ -44,7 +44,7 @@ def find_gguf_family(name: str, path: Path) -> Found:
     added = outside(GGUF_GROUP)
     if name in added:
         return Found(name, _load(added[name]))
-    raise unsupported(name, path)
+    raise unsupported(name, path, f" with {RECURRENT}" if name in RECURRENT_GGUF else "")
 
 
 def _built_in(module: str) -> Family:

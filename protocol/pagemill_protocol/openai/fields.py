@@ -36,6 +36,7 @@ TEMPLATE_KWARGS = frozenset(
 """Variables that clients may pass to a chat template. Others could override the renderer's own arguments."""
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
+RequestId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 
 

@@ -128,6 +128,7 @@ def prepare_chat(
     )
     request = GenerateRequest(
         request_id=request_id,
+        response_id=_response_id(req, request_id, several=False),
         model=req.model,
         prompt_token_ids=token_ids,
         sampling=_limited(sampling, max_tokens),
@@ -178,7 +179,7 @@ def prepare_completions(
         requests.append(
             GenerateRequest(
                 request_id=f"{request_id}-{index}" if several else request_id,
-                response_id=request_id if several else "",
+                response_id=_response_id(req, request_id, several=several),
                 model=req.model,
                 prompt_token_ids=token_ids,
                 sampling=_limited(sampling, max_tokens),
@@ -249,6 +250,13 @@ def _encode(tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, 
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
     return token_ids
+
+
+def _response_id(req: SamplingFields, request_id: str, *, several: bool) -> str:
+    """The client's own name behind the usual prefix. Engines keep to ours, which no other request has."""
+    if req.request_id is not None:
+        return f"{request_id.partition('-')[0]}-{req.request_id}"
+    return request_id if several else ""
 
 
 def _too_many_together(num_prompts: int, num_all: int, num_tokens: int) -> PagemillError:

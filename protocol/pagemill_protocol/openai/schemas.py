@@ -19,6 +19,7 @@ from pagemill_protocol.openai.fields import (
     LogitBias,
     Name,
     Prompts,
+    RequestId,
     RequestModel,
     StopList,
     TemplateKwargs,
@@ -139,6 +140,8 @@ class SamplingFields(RequestModel, FormFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Priority = 0
+    request_id: RequestId | None = None
+    """vLLM's: the answer's `id` is made of it."""
     user: Annotated[str, Field(max_length=1024)] | None = None
 
     @model_validator(mode="after")
@@ -223,12 +226,16 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
+        """Of a choice among some tools, those alone: the prompt shows no others, and no grammar has them."""
+        if isinstance(self.tool_choice, dict) and "names" in self.tool_choice:
+            return [tool for tool in self.tools if tool["function"]["name"] in self.tool_choice["names"]]
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def names_function(self) -> str:
         """The only function that the model may call, and must; "" if the client named none."""
-        return "" if isinstance(self.tool_choice, str) else str(self.tool_choice["function"]["name"])
+        choice = self.tool_choice
+        return str(choice["function"]["name"]) if isinstance(choice, dict) and "function" in choice else ""
 
     @property
     def reasoning_budget(self) -> int | None:
@@ -236,7 +243,8 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
     @property
     def forces_calls(self) -> bool:
-        return self.tool_choice == "required" or bool(self.names_function)
+        mode = self.tool_choice.get("mode") if isinstance(self.tool_choice, dict) else self.tool_choice
+        return mode == "required" or bool(self.names_function)
 
     @property
     def holds_calls(self) -> bool:

@@ -77,11 +77,25 @@ def _tool_choice(value: Any) -> str | dict[str, Any]:
         return value
     if isinstance(value, dict) and value.get("type") == "function":
         return {"type": "function", "function": {"name": _function(value, "")["name"]}}
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value.get("allowed_tools"))
     raise refusal(
         "",
-        f'`tool_choice` is {shorten(value)}. Send "none", "auto", "required" or '
-        '{"type": "function", "function": {"name": ...}}.',
+        f'`tool_choice` is {shorten(value)}. Send "none", "auto", "required", '
+        '{"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", "allowed_tools": {...}}.',
     )
+
+
+def _allowed_tools(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.get("mode") not in ("auto", "required"):
+        raise refusal(
+            "allowed_tools.mode", f'`allowed_tools` needs a `mode`, "auto" or "required", got {shorten(value)}.'
+        )
+    tools = value.get("tools")
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+        raise refusal("allowed_tools.tools", f"`tools` must be a list of 1 to {MAX_TOOLS} tools, got {shorten(tools)}.")
+    names = [_function(tool, f"allowed_tools.tools[{index}]")["name"] for index, tool in enumerate(tools)]
+    return {"type": "allowed_tools", "mode": value["mode"], "names": names}
 
 
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
@@ -107,12 +121,13 @@ def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, A
         return refusal("tool_choice", f"`tool_choice` is {shorten(choice)} and there are no `tools`. Send some.")
     if isinstance(choice, str):
         return None
-    name = choice["function"]["name"]
-    if name in {tool["function"]["name"] for tool in tools}:
+    allows = choice["type"] == "allowed_tools"
+    names = choice["names"] if allows else [choice["function"]["name"]]
+    absent = set(names) - {tool["function"]["name"] for tool in tools}
+    if not absent:
         return None
-    return refusal(
-        "tool_choice.function.name", f"`tool_choice` names {shorten(name)}, which is not among `tools`. Add it there."
-    )
+    field = "tool_choice.allowed_tools.tools" if allows else "tool_choice.function.name"
+    return refusal(field, f"`tool_choice` names {shorten(min(absent))}, which is not among `tools`. Add it there.")
 
 
 _FUNCTION_NAME = {"type": "string", "pattern": NAME_PATTERN}
@@ -141,6 +156,21 @@ _CHOSEN = {
     },
     "required": ["type", "function"],
 }
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _CHOSEN, "minItems": 1, "maxItems": MAX_TOOLS},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 _CALL = {
     "type": "object",
     "properties": {
@@ -162,7 +192,7 @@ Tools = Annotated[
 ToolChoice = Annotated[
     str | dict[str, Any],
     PlainValidator(_tool_choice),
-    WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, _CHOSEN]}),
+    WithJsonSchema({"anyOf": [{"enum": list(CHOICES)}, _CHOSEN, _ALLOWED]}),
 ]
 ToolCalls = Annotated[
     list[dict[str, Any]],

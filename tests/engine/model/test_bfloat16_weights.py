@@ -212,5 +212,5 @@ def test_with_products_of_our_own_the_settings_choose(
     assert compute.ops.fuse_layers is not None
 
 
-def test_what_runs_is_told(folder: Path, runner_loader: Loader) -> None:
+def test_what_runs_is_reported(folder: Path, runner_loader: Loader) -> None:
     assert runner_loader(folder, backend="cpu_onednn", dtype="bfloat16").info.compute == "bfloat16, cpu_onednn"

@@ -1,4 +1,4 @@
-"""What a GPU compiles apart is compiled before the first request: told without a device, from what is launched.
+"""What a GPU compiles apart is compiled before the first request: checked without a device, from what is launched.
 
 In the interpreter alone, which compiles nothing: launches are named as Triton names what it compiles. On a device
 `test_device_runner` watches the compiler itself.
@@ -67,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return found
 
 
-WISHES: list[dict[str, Any]] = [
+FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9, "top_k": 7, "min_p": 0.01},
     {"temperature": 0.0, "presence_penalty": 1.0, "repetition_penalty": 1.2},
@@ -80,14 +80,20 @@ def serve(driver: Any) -> None:
     for lengths in ([8, 8, 8, 8], [1, 2, 3, 4], [7], [1], [20, 1, 1], [40, 3, 9, 2], [33, 33]):
         prompts = [[(7 * i + length) % 64 for i in range(length)] for length in lengths]
         params = [
-            SamplingParams(max_tokens=3, seed=index, ignore_eos=True, **WISHES[(len(lengths) + index) % 4])
+            SamplingParams(max_tokens=3, seed=index, ignore_eos=True, **FIELDS[(len(lengths) + index) % 4])
             for index in range(len(lengths))
         ]
         answers = driver.generate(prompts, params, **LIMITS)
         assert all(answer.error is None for answer in answers)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int4", "kv_cache_dtype": "int8"}], ids=["floats", "codes"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.full, id="floats"),
+        pytest.param({"quantization": "int4", "kv_cache_dtype": "int8"}, id="codes"),
+    ],
+)
 def test_requests_launch_nothing_that_was_not_launched_before(
     tmp_path: Path,
     runner_loader: Callable[..., Any],

@@ -131,7 +131,7 @@ def test_both_loops_answer_as_the_torch_backend_does(runner: Any, expected: Answ
     assert core.scheduler.num_preemptions > 0
 
 
-def test_a_step_goes_on_from_tokens_that_nobody_has_read(runner: Any) -> None:
+def test_a_step_goes_on_from_tokens_that_were_not_read(runner: Any) -> None:
     """Three steps are queued before the first one is read; so many tokens come step by step."""
     prompt = list(range(20, 30))
     read_each = [runner.wait(runner.launch(plan_of({"a": 10}, admitted=[admitted("a", prompt, [2])])))]
@@ -299,7 +299,7 @@ def test_what_is_launched_behind_a_step_that_failed_is_not_run(runner: Any, monk
     runner.wait(runner.launch(plan_of({}, released=["a"])))
 
 
-def test_a_failure_that_nobody_waited_for_costs_one_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_was_not_waited_for_costs_one_step(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after Ctrl-C, which drops what is in flight."""
     with failing_once(runner, monkeypatch):
         runner.launch(plan_of({"a": 2}, admitted=[admitted("a", [5, 6], [0])]))
@@ -310,7 +310,7 @@ def test_a_failure_that_nobody_waited_for_costs_one_step(runner: Any, monkeypatc
     runner.wait(runner.launch(plan_of({}, released=["a"])))
 
 
-def test_a_failure_behind_one_that_was_told_is_told_too(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_behind_one_that_was_reported_is_reported_too(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that was skipped for the first failure says nothing of the second."""
     admission = {"admitted": [admitted("a", [5, 6], [0])]}
     with failing_once(runner, monkeypatch):
@@ -407,7 +407,7 @@ def test_nothing_is_compiled_once_requests_come(load: Callable[..., Any]) -> Non
 
 
 @pytest.mark.gpu
-def test_a_device_that_fails_is_told_as_lost(tmp_path: Path) -> None:
+def test_a_device_that_fails_is_reported_as_lost(tmp_path: Path) -> None:
     """In a process of its own, which can use the device no more afterwards."""
     import subprocess
     import sys

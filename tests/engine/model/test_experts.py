@@ -4,13 +4,13 @@ in chunks, on every backend of the CPU. Planted faults must break it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from expert_models import MODELS, VARIANTS, make_family
+from greedy_families import NUM_TOKENS, Family, tokens_of
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.models.experts import MoE
@@ -20,113 +20,6 @@ from pagemill_protocol.model_files import load_model_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
-NUM_TOKENS = 24
-VOCAB_SIZE = 256
-LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)
-LLAMA = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-}
-QWEN = {**LLAMA, "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 7, "num_experts_per_tok": 3}
-GPT_OSS = {
-    **LLAMA,
-    "head_dim": 16,
-    "intermediate_size": 32,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "sliding_window": 24,
-    "swiglu_limit": 1.5,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 4.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 64,
-    },
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen2-moe": ("Qwen2MoeForCausalLM", {**QWEN, "shared_expert_intermediate_size": 56, "decoder_sparse_step": 2}),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": True, "mlp_only_layers": [1]}),
-    "gpt-oss": ("GptOssForCausalLM", GPT_OSS),
-}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral, one expert a token": (
-        "MixtralForCausalLM",
-        {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 24},
-    ),
-    "mixtral, all experts": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 3, "num_experts_per_tok": 3}),
-    "qwen2-moe, weights of 1, windows": (
-        "Qwen2MoeForCausalLM",
-        {
-            **QWEN,
-            "shared_expert_intermediate_size": 32,
-            "norm_topk_prob": True,
-            "qkv_bias": False,
-            "use_sliding_window": True,
-            "sliding_window": 20,
-            "max_window_layers": 2,
-        },
-    ),
-    "qwen3-moe, shares of the whole softmax": ("Qwen3MoeForCausalLM", {**QWEN, "norm_topk_prob": False}),
-    "olmoe": ("OlmoeForCausalLM", {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2}),
-}
-
-
-@dataclass
-class Family:
-    folder: Path
-    reference: Any
-    prompts: list[list[int]]
-    expected: list[list[int]]
-    """Greedy continuations by transformers."""
-    median_gap: float
-    """Between the log probabilities of the two best tokens."""
-
-
-def write_model(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Any:
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(vocab_size=VOCAB_SIZE, initializer_range=0.3, **overrides)
-    config._attn_implementation = "eager"
-    torch.manual_seed(1)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("bias", "sinks")):
-                parameter.normal_(0, 0.2)
-            elif parameter.dim() == 1:
-                parameter.normal_(1, 0.2)
-            elif tied_experts and parameter_name.endswith("gate.weight"):
-                parameter[1::2] = parameter[: len(parameter) // 2 * 2 : 2]
-        model.get_output_embeddings().weight.mul_(4)
-    model.save_pretrained(folder)
-    return model
-
-
-@torch.no_grad()
-def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The continuation and all gaps; the whole sequence is computed anew for each token, without any cache."""
-    sequence, gaps = torch.tensor([prompt]), []
-    for _ in range(NUM_TOKENS):
-        best = model(sequence, use_cache=False).logits[0, -1].log_softmax(-1).topk(2)
-        gaps.append(float(best.values[0] - best.values[1]))
-        sequence = torch.cat((sequence, best.indices[None, :1]), dim=-1)
-    return sequence[0, len(prompt) :].tolist(), gaps
-
-
-def make_family(name: str, overrides: dict[str, Any], folder: Path, *, tied_experts: bool = False) -> Family:
-    model = write_model(name, overrides, folder, tied_experts=tied_experts)
-    generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS]
-    answers = [greedy_reference(model, prompt) for prompt in prompts]
-    gaps = torch.tensor([gap for _, each in answers for gap in each])
-    return Family(folder, model, prompts, [tokens for tokens, _ in answers], float(gaps.median()))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -144,10 +37,6 @@ def any_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def driver(family: Family, any_backend: str, runner_loader: Loader, make_driver: Drivers) -> Any:
     return make_driver(runner_loader(family.folder, backend=any_backend))
-
-
-def tokens_of(results: list[Any]) -> list[list[int]]:
-    return [result.token_ids for result in results]
 
 
 def test_the_best_tokens_are_clearly_apart(family: Family) -> None:

@@ -27,9 +27,11 @@ from torch import Tensor
 
 from pagemill_kernels.cpu import library
 from pagemill_protocol.models import baichuan
+from pagemill_protocol.sampling import SamplingParams
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)
+ASKS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -66,6 +68,7 @@ def attention(kind: Kind, layer: Layer, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reference_logits(kind: Kind, weights: Weights, tokens: list[int]) -> Tensor:
+    """[tokens, vocabulary]."""
     embedding, norm, head = (weights[f"{name}.weight"] for name in kind.around)
     hidden = embedding[tokens]
     for index in range(NUM_LAYERS):
@@ -75,13 +78,13 @@ def reference_logits(kind: Kind, weights: Weights, tokens: list[int]) -> Tensor:
         hidden = hidden + (torch.nn.functional.silu(x @ layer.gate.T) * (x @ layer.up.T)) @ layer.down.T
     if kind.normalized_head:
         head = head / head.square().sum(-1, keepdim=True).sqrt()
-    return rms_norm(hidden[-1], norm) @ head.T
+    return rms_norm(hidden, norm) @ head.T
 
 
 def continuation(kind: Kind, weights: Weights, prompt: list[int]) -> list[int]:
     tokens = list(prompt)
     for _ in range(NUM_TOKENS):
-        tokens.append(int(reference_logits(kind, weights, tokens).argmax()))
+        tokens.append(int(reference_logits(kind, weights, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -106,8 +109,15 @@ def test_answers_equal_plain_formulas(
     for backend in ("cpu_native", "cpu") if library.load() else ("cpu",):
         driver = make_driver(runner_loader(tmp_path, backend=backend))
         for settings in ({}, {"max_num_batched_tokens": 13}, {"num_blocks": 16, "enable_prefix_caching": False}):
-            results = driver.greedy(prompts, NUM_TOKENS, **settings)
+            results = driver.generate(prompts, [ASKS] * len(prompts), **settings)
             assert [result.token_ids for result in results] == expected
+            for prompt, result in zip(prompts, results, strict=True):
+                rows = reference_logits(kind, weights, prompt)[:-1].log_softmax(-1)
+                of_prompt = rows.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None]).squeeze(1)
+                torch.testing.assert_close(torch.tensor(result.prompt_logprobs), of_prompt, atol=1e-4, rtol=1e-5)
+        hits = driver.greedy(prompts * 2, NUM_TOKENS, waves=True)
+        assert [result.token_ids for result in hits] == expected * 2
+        assert sum(result.num_cached_tokens for result in hits[len(prompts) :]) >= 16 + 32 + 80 + 192
 
 
 def test_a_planted_fault_in_the_layout_of_groups_is_seen(

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import family_gguf
 import pytest
 import torch
+from expert_models import DEEPSEEK_V2, LATENT
 from family_checkpoints import KINDS, NUM_HEADS, SIZE, write_checkpoint
 from family_gguf import write_family_gguf
 from family_models import FALCON, GPT2, LLAMA, MODELS, VARIANTS, write_model
@@ -25,6 +27,7 @@ NUM_TOKENS = 8
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 5, 40)]
 FALCON_GROUPED = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
 OLMOE = {**LLAMA, "num_experts": 5, "num_experts_per_tok": 2}
+SAME_MAGNITUDE = {"rope_parameters": {**LATENT["rope_parameters"], "mscale": 1.2}}
 FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "gpt2": ("gpt2", ("GPT2LMHeadModel", GPT2)),
     "starcoder": ("starcoder", VARIANTS["gpt-bigcode"]),
@@ -35,6 +38,7 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
         "gptneox",
         ("GPTNeoXForCausalLM", {**MODELS["gpt-neox"][1], "use_parallel_residual": False, "attention_bias": False}),
     ),
+    "gptj": ("gptj", MODELS["gptj"]),
     "falcon 7b": ("falcon", MODELS["falcon"]),
     "falcon 40b": ("falcon", ("FalconForCausalLM", FALCON_GROUPED)),
     "falcon 11b": ("falcon", ("FalconForCausalLM", {**FALCON_GROUPED, "num_ln_in_parallel_attn": 1})),
@@ -59,8 +63,27 @@ FILES: dict[str, tuple[str, tuple[str, dict[str, Any]]]] = {
     "stablelm side by side": ("stablelm", VARIANTS["stablelm side by side"]),
     "command-r": ("command-r", VARIANTS["cohere"]),
     "nemotron": ("nemotron", VARIANTS["nemotron"]),
+    "deepseek2, V3": ("deepseek2", ("DeepseekV3ForCausalLM", LATENT | SAME_MAGNITUDE)),
+    "deepseek2, V2": ("deepseek2", ("DeepseekV2ForCausalLM", DEEPSEEK_V2 | SAME_MAGNITUDE)),
+    "deepseek2, V2-Lite": (
+        "deepseek2",
+        (
+            "DeepseekV2ForCausalLM",
+            {**LATENT, "topk_method": "greedy", "q_lora_rank": None, "rope_parameters": {"rope_theta": 5000.0}},
+        ),
+    ),
 }
-BEYOND = {"baichuan 7b": "baichuan", "baichuan 13b": "baichuan", "internlm2": "internlm2", "qwen": "qwen"}
+BEYOND = {
+    "baichuan 7b": "baichuan",
+    "baichuan 13b": "baichuan",
+    "internlm2": "internlm2",
+    "qwen": "qwen",
+    "aquila": "llama",
+    "aquila2": "llama",
+    "internlm": "llama",
+    "internlm3": "llama",
+}
+"""Names in `general.architecture`. Converters store what is Llama under other names, biases included, as `llama`."""
 
 
 def assert_equal_answers(one: Path, other: Path, load: Loader, make_driver: Drivers) -> None:
@@ -174,3 +197,17 @@ def test_the_sizes_of_a_baichuan_say_whether_it_is_rotated(
     attention = next(decoder_from_config(config, tmp_path / "config.json").attentions())
     assert (attention.rope is not None) is is_rotated
     assert (attention.alibi_slopes is None) is is_rotated
+
+
+def test_deepseek_files_with_whole_matrices_of_keys_and_values_are_read_too(
+    tmp_path: Path, runner_loader: Loader, make_driver: Drivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As converters stored them before they split `kv_b_proj`."""
+    monkeypatch.setattr(family_gguf, "_latent", lambda name, tensor, config: {name: tensor})
+    keys = family_gguf._deepseek2
+    sizes = {"attention.key_length": 16 + 8, "attention.value_length": 12}
+    old = lambda config: {key: value for key, value in keys(config).items() if not key.endswith("_mla")} | sizes  # noqa: E731
+    monkeypatch.setattr(family_gguf, "_deepseek2", old)
+    write_model("DeepseekV2ForCausalLM", DEEPSEEK_V2 | SAME_MAGNITUDE, tmp_path)
+    write_family_gguf(tmp_path / "model.gguf", tmp_path, "deepseek2")
+    assert_equal_answers(tmp_path, tmp_path / "model.gguf", runner_loader, make_driver)

@@ -140,7 +140,9 @@ def test_a_batch_of_fifty_equals_transformers(tiny: TinyModel, driver: Any) -> N
     assert tokens_of(driver.greedy(prompts, NUM_TOKENS, enable_prefix_caching=False)) == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.full), 7, pytest.param(16, marks=pytest.mark.full), 33]
+)
 def test_any_chunk_size_equals_transformers(tiny: TinyModel, driver: Any, chunk: int) -> None:
     results = driver.greedy(tiny.prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert tokens_of(results) == tiny.expected
@@ -276,7 +278,7 @@ def rounded(
         pytest.skip(f"no native kernels: {library.why_absent()}")
     folder = tmp_path_factory.mktemp("rounded")
     kind, overrides = ARCHITECTURES[architecture]
-    # Logits of a size that bfloat16, with its 8 bits, tells apart to much less than a near tie.
+    # Logits of a size that bfloat16, with its 8 bits, resolves to much less than a near tie.
     model = reference_model(kind, {**overrides, "initializer_range": 0.15})
     with torch.no_grad():
         model.lm_head.weight.div_(8)
@@ -332,7 +334,12 @@ BF16_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", BF16_CASES)
+IN_FULL = ("batch of 50", "chunks of 7", "chunks of 33")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case in IN_FULL)) for case in BF16_CASES]
+)
 def test_bfloat16_leaves_the_answer_alone_only_at_near_ties(rounded: RoundedModel, case: str) -> None:
     copies, settings = BF16_CASES[case]
     results = rounded.greedy(rounded.prompts * copies, **settings)

@@ -12,7 +12,7 @@ import torch
 
 from pagemill_engine.runner.kv_cache import KVCache
 
-SPEC: Any = SimpleNamespace(num_layers=30, num_kv_heads=3, head_dim=64)
+SPEC: Any = SimpleNamespace(num_layers=30, cache_heads=6, head_dim=64)
 BLOCK = 16
 
 

@@ -1,4 +1,4 @@
-"""A step is queued without a look at the device: told without one, on tensors that have shapes and no values.
+"""A step is queued without a look at the device: checked without one, on tensors that have shapes and no values.
 
 Whatever reads a value of such a tensor raises, as `torch.cuda.set_sync_debug_mode` does on a device
 (`test_device_runner`). So no launch and no grid can depend on what rows, lengths and tokens are.

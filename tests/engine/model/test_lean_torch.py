@@ -124,7 +124,7 @@ facts = {}
     assert "libcublasLt" in report["cuda"]
 
 
-def test_a_release_that_nobody_looked_into_is_whole() -> None:
+def test_an_unknown_release_is_whole() -> None:
     report = run("""
 from pagemill_engine.runner import lean_torch
 lean_torch._KNOWN_RELEASES = ("0.0.",)

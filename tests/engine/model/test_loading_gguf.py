@@ -266,9 +266,12 @@ def test_a_truncated_file_is_refused(tmp_path: Path, runner_loader: Loader, keep
     assert error.value.reason == "ModelUnreadable"
 
 
-def test_an_unknown_architecture_is_refused(tmp_path: Path, runner_loader: Loader) -> None:
-    llama_file(tmp_path / "m.gguf", kind="mamba")
-    with pytest.raises(LoadError, match="mamba") as error:
+@pytest.mark.parametrize(
+    ("kind", "message"), [("mamba", "mamba"), ("clip", "`clip`"), ("qwen35", "`qwen35` with layers .* recurrent state")]
+)
+def test_an_unknown_architecture_is_refused(kind: str, message: str, tmp_path: Path, runner_loader: Loader) -> None:
+    llama_file(tmp_path / "m.gguf", kind=kind)
+    with pytest.raises(LoadError, match=message) as error:
         runner_loader(tmp_path / "m.gguf")
     assert error.value.reason == "UnsupportedArchitecture"
 

@@ -135,7 +135,7 @@ def test_sizes_and_weights_come_from_the_same_files_where_one_file_and_an_index_
     assert load_model_spec(folder).weight_bytes == weights.num_bytes(torch.float32, keep_stored=False)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["hqq", "quanto"])
 def test_a_quantized_folder_is_refused_with_a_remedy(folder: Path, runner_loader: Loader, method: str) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))

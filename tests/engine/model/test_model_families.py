@@ -11,53 +11,26 @@ differ in less, run as one batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from family_models import GEMMA3, MODELS, ODD_SHAPES, VARIANTS, VOCAB_SIZE, write_model
+from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, tokens_of
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.cpu import library
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
-NUM_TOKENS = 24
-LENGTHS = (1, 2, 15, 16, 17, 33, 90, 200)
-CHUNKS = (1, 7, 16)
-
-
-@dataclass
-class Family:
-    folder: Path
-    reference: Any
-    prompts: list[list[int]]
-    expected: list[list[int]]
-    """Greedy continuations by transformers."""
-    median_gap: float
-    """Between the log probabilities of the two best tokens."""
-
-
-@torch.no_grad()
-def greedy_reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The continuation and all gaps; the whole sequence is computed anew for each token, without any cache."""
-    sequence, gaps = torch.tensor([prompt]), []
-    for _ in range(NUM_TOKENS):
-        best = model(sequence, use_cache=False).logits[0, -1].log_softmax(-1).topk(2)
-        gaps.append(float(best.values[0] - best.values[1]))
-        sequence = torch.cat((sequence, best.indices[None, :1]), dim=-1)
-    return sequence[0, len(prompt) :].tolist(), gaps
+LARGEST_CHUNK = 16
+IN_FULL = pytest.mark.full
 
 
 def make_family(name: str, overrides: dict[str, Any], folder: Path, lengths: tuple[int, ...] = LENGTHS) -> Family:
     model = write_model(name, overrides, folder)
-    generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
-    answers = [greedy_reference(model, prompt) for prompt in prompts]
-    gaps = torch.tensor([gap for _, each in answers for gap in each])
-    return Family(folder, model, prompts, [tokens for tokens, _ in answers], float(gaps.median()))
+    return family_of(model, folder, VOCAB_SIZE, lengths)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -79,7 +52,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family
     return get
 
 
-@pytest.fixture(scope="module", params=["cpu_native", "cpu", "reference"])
+@pytest.fixture(scope="module", params=["cpu_native", "cpu", pytest.param("reference", marks=IN_FULL)])
 def any_backend(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu_native" and library.load() is None:
         pytest.skip(f"no native kernels: {library.why_absent()}")
@@ -89,10 +62,6 @@ def any_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def driver(family: Family, any_backend: str, runner_loader: Loader, make_driver: Drivers) -> Any:
     return make_driver(runner_loader(family.folder, backend=any_backend))
-
-
-def tokens_of(results: list[Any]) -> list[list[int]]:
-    return [result.token_ids for result in results]
 
 
 def test_the_best_tokens_are_clearly_apart(family: Family) -> None:
@@ -108,9 +77,9 @@ def test_a_batch_equals_transformers(family: Family, driver: Any) -> None:
     assert tokens_of(results) == family.expected * 3
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=IN_FULL), 7, pytest.param(LARGEST_CHUNK, marks=IN_FULL)])
 def test_any_chunk_size_equals_transformers(family: Family, driver: Any, chunk: int) -> None:
-    prompts = family.prompts if chunk == max(CHUNKS) else family.prompts[:-1]
+    prompts = family.prompts if chunk == LARGEST_CHUNK else family.prompts[:-1]
     results = driver.greedy(prompts, NUM_TOKENS, max_num_batched_tokens=chunk, enable_prefix_caching=False)
     assert tokens_of(results) == family.expected[: len(prompts)]
 
@@ -133,7 +102,9 @@ def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> No
     torch.testing.assert_close(ours, reference, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[IN_FULL] * (index % 3 > 0)) for index, name in enumerate(VARIANTS)]
+)
 def test_variants_equal_transformers(
     name: str, families: Callable[[str], Family], runner_loader: Loader, make_driver: Drivers
 ) -> None:

@@ -60,7 +60,7 @@ def test_parts_and_what_is_free_are_the_device_or_it_is_refused(
     assert budget.activation_bytes >= held + step + recording
     assert budget.measured
     if kv_bytes is None:
-        assert budget.free_bytes >= int((1 - GPU_SHARE) * BEFORE.available_bytes), "a share is nobody's"
+        assert budget.free_bytes >= int((1 - GPU_SHARE) * BEFORE.available_bytes), "a share stays free"
 
 
 def test_what_steps_take_is_not_the_caches(spec: ModelSpec) -> None:
@@ -177,7 +177,7 @@ def test_a_start_measures_then_allocates_then_records(
     folder: Path, make_driver: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     """As on a device, but for its memory and its recordings."""
-    told: list[str] = []
+    reported: list[str] = []
     recordings: list[Callable[[], None]] = []
 
     class Recorder:
@@ -192,8 +192,8 @@ def test_a_start_measures_then_allocates_then_records(
         model=str(folder), device="cuda", dtype="float32", max_num_seqs=3, max_num_batched_tokens=4, num_threads=1,
         kv_cache_memory_bytes=MIB, cuda_graphs=recorded,
     )  # fmt: skip
-    runner: Any = create_runner(config, lambda phase, detail: told.append(phase))
-    assert told == ["loading", "warming", "allocating", *["warming"] * recorded]
+    runner: Any = create_runner(config, lambda phase, detail: reported.append(phase))
+    assert reported == ["loading", "warming", "allocating", *["warming"] * recorded]
     assert len(recordings) == (3 if recorded else 0)
     assert runner.info.memory.measured
     assert MIB - 2048 < runner.kv_cache.num_bytes <= MIB
@@ -219,7 +219,7 @@ def test_a_devices_meter_finds_what_a_step_takes() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_engine_tells_a_measured_budget(folder: Path, runner_loader: Callable[..., Any]) -> None:
+def test_a_gpu_engine_reports_a_measured_budget(folder: Path, runner_loader: Callable[..., Any]) -> None:
     runner = runner_loader(folder, device="cuda", num_kv_blocks=None, kv_cache_memory_bytes=64 * MIB)
     assert runner.info.memory.measured
     assert runner.info.memory.kv_bytes <= 64 * MIB

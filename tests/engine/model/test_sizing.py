@@ -1,4 +1,4 @@
-"""What is told of a model's size before it is loaded is what it then takes, here and on a device that is not there."""
+"""What is known of a model's size before it is loaded is what it then takes, here and on a device that is not there."""
 
 from __future__ import annotations
 

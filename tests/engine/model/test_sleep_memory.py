@@ -21,7 +21,7 @@ from pagemill_engine.runner.sleep import SleepError
 from pagemill_engine.runner.threaded import ThreadedRunner
 
 PROMPT = [(7 * index) % 64 for index in range(20)]
-SPEC: Any = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=64)
+SPEC: Any = SimpleNamespace(num_layers=2, cache_heads=4, head_dim=64)
 
 
 @pytest.fixture(scope="module")

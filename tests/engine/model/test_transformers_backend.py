@@ -119,9 +119,14 @@ def test_a_planted_fault_in_the_order_of_heads_is_seen(
         ("Exaone4ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 2}, "`sliding_attention`"),
         ("MambaForCausalLM", {}, "`MambaForCausalLM`, which is not supported"),
         ("JambaForCausalLM", {"num_experts": 2}, "`JambaForCausalLM`"),
-        ("Qwen3NextForCausalLM", {}, "`Qwen3NextForCausalLM`"),
+        (
+            "Qwen3NextForCausalLM",
+            {},
+            "`Qwen3NextForCausalLM` with layers that keep a recurrent state beside the KV cache",
+        ),
+        ("Qwen3_5ForCausalLM", {}, r"`Qwen3_5ForCausalLM` with layers .* recurrent state .*\(`linear_num_key_heads`\)"),
         ("HeliumForCausalLM", {"rope_scaling": LONG}, "`longrope`"),
-        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 16}, "`kv_lora_rank`"),
+        ("MiniCPM3ForCausalLM", {"kv_lora_rank": 16}, "`kv_lora_rank`"),
     ],
 )
 def test_other_state_than_keys_and_values_is_refused_by_the_header(

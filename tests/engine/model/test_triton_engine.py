@@ -170,8 +170,8 @@ SAMPLED = {
 
 def test_sampled_answers_are_the_seeds(folder: Path, triton_driver: Any, runner_loader: Any, make_driver: Any) -> None:
     params = [
-        SamplingParams(temperature=1.2, seed=seed, max_tokens=3, ignore_eos=True, **wishes)
-        for seed, wishes in enumerate(SAMPLED.values())
+        SamplingParams(temperature=1.2, seed=seed, max_tokens=3, ignore_eos=True, **fields)
+        for seed, fields in enumerate(SAMPLED.values())
     ]
     on_cpu = make_driver(runner_loader(folder, backend="cpu")).generate(PROMPTS, params)
     ours = triton_driver.generate(PROMPTS, params)

@@ -85,3 +85,11 @@ def test_tokens_are_counted_before_they_are_sent(client: anthropic.Anthropic) ->
     counted = client.messages.count_tokens(model=MODEL, messages=FRANCE, system="Be brief.").input_tokens
     answer = client.messages.create(model=MODEL, messages=FRANCE, system="Be brief.", max_tokens=1)
     assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+
+
+def test_a_refused_body_has_the_shape_of_anthropics_errors(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(model=MODEL, messages=[], max_tokens=1)
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["param"] == "messages"

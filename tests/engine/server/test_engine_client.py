@@ -96,7 +96,7 @@ async def test_a_refusal_builds_no_rows(inside: Inside, monkeypatch: pytest.Monk
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
 
 
-async def test_a_request_wider_than_the_queue_is_told_so_and_not_to_retry(inside: Inside) -> None:
+async def test_a_request_wider_than_the_queue_is_refused_without_a_retry(inside: Inside) -> None:
     with pytest.raises(PagemillError, match="at most 8") as caught:
         inside.submit(request(n=9))
     assert (caught.value.status, caught.value.param) == (400, "n")

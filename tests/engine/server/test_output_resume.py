@@ -195,7 +195,7 @@ def test_a_body_whose_engine_was_lost_after_any_frame_is_the_same(
     assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
-def test_a_body_tells_its_tokens_in_groups_and_each_once(byte_tokenizer: Tokenizer) -> None:
+def test_a_body_reports_its_tokens_in_groups_and_each_once(byte_tokenizer: Tokenizer) -> None:
     request = make_request(1, stop=[], logprobs=None)
     text = "x" * (2 * PROGRESS_TOKENS + 3)
     frames = play(byte_tokenizer, request, write_script(byte_tokenizer, request, [text], []).outputs)
@@ -212,7 +212,7 @@ def test_a_body_tells_its_tokens_in_groups_and_each_once(byte_tokenizer: Tokeniz
         {"use_beam_search": True, "n": 1, "best_of": 2},
     ],
 )
-def test_a_body_that_cannot_be_continued_tells_no_progress(byte_tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+def test_a_body_that_cannot_be_continued_reports_no_progress(byte_tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     sampling = SamplingParams(max_tokens=None, **fields)
     request = GenerateRequest(request_id="r", model="m", prompt_token_ids=[1], sampling=sampling)
     processor = OutputProcessor(request, byte_tokenizer)

@@ -1,4 +1,4 @@
-"""Values nobody can serve: refused at the engine's door by the field's name, in both dialects, and the engine goes on.
+"""Values that cannot be served: refused at the engine's door by the field's name, in both dialects; the engine goes on.
 
 Quick means under 50 ms of wall clock; the best of three tries counts, since other processes share the machine.
 """

@@ -26,7 +26,7 @@ BODY = {"model": "SmolLM2-135M-Instruct", "prompt": "hi", "max_tokens": 2}
 
 
 class Reader:
-    """A gateway: follows the state stream in the background, acknowledges when told to."""
+    """A gateway: follows the state stream in the background, acknowledges when ordered to."""
 
     def __init__(self, server: Any, name: str) -> None:
         self.draining = threading.Event()
@@ -194,7 +194,7 @@ def test_rotated_tokens_are_accepted_without_a_restart(start_server: Callable[..
     tokens.write_text("two\none\n")
     wait_until(lambda: status() != 401)
     tokens.write_text("")
-    wait_until(lambda: status() == 401)  # an empty file must let nobody in, not everybody on this machine
+    wait_until(lambda: status() == 401)  # an empty file must let no client in, not every one on this machine
 
 
 def test_the_program_finds_the_token_that_the_server_made(
@@ -210,7 +210,7 @@ def test_the_program_finds_the_token_that_the_server_made(
     assert httpx.get(f"{server.control_url}/readyz").json()["phase"] == "draining"
 
 
-def test_where_nobody_listens_there_is_nothing_to_drain(tmp_path: Path) -> None:
+def test_where_nothing_listens_there_is_nothing_to_drain(tmp_path: Path) -> None:
     with settings_file(tmp_path, {"control_port": 9}) as path:
         assert drain_program.main(["--settings", str(path)]) == 0
 

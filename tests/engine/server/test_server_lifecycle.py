@@ -112,7 +112,7 @@ def test_while_the_model_loads_the_control_port_says_why(start_server: Callable[
     control.close()
 
 
-def test_the_phases_are_told_in_order(null_server: Any) -> None:
+def test_the_phases_are_reported_in_order(null_server: Any) -> None:
     phases = [message["phase"] for message in null_server.events if message["event"] == "phase"]
     assert list(dict.fromkeys(phases)) == ["loading", "first_token", "warming", "ready"]
     ready = httpx.get(f"{null_server.control_url}/readyz", timeout=WAIT_LIMIT_S).json()

@@ -223,7 +223,7 @@ def test_an_answer_ends_at_its_allowance_as_at_any_length(client: httpx.Client, 
 
 
 def test_an_allowance_is_raised_while_the_answer_streams(client: httpx.Client, null_server: Any) -> None:
-    auth, most = null_server.auth, 3000
+    auth, most = null_server.auth, 900
     sampling = SamplingParams(max_tokens=most, seed=1, ignore_eos=True)
     body = msgspec.msgpack.encode(generate_request("raised", sampling=sampling, token_allowance=100))
     decoder, num_tokens, allowed = FrameDecoder(), 0, 100
@@ -399,7 +399,7 @@ def test_the_bundle_comes_with_its_digest(null_server: Any) -> None:
     assert TokenizerBundle.from_bytes(response.content).digest == response.headers["x-pagemill-digest"]
 
 
-def test_the_state_stream_tells_load_prefixes_and_digests(client: httpx.Client, null_server: Any) -> None:
+def test_the_state_stream_reports_load_prefixes_and_digests(client: httpx.Client, null_server: Any) -> None:
     frames: list[StateFrame] = []
     decoder = StateDecoder()
     url = null_server.control_url + "/internal/state"

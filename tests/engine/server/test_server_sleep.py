@@ -112,9 +112,9 @@ def test_an_idle_engine_sleeps_refuses_and_answers_again_after_waking(start_serv
         woken = control(server, "wake_up")
         assert (woken.status_code, woken.json()["state"]) == (200, "awake")
         assert readyz(server) == (200, "ready")
-        told = frames.wait_for(lambda frame: not frame.sleeping and frame.num_wakes == 1)
-        assert told.start_s["wake"] > 0
-        assert told.start_s.keys() >= {"load", "warm", "first_token"}, "the start stays known"
+        reported = frames.wait_for(lambda frame: not frame.sleeping and frame.num_wakes == 1)
+        assert reported.start_s["wake"] > 0
+        assert reported.start_s.keys() >= {"load", "warm", "first_token"}, "the start stays known"
         assert text(server, LONG_PROMPT) == before
         assert control(server, "wake_up").json()["state"] == "awake", "nothing is done to who is awake"
         assert metric(server, "pagemill_engine_wake_seconds_count") == 1
@@ -181,7 +181,7 @@ def test_only_the_internal_token_opens_it(null_server: Any) -> None:
     assert answer.json()["is_sleeping"] is False
 
 
-def test_a_sleeping_engine_ends_when_it_is_told_to(start_server: Callable[..., Any]) -> None:
+def test_a_sleeping_engine_ends_when_it_is_stopped(start_server: Callable[..., Any]) -> None:
     server = start_server()
     server.wait_for("ready")
     assert control(server, "sleep").status_code == 200

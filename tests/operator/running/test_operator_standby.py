@@ -1,4 +1,4 @@
-"""Pods that sleep and are woken: a running operator, a gateway that tells who sleeps, engines that do as told."""
+"""Pods that sleep and are woken: a running operator, a gateway that reports who sleeps, engines that follow."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class World:
         condition = {"type": "Progressing", "status": "True", "reason": reason}
         self.api.change("Deployment", {**deployment, "status": {"conditions": [condition]}})
 
-    def told(self, name: str) -> str | None:
+    def reported(self, name: str) -> str | None:
         annotations = self.api.get("Pod", name)["metadata"].get("annotations") or {}
         value: str | None = annotations.get(REST)
         return value
@@ -147,8 +147,8 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     await api.until(lambda: len(running.operator.leader.loads.held("default/chat")) == 2)
     assert world.calls == [], "Kubernetes waits for both of them to be ready"
     world.rolled_out()
-    await api.until(lambda: world.calls == ["sleep"] and world.told("b") == "asleep")
-    assert world.told("a") is None
+    await api.until(lambda: world.calls == ["sleep"] and world.reported("b") == "asleep")
+    assert world.reported("a") is None
     world.tell(asleep=["uid-b"], pods=PodsSeen(ready=1, asleep=1))
     world.pods(b=False)
     await api.until(lambda: world.status().get("standbyReplicas") == 1)
@@ -156,11 +156,11 @@ async def test_one_stands_by_and_is_woken_before_another_one_could_be_started(
     assert world.reason("Ready") == "AllReplicasReady", "who sleeps is no fault"
 
     world.tell(queue=waiting(4))
-    await api.until(lambda: world.calls == ["sleep", "wake_up"] and world.told("b") == "waking")
+    await api.until(lambda: world.calls == ["sleep", "wake_up"] and world.reported("b") == "waking")
     await api.until(lambda: world.replicas() == 3)
     world.tell(queue=waiting(0), asleep=[], pods=PodsSeen(ready=2))
     world.pods(b=True)
-    await api.until(lambda: world.told("b") is None)
+    await api.until(lambda: world.reported("b") is None)
     keys = running.operator.leader.keys.keys.keys
     assert world.tokens == {f"Bearer {keys.sent('default', 'chat')}"}
     assert world.calls == ["sleep", "wake_up"], "with an unchanged number nothing goes to and fro"
@@ -174,14 +174,14 @@ async def test_the_next_leader_goes_on_with_what_sleeps(api: Any, world: World, 
     world.pods(a=True)
     world.rolled_out()
     world.tell(pods=PodsSeen(ready=1))
-    await api.until(lambda: world.calls == ["sleep"])
+    await api.until(lambda: world.calls == ["sleep"] and world.reported("a") == "asleep")
     world.tell(asleep=["uid-a"], engines=EnginesLoad(truth="value"), pods=PodsSeen(asleep=1))
     world.pods(a=False)
     await api.until(lambda: world.reason("Ready") == "ScaledToZero" and world.status().get("standbyReplicas") == 1)
     await first.stop()
 
     transitions = {each["type"]: each["lastTransitionTime"] for each in world.status()["conditions"]}
-    world.tell(asleep=[], pods=PodsSeen())  # it has just come as well and hears nobody yet
+    world.tell(asleep=[], pods=PodsSeen())  # it has just come as well and hears no engine yet
     second = run_operator("b", gateway_control_port=world.port, engine_control_port=world.port)
     await second.leads()
     await second.settled()
@@ -193,7 +193,7 @@ async def test_the_next_leader_goes_on_with_what_sleeps(api: Any, world: World, 
     assert world.replicas() == 1
 
 
-async def test_while_a_new_template_is_rolled_out_nobody_is_put_to_sleep(
+async def test_while_a_new_template_is_rolled_out_no_engine_is_put_to_sleep(
     api: Any, world: World, run_operator: Any
 ) -> None:
     api.change("LLMDeployment", resource())

@@ -16,20 +16,22 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from pagemill_gateway.config import KubernetesConfig
-from pagemill_gateway.discovery.kubernetes.api import ApiClient
 from pagemill_gateway.discovery.kubernetes.builder import build_catalog
-from pagemill_gateway.discovery.kubernetes.credentials import Credentials
-from pagemill_gateway.discovery.kubernetes.list_watch import ListWatch
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Secret
 from pagemill_gateway.discovery.last_known import Known, read_last_known, write_last_known
+from pagemill_kube.client import Client
+from pagemill_kube.credentials import Credentials
+from pagemill_kube.kinds import Kind
+from pagemill_kube.list_watch import Intervals, ListWatch
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.engine_token import CURRENT, GATEWAY_CONTROL, MIN_KEY_BYTES, NEXT, PREVIOUS, EngineKeys
 
 logger = logging.getLogger("pagemill.gateway.kubernetes")
 
+LLM_DEPLOYMENTS = Kind("LLMDeployment", "pagemill.dev", "v1alpha1", "llmdeployments")
+ENDPOINT_SLICES = Kind("EndpointSlice", "discovery.k8s.io", "v1", "endpointslices")
+SECRETS = Kind("Secret", "", "v1", "secrets")
 SLICES = {"labelSelector": "app.kubernetes.io/name=pagemill-engine"}
 MIN_INTERVAL_S = 0.05
 """Between two catalogues, at least this and `REST` times what the last one took."""
@@ -47,9 +49,7 @@ class KubernetesDiscovery:
         """There is a catalogue, the current or the last known one."""
         self._config = config
         self._apply_catalog = apply_catalog
-        # Every watch holds a connection for ever, two for each namespace.
-        connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+        self._client = Client(credentials)
         self._changed = asyncio.Event()
         self._published: Known | None = None
         self._written: Known | None = None
@@ -57,23 +57,21 @@ class KubernetesDiscovery:
         self._keys: EngineKeys | None = None
         self._keys_fault = ""
         self._tasks: list[asyncio.Task[None]] = []
-        api = ApiClient(self._session, credentials)
-        namespaces: list[str | None] = [*config.namespaces] or [None]
+        intervals = Intervals(config.backoff_base_s, config.backoff_max_s, config.watch_idle_timeout_s)
+        namespaces = [*config.namespaces] or [""]
 
         def watch(kind: Any, path: str, selector: dict[str, str]) -> ListWatch[Any]:
-            return ListWatch(api, kind, path, selector, config, self._changed.set)
+            return ListWatch(self._client, kind, path, selector, intervals, self._changed.set)
 
         self._deployments: list[ListWatch[LLMDeployment]] = [
-            watch(LLMDeployment, _path("/apis/pagemill.dev/v1alpha1", each, "llmdeployments"), {})
-            for each in namespaces
+            watch(LLMDeployment, LLM_DEPLOYMENTS.path(each), {}) for each in namespaces
         ]
         self._slices: list[ListWatch[EndpointSlice]] = [
-            watch(EndpointSlice, _path("/apis/discovery.k8s.io/v1", each, "endpointslices"), SLICES)
-            for each in namespaces
+            watch(EndpointSlice, ENDPOINT_SLICES.path(each), SLICES) for each in namespaces
         ]
         secret = config.keys_secret
         self._secrets: ListWatch[Secret] = watch(
-            Secret, _path("/api/v1", secret.namespace, "secrets"), {"fieldSelector": f"metadata.name={secret.name}"}
+            Secret, SECRETS.path(secret.namespace), {"fieldSelector": f"metadata.name={secret.name}"}
         )
 
     @property
@@ -96,7 +94,7 @@ class KubernetesDiscovery:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._session.close()
+        await self._client.close()
 
     def _watches(self) -> list[ListWatch[Any]]:
         return [*self._deployments, *self._slices, self._secrets]
@@ -167,10 +165,6 @@ class KubernetesDiscovery:
 def _answered(watches: Sequence[ListWatch[Any]]) -> bool:
     """If the server answers none, the whole kind is missing or forbidden."""
     return any(watch.listed for watch in watches) and all(watch.listed or watch.refused for watch in watches)
-
-
-def _path(group: str, namespace: str | None, resource: str) -> str:
-    return f"{group}/namespaces/{namespace}/{resource}" if namespace else f"{group}/{resource}"
 
 
 class KeysError(ValueError):

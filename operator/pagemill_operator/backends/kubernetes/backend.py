@@ -13,8 +13,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Protocol
 
+from pagemill_kube.client import Client
 from pagemill_operator.backends.base import Cluster
-from pagemill_operator.backends.kubernetes.client import Client
 from pagemill_operator.backends.kubernetes.deletion_cost import costs_to_write
 from pagemill_operator.backends.kubernetes.differences import (
     Answers,

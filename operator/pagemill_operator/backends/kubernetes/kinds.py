@@ -2,27 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Kind(NamedTuple):
-    name: str
-    """As in manifests, such as `Deployment`."""
-    group: str
-    """Empty for the core group."""
-    version: str
-    plural: str
-
-    @property
-    def api_version(self) -> str:
-        return f"{self.group}/{self.version}" if self.group else self.version
-
-    def path(self, namespace: str, name: str = "", subresource: str = "") -> str:
-        """For example `/apis/apps/v1/namespaces/default/deployments/chat-engine`."""
-        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        parts = [root, "namespaces", namespace, self.plural, name, subresource]
-        return "/".join(part for part in parts if part)
-
+from pagemill_kube.kinds import Kind
 
 LLM_DEPLOYMENT = Kind("LLMDeployment", "pagemill.dev", "v1alpha1", "llmdeployments")
 POD = Kind("Pod", "", "v1", "pods")

@@ -7,10 +7,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
-from pagemill_operator.backends.kubernetes.client import ApiError, Client, Unreachable
+from pagemill_kube.client import Client
+from pagemill_kube.errors import ApiError, Unreachable
+from pagemill_kube.kinds import Kind
 from pagemill_operator.backends.kubernetes.deletion_cost import COST_ANNOTATION, Cost
 from pagemill_operator.backends.kubernetes.differences import Answers
-from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD, Kind
+from pagemill_operator.backends.kubernetes.kinds import BY_NAME, POD
 from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, is_own
 from pagemill_operator.backends.kubernetes.render.names import AWAKE_ANNOTATION
 from pagemill_operator.backends.kubernetes.slim import slim

@@ -76,7 +76,7 @@ class LocalScaling:
                 try:
                     await follow_load(self._session, url, self._token, self._report)
                 except STREAM_FAULTS as error:
-                    logger.debug("the gateway's load stream is interrupted: %s", error or type(error).__name__)
+                    logger.debug("the gateway's load stream is interrupted: %s", str(error) or type(error).__name__)
                 finally:
                     self._loads.remove(GATEWAY)
             await asyncio.sleep(RETRY_S)

@@ -165,6 +165,9 @@ class ResponsesRequest(SamplingExtensions):
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             return {"type": "function", "function": {"name": choice.get("name")}}
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+            tools = [_named(tool) for tool in choice["tools"]]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
         return choice
 
     def _text(self) -> dict[str, Any]:
@@ -178,6 +181,11 @@ class ResponsesRequest(SamplingExtensions):
         elif form is not None:
             given["response_format"] = {"type": form.type}
         return given
+
+
+def _named(tool: Any) -> Any:
+    """As chat completions name a function."""
+    return {"type": "function", "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
 
 
 def _tool(tool: FunctionTool, field: str) -> dict[str, Any]:

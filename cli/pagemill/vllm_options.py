@@ -1,0 +1,127 @@
+"""`pagemill serve` with the options of `vllm serve`: rewritten before they are parsed, or refused with the remedy.
+
+What each is here says the engine's table (`pagemill_engine.vllm_arguments`); this module knows how a command line
+writes it. Options that both commands have under one name pass unchanged.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pagemill_engine.vllm_arguments import ARGUMENTS, Argument, takes
+
+IN_PROCESS_LISTS = (
+    "--api-key: arguments stand in process lists, where every user of this machine reads them. --api-keys-file takes a "
+    "file of hashes."
+)
+
+
+def rewritten(words: list[str], note: Callable[[str], None]) -> list[str]:
+    """`words` with Pagemill's options in place of vLLM's. `note` gets a line for each without effect. Raises
+    `typer.BadParameter` for one that cannot be honoured."""
+    left = list(words)
+    result: list[str] = []
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*result, word, *left]
+        option, has_value, value = word.partition("=")
+        option = option.replace("_", "-") if option.startswith("--") else option
+        if has_value:
+            left.insert(0, value)
+        name, denied = _name_of(option)
+        if name == "api_key":
+            result += ["--api-keys-file", _keys_file(_values(left), note)]
+        elif name in ARGUMENTS:
+            result += _options(ARGUMENTS[name], option, denied, left, note)
+        elif has_value:
+            result.append(f"{option}={left.pop(0)}")
+        else:
+            result.append(option)
+    return result
+
+
+def _name_of(option: str) -> tuple[str, bool]:
+    """The argument that an option of vLLM's sets, and whether it is the option's `--no-` form."""
+    name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""
+    denied = name.startswith("no_") and name.removeprefix("no_") in ARGUMENTS
+    return (name.removeprefix("no_"), True) if denied else (name, False)
+
+
+def _options(argument: Argument, option: str, denied: bool, left: list[str], note: Callable[[str], None]) -> list[str]:
+    if argument.sets == "served_names":
+        return [word for value in _values(left) for word in ("--served-name", value)]
+    if argument.sets == "enable_prefix_caching":
+        return ["--no-prefix-caching" if denied else "--prefix-caching"]
+    if argument.sets == "cuda_graphs":
+        return ["--cuda-graphs" if denied else "--no-cuda-graphs"]
+    if argument.option == "allowed-origin":
+        return [word for origin in _origins(left) for word in ("--allowed-origin", origin)]
+    if argument.option:
+        given = left.pop(0) if left else ""
+        return [f"--{argument.option}", str(argument.values.get(given, given))]
+    if is_flag(argument):
+        value: bool | str = not denied
+        shown = option
+    else:
+        value = " ".join(_values(left))
+        shown = f"{option} {value}".rstrip()
+    if argument.only == "LLM" or not _takes(argument, value):
+        raise typer.BadParameter(f"{shown} is not supported. {argument.meaning}")
+    note(f"{shown} changes nothing. {argument.meaning}")
+    return []
+
+
+def is_flag(argument: Argument) -> bool:
+    """Whether `vllm serve` gives it no value."""
+    return (
+        bool(argument.taken)
+        and all(type(each) is bool or each is None for each in argument.taken or ())
+        and argument.taken != (None,)
+    )
+
+
+def _takes(argument: Argument, value: Any) -> bool:
+    if isinstance(value, bool):
+        return takes(argument, value)
+    return argument.taken is None or value in [str(each) for each in argument.taken if each is not None]
+
+
+def _origins(left: list[str]) -> list[str]:
+    """vLLM's form of a list is JSON."""
+    try:
+        found = json.loads(left.pop(0) if left else "")
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise typer.BadParameter("--allowed-origins needs a JSON list of origins. --allowed-origin takes one.")
+    return found
+
+
+def _values(left: list[str]) -> list[str]:
+    """The words up to the next option."""
+    values = []
+    while left and not (left[0].startswith("-") and not left[0][1:2].isdigit()):
+        values.append(left.pop(0))
+    return values
+
+
+def _keys_file(keys: list[str], note: Callable[[str], None]) -> str:
+    """A private file with the keys' hashes, which goes when this process does."""
+    if not keys:
+        raise typer.BadParameter("--api-key needs a key.")
+    note(IN_PROCESS_LISTS)
+    descriptor, path = tempfile.mkstemp(prefix="pagemill-keys-")
+    with os.fdopen(descriptor, "w") as file:
+        file.writelines(f"{hashlib.sha256(key.encode()).hexdigest()} tenant=default\n" for key in keys)
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return path

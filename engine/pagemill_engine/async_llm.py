@@ -1,0 +1,222 @@
+"""`AsyncLLM`: a model for programs with an event loop, as vLLM's class of that name: requests come and go at any time.
+
+The engine runs in a process of its own, behind the same client as a server's (`server.engine_client`); outputs are
+those of `LLM`. There is no HTTP here. Prompts are read by `offline_prompts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any
+
+from pagemill_engine.ipc.channels import EngineChannel
+from pagemill_engine.ipc.messages import TokensOut
+from pagemill_engine.ipc.process import EngineProcess
+from pagemill_engine.offline import Prompt, check_lora, config_of, priorities_of
+from pagemill_engine.offline_prompts import EncodedPrompt, PromptEncoder
+from pagemill_engine.output.collecting import CollectedRequest
+from pagemill_engine.output.processor import Frame, Progress, engine_error
+from pagemill_engine.output.results import RequestOutput
+from pagemill_engine.server.answer import Answer
+from pagemill_engine.server.engine_client import EngineClient
+from pagemill_engine.server.lifecycle import Lifecycle
+from pagemill_engine.server.metrics import ServerMetrics
+from pagemill_engine.server.sleeping import Sleeping
+from pagemill_engine.server.state_stream import StatePublisher
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sources import default_name
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+
+class EngineArgs:
+    """Arguments of `LLM` or `AsyncLLM`, kept until one is made of them."""
+
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
+        self.model = model
+        self.settings = settings
+
+
+class AsyncLLM:
+    """One model in a process of its own. All methods but the constructor belong to one event loop.
+
+    Arguments as `LLM`. The model loads from the construction on; the first `generate` waits for it.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
+        self._encoder = PromptEncoder(config_of(model, settings))
+        config = self._encoder.config
+        self._process = EngineProcess.launch(config)
+        self._end_process = weakref.finalize(self, self._process.discard)
+        self._streams: dict[str, _Stream] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._channel = EngineChannel(config, self._process)
+        names = [default_name(config.model)]
+        lifecycle = Lifecycle(self._on_phase)
+        self._publisher = StatePublisher(names)
+        metrics = ServerMetrics(names[0], config)
+        sleeping = Sleeping(lifecycle, self._publisher, metrics)
+        self._client = EngineClient(config, self._channel, lifecycle, self._publisher, metrics, sleeping)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        return cls(engine_args.model, **engine_args.settings)
+
+    def get_tokenizer(self) -> Any:
+        """As `LLM.get_tokenizer`."""
+        return self._encoder.hugging_face()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self._encoder.default_sampling()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one prompt as they come, in `sampling_params.output_kind`; a caller that is slow gets fewer,
+        larger ones. The request ends when its caller leaves the loop. Raises as `LLM.generate`."""
+        check_lora(lora_request)
+        await self._serving()
+        encoded: list[EncodedPrompt] = await asyncio.to_thread(self._encoder.prompts, prompt, sampling_params)
+        if len(encoded) != 1:
+            raise invalid_field("prompt", f"prompt has {len(encoded)} prompts. Call generate once for each.")
+        name = request_id or f"request-{uuid.uuid4().hex}"
+        if name in self._streams:
+            raise invalid_field("request_id", f"A request with id {name[:80]!r} is already running.")
+        request = self._encoder.request(encoded[0], name, *priorities_of([priority], 1))
+        stream = _Stream(request, encoded[0].text, self._encoder.tokenizer)
+        self._client.submit(request, stream, stream.answer)
+        self._streams[name] = stream
+        try:
+            while not stream.ended:
+                output = await stream.next()
+                if output is not None:
+                    yield output
+        finally:
+            del self._streams[name]
+            self._client.abort(stream.answer)
+
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests; their last output has `finish_reason` "abort". Unknown ids have ended."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            stream = self._streams.get(name)
+            if stream is not None:
+                self._client.abort(stream.answer)
+                stream.abort()
+
+    async def check_health(self) -> None:
+        """Return once the model is loaded. Raises the reason when the engine cannot start or has ended."""
+        await self._serving()
+
+    def shutdown(self) -> None:
+        """End the engine process now; running requests fail."""
+        if not self._end_process.alive:
+            return
+        self._client.fail_all(PagemillError("This AsyncLLM was shut down.", status=503, code="shut_down"))
+        for task in self._tasks:
+            task.cancel()
+        if self._starting is not None:
+            self._channel.discard()
+        self._end_process()
+        self._encoder.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def _serving(self) -> None:
+        if not self._end_process.alive:
+            raise RuntimeError("This AsyncLLM was shut down. Make a new one.")
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._client.run(), name="engine client")
+            self._starting.add_done_callback(self._on_end)
+            self._tasks = [self._starting, asyncio.create_task(self._publisher.run(), name="publisher")]
+        await self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._encoder.max_model_len == 0 and self._client.ready_info is not None:
+            self._encoder.max_model_len = self._client.ready_info.max_model_len
+
+    def _on_phase(self, phase: str, detail: str) -> None:
+        if phase == "ready":
+            self._ready.set()
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """The engine process ended by itself: all requests fail, and so does every later one."""
+        if task.cancelled():
+            return
+        self._failure = task.exception()
+        self._ready.set()
+        self._client.fail_all(PagemillError(str(self._failure), status=503, type="server_error", code="engine_failed"))
+
+
+class _Stream:
+    """One request as the engine client sees it, and its caller on the other side."""
+
+    def __init__(self, request: GenerateRequest, text: str | None, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.complete = False
+        """Nothing was generated before."""
+        self.answer = Answer()
+        self.ended = False
+        self._collected = CollectedRequest(request, text, tokenizer)
+        self._error: PagemillError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(prompt_tokens=len(self.request.prompt_token_ids), completion_tokens=self.num_new_tokens)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self._collected.output.outputs)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        return [output.finish_reason or "abort" for output in self._collected.output.outputs]
+
+    def push(self, out: TokensOut) -> Progress:
+        if out.error is not None:
+            return Progress(error=engine_error(out))
+        stopped = [out.choice] if self._collected.push(out) else []
+        self._news.set()
+        return Progress(stopped_choices=stopped, done=self._collected.finished)
+
+    def failure(self, error: PagemillError) -> Frame:
+        self._error = error
+        self._news.set()
+        return self.last_frame()
+
+    def last_frame(self) -> Frame:
+        return Frame(FrameMeta(last=True), b"")
+
+    def abort(self) -> None:
+        self._collected.abort()
+        self._news.set()
+
+    async def next(self) -> RequestOutput | None:
+        """What is new; `None`: nothing to show. Raises `PagemillError` when the request failed."""
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            raise self._error
+        self.ended = self._collected.finished
+        return self._collected.take()

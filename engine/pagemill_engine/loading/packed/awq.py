@@ -1,0 +1,67 @@
+"""AWQ as AutoAWQ writes it (`version: gemm`): Lin et al., "AWQ: Activation-aware Weight Quantization", 2023.
+
+`qweight` int32 [in, out / 8] and `qzeros` int32 [groups, out / 8] hold eight outputs a word, `scales` [groups, out].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.loading.packed.matrix import (
+    PackedMatrix,
+    Settings,
+    Stored,
+    bases,
+    check_shape,
+    code_kind,
+    coded,
+    group_codes,
+    integer_setting,
+    spread,
+    unpacked,
+    unsupported,
+)
+from pagemill_kernels.linear.groups import GroupCodes
+
+_ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+"""The output that a word's n-th integer belongs to, of the eight that share it."""
+
+
+def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
+    """By their names without packing. Raises `LoadError`."""
+    integer_setting(stored, settings, "bits", "w_bit", allowed=(4,))
+    version = str(settings.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise unsupported(stored, f"`version` {version!r}")
+    return {f"{base}.weight": _matrix(stored, base) for base in bases(stored, ".qweight")}
+
+
+def _matrix(stored: Stored, base: str) -> PackedMatrix:
+    parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
+    in_features, words = stored.shape(parts[0])
+    num_groups = stored.shape(parts[2])[0] if stored.has(parts[2]) else 1
+    out_features = words * 8
+    check_shape(stored, parts[1], (num_groups, words))
+    check_shape(stored, parts[2], (num_groups, out_features))
+
+    def integers() -> tuple[Tensor, Tensor, Tensor]:
+        values, zeros, scales = (stored.read(part) for part in parts)
+        return _outputs(values), scales.t(), _outputs(zeros)
+
+    def codes() -> GroupCodes:
+        return group_codes(4, *integers())
+
+    kind = code_kind(4, in_features, num_groups, offsets=True)
+    if kind is not None:
+        return coded((out_features, in_features), parts, kind, codes)
+    group_of = torch.arange(in_features) // -(-in_features // num_groups)
+    return PackedMatrix((out_features, in_features), parts, lambda: spread(*integers(), group_of))
+
+
+def _outputs(words: Tensor) -> Tensor:
+    """int32 [n, out / 8] to uint8 [out, n]."""
+    packed = unpacked(words, 4).view(words.shape[0], -1, 8)
+    values = torch.empty_like(packed)
+    values[..., _ORDER] = packed
+    return values.flatten(1).t().contiguous()

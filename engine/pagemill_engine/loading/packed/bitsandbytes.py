@@ -1,0 +1,92 @@
+"""bitsandbytes: NF4 and FP4 of Dettmers et al., "QLoRA", 2023, and the 8-bit integers of "LLM.int8()", 2022.
+
+4 bits choose one of 16 floats (`quant_map`), times the largest magnitude of a run of `blocksize` values, which may be
+quantized once more. They are given as floats: no kernel computes on such tables.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+import torch
+from torch import Tensor
+
+from pagemill_engine.loading.packed.matrix import (
+    PackedMatrix,
+    Settings,
+    Stored,
+    bases,
+    check_shape,
+    code_kind,
+    coded,
+    group_codes,
+    unsupported,
+)
+from pagemill_kernels.linear.groups import GroupCodes
+
+_STATE = ".quant_state.bitsandbytes__"
+_MAX_8_BITS = 127
+
+
+def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
+    """By their names. Raises `LoadError`."""
+    found = {}
+    for kind in ("nf4", "fp4"):
+        for name in bases(stored, f"{_STATE}{kind}"):
+            found[name] = _table(stored, name, f"{name}{_STATE}{kind}")
+    for base in bases(stored, ".SCB"):
+        found[f"{base}.weight"] = _integers(stored, base)
+    return found
+
+
+def _integers(stored: Stored, base: str) -> PackedMatrix:
+    name, scales_name, form = f"{base}.weight", f"{base}.SCB", f"{base}.weight_format"
+    out_features, in_features = stored.shape(name)
+    check_shape(stored, scales_name, (out_features,))
+    parts = (name, scales_name, *([form] if stored.has(form) else []))
+
+    def scales() -> Tensor:
+        return stored.read(scales_name).float()[:, None] / _MAX_8_BITS
+
+    def codes() -> GroupCodes:
+        return group_codes(8, stored.read(name), scales(), None)
+
+    kind = code_kind(8, in_features, 1, offsets=False)
+    if kind is not None:
+        return coded((out_features, in_features), parts, kind, codes)
+    return PackedMatrix((out_features, in_features), parts, lambda: stored.read(name).float() * scales())
+
+
+def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
+    try:
+        state: dict[str, Any] = orjson.loads(bytes(stored.read(state_name).tolist()))
+        out_features, in_features = state["shape"]
+        block_size = int(state["blocksize"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise unsupported(stored, f"a quantization state `{state_name}` that is not readable ({error})") from error
+    num_values = out_features * in_features
+    num_blocks = -(-num_values // block_size)
+    check_shape(stored, name, (math.ceil(num_values / 2), 1))
+    check_shape(stored, f"{name}.quant_map", (16,))
+    check_shape(stored, f"{name}.absmax", (num_blocks,))
+    nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"]
+    nested = nested if "nested_blocksize" in state else []
+
+    def largest() -> Tensor:
+        stored_largest = stored.read(f"{name}.absmax")
+        if not nested:
+            return stored_largest.float()
+        absmax, table = (stored.read(each).float() for each in nested)
+        outer = absmax.repeat_interleave(int(state["nested_blocksize"]))[:num_blocks]
+        return table[stored_largest.long()] * outer + float(state["nested_offset"])
+
+    def floats() -> Tensor:
+        packed = stored.read(name).flatten()
+        indices = torch.stack((packed >> 4, packed & 15), 1).flatten()[:num_values]
+        values = stored.read(f"{name}.quant_map").float()[indices.long()]
+        return (values * largest().repeat_interleave(block_size)[:num_values]).view(out_features, in_features)
+
+    parts = (name, state_name, f"{name}.quant_map", f"{name}.absmax", *nested)
+    return PackedMatrix((out_features, in_features), parts, floats)

@@ -1,0 +1,115 @@
+"""compressed-tensors, as LLM Compressor writes it: `pack-quantized`, `int-quantized` and `float-quantized` matrices.
+
+`weight_packed` int32 [out, in * bits / 32] holds consecutive inputs a word, each raised by half its range so that it is
+positive; zeros are packed the same way along the outputs. Integers of 8 bits may lie unpacked, floats as in `fp8`.
+Activations are not rounded, whatever `input_activations` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.loading.packed import fp8
+from pagemill_engine.loading.packed.matrix import (
+    WORD_BITS,
+    PackedMatrix,
+    Settings,
+    Stored,
+    bases,
+    check_shape,
+    code_kind,
+    coded,
+    group_codes,
+    spread,
+    unpacked,
+    unsupported,
+)
+from pagemill_kernels.linear.groups import GroupCodes
+
+PACKED = ".weight_packed"
+_READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
+    """By their names without packing. Raises `LoadError`."""
+    groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
+    for form in (settings.get("format"), *(group.get("format") for group in groups)):
+        if form is not None and form not in _READ:
+            raise unsupported(stored, f"`format` {form!r}")
+    weights = [group.get("weights") or {} for group in groups]
+    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
+    found = {f"{base}.weight": _packed(stored, base) for base in bases(stored, PACKED)}
+    for base in bases(stored, ".weight"):
+        dtype = stored.dtype(f"{base}.weight")
+        if dtype == "I8":
+            found[f"{base}.weight"] = _integers(stored, base)
+        elif dtype == fp8.E4M3:
+            found[f"{base}.weight"] = fp8.matrix(stored, base, None if block is None else tuple(block))
+    return found
+
+
+def _packed(stored: Stored, base: str) -> PackedMatrix:
+    """The width of its integers follows from its shapes: groups of a folder may differ."""
+    name, shape_name = f"{base}{PACKED}", f"{base}.weight_shape"
+    check_shape(stored, shape_name, (2,))
+    out_features, in_features = (int(size) for size in stored.read(shape_name))
+    words = stored.shape(name)[1]
+    bits = next((each for each in (4, 8) if -(-in_features * each // WORD_BITS) == words), None)
+    if bits is None:
+        raise unsupported(stored, f"integers of other than 4 or 8 bits in `{name}`")
+    check_shape(stored, name, (out_features, words))
+
+    def integers() -> Tensor:
+        return unpacked(stored.read(name), bits)[:, :in_features]
+
+    return _grouped(stored, base, (out_features, in_features), bits, (name, shape_name), integers)
+
+
+def _integers(stored: Stored, base: str) -> PackedMatrix:
+    name = f"{base}.weight"
+    out_features, in_features = stored.shape(name)
+
+    def integers() -> Tensor:
+        return (stored.read(name).to(torch.int16) + 128).to(torch.uint8)
+
+    return _grouped(stored, base, (out_features, in_features), 8, (name,), integers)
+
+
+def _grouped(
+    stored: Stored, base: str, shape: tuple[int, int], bits: int, parts: tuple[str, ...], integers: Any
+) -> PackedMatrix:
+    """`integers`: gives uint8 [out, in], raised by half the range of `bits`."""
+    out_features, in_features = shape
+    scale, zero, index = f"{base}.weight_scale", f"{base}.weight_zero_point", f"{base}.weight_g_idx"
+    num_groups = stored.shape(scale)[-1] if stored.has(scale) and len(stored.shape(scale)) == 2 else 1
+    check_shape(stored, scale, (), (1,), (out_features,), (out_features, num_groups))
+    others = [f"{base}.input_scale", f"{base}.input_zero_point", f"{base}.input_global_scale"]
+    parts = (*parts, *(each for each in (scale, zero, index, *others) if stored.has(each)))
+
+    def scales() -> Tensor:
+        return stored.read(scale).float().reshape(-1, num_groups).expand(out_features, num_groups)
+
+    def zeros() -> Tensor:
+        half = torch.full((out_features, num_groups), 2 ** (bits - 1), dtype=torch.int16)
+        if not stored.has(zero):
+            return half
+        values = stored.read(zero)
+        if values.dtype == torch.int32:
+            return unpacked(values.t(), bits).t()[:out_features].to(torch.int16)
+        return half + values.reshape(-1, num_groups)
+
+    def codes() -> GroupCodes:
+        if bits == 8 and not stored.has(zero):
+            signed = (integers().to(torch.int16) - 128).to(torch.int8)
+            return group_codes(8, signed, scales(), None)
+        return group_codes(cast(Literal[4, 8], bits), integers(), scales(), zeros())
+
+    runs = torch.arange(in_features) // -(-in_features // num_groups)
+    group_of = stored.read(index).long() if stored.has(index) else runs
+    kind = code_kind(bits, in_features, num_groups, offsets=stored.has(zero))
+    if kind is not None and (torch.equal(group_of, runs) or int(group_of[0]) < 0):
+        return coded(shape, parts, kind, codes)
+    return PackedMatrix(shape, parts, lambda: spread(integers(), scales(), zeros(), group_of))

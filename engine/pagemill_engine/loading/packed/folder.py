@@ -1,0 +1,63 @@
+"""A `WeightSource` over a folder whose matrices are packed: each under the one name that the model asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.loading.codes import CodeKind
+from pagemill_engine.loading.packed.formats import FORMATS
+from pagemill_engine.loading.packed.matrix import PackedMatrix, Settings, unsupported
+from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
+from pagemill_engine.loading.source import stored_bytes
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+
+
+class PackedFolder:
+    """What is not packed is given as the folder gives it."""
+
+    def __init__(self, folder: SafetensorsFolder, settings: Settings) -> None:
+        """Raises `LoadError` for settings and tensors that do not fit together."""
+        self._folder = folder
+        method = str(settings["quant_method"])
+        self._matrices: dict[str, PackedMatrix] = FORMATS[method](settings, folder)
+        if not self._matrices:
+            raise unsupported(folder, f"`quant_method` {method} and the folder no tensor in that form")
+        parts = {part for matrix in self._matrices.values() for part in matrix.parts}
+        self._shapes: dict[str, tuple[int, ...]] = {
+            **{name: shape for name, shape in folder.shapes.items() if name not in parts},
+            **{name: matrix.shape for name, matrix in self._matrices.items()},
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            self._folder.read_into(name, out)
+        else:
+            out.copy_(matrix.floats())
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        matrix = self._matrices.get(name)
+        return self._folder.code_kind(name) if matrix is None else matrix.kind
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._folder.read_codes(name)
+        return None if matrix.codes is None else matrix.codes()
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        return None
+
+    def is_bfloat16(self, name: str) -> bool:
+        return name not in self._matrices and self._folder.is_bfloat16(name)
+
+    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
+
+    def digest(self) -> str:
+        return self._folder.digest()

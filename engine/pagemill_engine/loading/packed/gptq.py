@@ -1,0 +1,72 @@
+"""GPTQ as AutoGPTQ, GPTQModel and their successors write it: Frantar et al., "GPTQ", 2022.
+
+`qweight` int32 [in * bits / 32, out] holds consecutive inputs a word, `qzeros` int32 [groups, out * bits / 32],
+`scales` [groups, out], `g_idx` int32 [in] the group of each input. With `desc_act` (act-order) groups are no runs of
+inputs, so those matrices are given as floats.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from pagemill_engine.loading.packed.matrix import (
+    WORD_BITS,
+    PackedMatrix,
+    Settings,
+    Stored,
+    bases,
+    check_shape,
+    code_kind,
+    coded,
+    group_codes,
+    integer_setting,
+    spread,
+    unpacked,
+)
+from pagemill_kernels.linear.groups import GroupCodes
+
+
+def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
+    """By their names without packing. Raises `LoadError`."""
+    bits = integer_setting(stored, settings, "bits", allowed=(4, 8))
+    has_order = bool(settings.get("desc_act"))
+    lessened = settings.get("checkpoint_format", "gptq") != "gptq_v2"
+    return {
+        f"{base}.weight": _matrix(stored, base, bits, has_order=has_order, lessened=lessened)
+        for base in bases(stored, ".qweight")
+    }
+
+
+def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: bool) -> PackedMatrix:
+    """`lessened`: zeros are stored less one, as all writers before `gptq_v2` did."""
+    parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
+    pack = WORD_BITS // bits
+    words, out_features = stored.shape(parts[0])
+    in_features = words * pack
+    num_groups = stored.shape(parts[2])[0] if stored.has(parts[2]) else 1
+    check_shape(stored, parts[1], (num_groups, out_features // pack))
+    check_shape(stored, parts[2], (num_groups, out_features))
+    index = f"{base}.g_idx"
+    if stored.has(index):
+        check_shape(stored, index, (in_features,))
+
+    def integers() -> tuple[Tensor, Tensor, Tensor]:
+        values, zeros, scales = (stored.read(part) for part in parts)
+        zeros = unpacked(zeros, bits)
+        if lessened:
+            zeros = (zeros + 1) & (2**bits - 1)
+        return unpacked(values.t(), bits), scales.t(), zeros.t()
+
+    def codes() -> GroupCodes:
+        return group_codes(cast(Literal[4, 8], bits), *integers())
+
+    runs = torch.arange(in_features) // -(-in_features // num_groups)
+    group_of = stored.read(index).long() if has_order and stored.has(index) else runs
+    all_parts = (*parts, index) if stored.has(index) else parts
+    kind = code_kind(bits, in_features, num_groups, offsets=True)
+    if kind is not None and torch.equal(group_of, runs):
+        return coded((out_features, in_features), all_parts, kind, codes)
+    return PackedMatrix((out_features, in_features), all_parts, lambda: spread(*integers(), group_of))

@@ -1,0 +1,140 @@
+"""Prompts and conversations of the offline API as requests that an engine takes: encoded, cut where asked, checked.
+
+`LLM` and `AsyncLLM` share one `PromptEncoder` each; what callers may write is read by `offline`. It also makes Hugging
+Face's tokenizer for callers who want one. No engine is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.offline import Message, Prompt, check_tokens, conversations_of, prompts_of, sampling_of
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.grammars.check import CHECKS
+from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.text.bad_words import with_bad_words
+from pagemill_protocol.text.chat_template import ChatTemplate
+from pagemill_protocol.text.generation_defaults import with_defaults
+from pagemill_protocol.text.load_bundle import load_bundle
+from pagemill_protocol.text.tokenizer import Tokenizer
+
+
+class EncodedPrompt(NamedTuple):
+    text: str | None
+    """`None`: token ids were given."""
+    token_ids: list[int]
+    sampling: SamplingParams
+
+
+class PromptEncoder:
+    """Reads the model's tokenizer. Raises `SourceError` or `PagemillError` when it cannot be used."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.path = resolve_source(config.model, field="model")
+        bundle = load_bundle(self.path)
+        bundle = with_defaults(bundle, config.generation_config, config.generation_defaults)
+        self.tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
+        self.config = msgspec.structs.replace(
+            config,
+            eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
+            vocab_size=config.vocab_size or self.tokenizer.vocab_size,
+        )
+        self.max_model_len = config.max_model_len or 0
+        """0: not known yet."""
+
+    def default_sampling(self) -> SamplingParams:
+        return SamplingParams(**self.tokenizer.bundle.sampling_defaults)
+
+    def prompts(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[EncodedPrompt]:
+        """Each prompt with its parameters. Raises `PagemillError` that names the prompt or parameter at fault."""
+        given = prompts_of(prompts)
+        samplings = sampling_of(params, len(given), self.default_sampling())
+        return [
+            self._encoded(prompt, f"prompts[{index}]", sampling)
+            for index, (prompt, sampling) in enumerate(zip(given, samplings, strict=True))
+        ]
+
+    def chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        chat_template: str | None = None,
+        **rendering: Any,
+    ) -> list[EncodedPrompt]:
+        """The same for conversations; `rendering`: as `Tokenizer.render_chat`, by the model's template or another."""
+        conversations = conversations_of(messages)
+        samplings = sampling_of(params, len(conversations), self.default_sampling())
+        template = self.tokenizer.chat_template
+        if chat_template is not None:
+            template = ChatTemplate(self.tokenizer.bundle, override=chat_template)
+        try:
+            texts = [template.render(each, **rendering) for each in conversations]
+        finally:
+            if chat_template is not None:
+                template.close()
+        return [
+            self._encoded(text, "messages", sampling, is_chat=True)
+            for text, sampling in zip(texts, samplings, strict=True)
+        ]
+
+    def request(self, prompt: EncodedPrompt, request_id: str, priority: int = 0) -> GenerateRequest:
+        """Raises `PagemillError` for parameters that this model cannot honour."""
+        sampling = with_bad_words(prompt.sampling.validate(self.tokenizer.vocab_size), self.tokenizer)
+        if sampling.structured_outputs is not None:
+            CHECKS.check(sampling.structured_outputs)
+        return GenerateRequest(
+            request_id=request_id,
+            model=self.config.model,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            dialect="completions",
+            priority=priority,
+        )
+
+    def hugging_face(self) -> Any:
+        """Hugging Face's tokenizer of the model; without `transformers`, Pagemill's own."""
+        try:
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of imports
+        except ImportError:
+            return self.tokenizer
+        if self.path.is_dir():
+            return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
+        from tokenizers import Tokenizer as Backend
+
+        bundle = self.tokenizer.bundle
+        names = {"bos_token": bundle.bos_token, "eos_token": bundle.eos_token, **bundle.special_tokens}
+        make: Any = PreTrainedTokenizerFast
+        return make(
+            tokenizer_object=Backend.from_str(bundle.tokenizer_json),
+            chat_template=bundle.chat_template,
+            clean_up_tokenization_spaces=False,
+            **{name: token for name, token in names.items() if token is not None},
+        )
+
+    def close(self) -> None:
+        self.tokenizer.close()
+
+    def _encoded(
+        self, prompt: str | list[int], param: str, sampling: SamplingParams, *, is_chat: bool = False
+    ) -> EncodedPrompt:
+        text = prompt if isinstance(prompt, str) else None
+        cut = sampling.truncate_prompt_tokens
+        if not isinstance(prompt, str):
+            token_ids = prompt
+        elif cut is None:
+            token_ids = self.tokenizer.encode_within(prompt, self.max_model_len, not is_chat, param=param)
+        else:
+            token_ids = self.tokenizer.encode(prompt, not is_chat)
+        check_tokens(token_ids, param, self.tokenizer.vocab_size)
+        if cut is not None:
+            sampling.validate()
+            room = max(1, self.max_model_len - (sampling.max_tokens or 1))
+            token_ids = token_ids[-(room if cut == -1 else cut) :]
+        return EncodedPrompt(text, token_ids, sampling)

@@ -1,1 +1,0 @@
-"""OpenTelemetry traces of requests, made once a request is over."""

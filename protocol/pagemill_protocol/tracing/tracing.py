@@ -1,0 +1,43 @@
+"""What becomes of a request that is over: traces, or nothing. OpenTelemetry's messages are imported if used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.types import Scope
+
+from pagemill_protocol.tracing.config import TracingConfig
+
+if TYPE_CHECKING:
+    from pagemill_protocol.tracing.messages import WriteSpans
+
+
+class Tracing(Protocol):
+    def finished(self, scope: Scope, write: WriteSpans) -> str:
+        """Trace a request that is over; returns its trace id in hex, empty where it is not sampled.
+
+        `write` makes its spans, later and in another thread: it must read only what changes no more.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Send the remaining spans, for as long as one export may take."""
+        ...
+
+
+class NoTracing:
+    def finished(self, scope: Scope, write: WriteSpans) -> str:
+        return ""
+
+    async def close(self) -> None:
+        return
+
+
+def open_tracing(config: TracingConfig | None) -> Tracing:
+    """Raises `SettingsError` when the settings or the file of headers cannot be used."""
+    if config is None:
+        return NoTracing()
+    config.check()
+    from pagemill_protocol.tracing.exporting import ExportedTraces
+
+    return ExportedTraces(config)

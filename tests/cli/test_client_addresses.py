@@ -1,0 +1,38 @@
+"""`pagemill bench` and the client that it shares with `chat`: addresses that are refused before anything is sent."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from pagemill.commands import bench
+from pagemill.commands.bench import Load, Outcome, Sample
+from pagemill.main import app
+
+
+@pytest.mark.parametrize("command", [["bench"], ["chat", "Hello"]])
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("127.0.0.1:8080", "http://127.0.0.1:8080"),
+        ("localhost:8000", "http://localhost:8000"),
+        ("ftp://127.0.0.1", "http://127.0.0.1"),
+    ],
+)
+def test_an_address_without_its_scheme_is_named_with_the_remedy(command: list[str], url: str, remedy: str) -> None:
+    done = CliRunner().invoke(app, [*command, "--url", url])
+    assert done.exit_code == 1
+    assert f"`{url}` does not begin with http:// or https://. Write {remedy}" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["-o", "--format"])
+def test_json_is_all_that_is_printed_where_it_is_asked_for(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(url: str, api_key: str | None, load: Load) -> Outcome:
+        return Outcome([Sample(0.1, 0.2, [0.1], 3, 2)], [], 1, 0.2)
+
+    monkeypatch.setattr(bench, "_run", run)
+    done = CliRunner().invoke(app, ["bench", option, "json"])
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["requests"] == 1

@@ -1,0 +1,93 @@
+"""`pagemill serve` takes the options of `vllm serve`: its own under vLLM's names, others with a line or a remedy."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pagemill.main import LazyCommand, app
+from pagemill.vllm_options import is_flag, rewritten
+from pagemill_engine.vllm_arguments import ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("MODEL --served-model-name a b --port 1", "MODEL --served-name a --served-name b --port 1"),
+        ("MODEL --served-model-name=a", "MODEL --served-name a"),
+        ("--dtype half MODEL", "--dtype float16 MODEL"),
+        ("--dtype=bfloat16", "--dtype bfloat16"),
+        ("--max_model_len 512 --max-num-seqs=4", "--max-model-len 512 --max-num-seqs=4"),
+        ("--enable-prefix-caching --enforce-eager MODEL", "--prefix-caching --no-cuda-graphs MODEL"),
+        ("--no-enable-prefix-caching", "--no-prefix-caching"),
+        ("--scheduling-policy priority", "--policy priority"),
+        ("--tool-call-parser llama3_json", "--tool-call-parser llama3-json"),
+        ("--reasoning-parser deepseek_r1", "--reasoning-parser think"),
+        ("--kv-cache-memory-bytes 1048576", "--kv-cache-memory 1048576"),
+        ("--quantization awq", "--quantization none"),
+        ("MODEL --host 0.0.0.0 --seed -1 -- --dtype half", "MODEL --host 0.0.0.0 --seed -1 -- --dtype half"),
+    ],
+)
+def test_options_become_pagemills(given: str, ours: str) -> None:
+    notes: list[str] = []
+    assert rewritten(given.split(), notes.append) == ours.split()
+    assert notes == []
+
+
+def test_options_without_effect_are_taken_with_a_line_each() -> None:
+    notes: list[str] = []
+    given = "--trust-remote-code MODEL --tensor-parallel-size 1 --gpu-memory-utilization 0.9 --swap-space=4 "
+    given += "--disable-log-requests --enable-auto-tool-choice --uvicorn-log-level info"
+    assert rewritten(given.split(), notes.append) == ["MODEL"]
+    assert len(notes) == 7
+    assert "--gpu-memory-utilization 0.9 changes nothing. The KV cache takes" in notes[2]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--tensor-parallel-size 2", "--tensor-parallel-size 2 is not supported. One process computes a model"),
+        ("--enable-lora", "--enable-lora is not supported. Engines serve no adapters"),
+        ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported. Long prompts"),
+        ("--ssl-keyfile key.pem", "pagemill gateway --tls-cert-file"),
+        ("--num-gpu-blocks-override 9", "--kv-cache-memory sets it"),
+        ("--api-key", "--api-key needs a key"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused_with_the_remedy(given: str, message: str) -> None:
+    with pytest.raises(typer.BadParameter) as refused:
+        rewritten(given.split(), lambda line: None)
+    assert message in str(refused.value)
+
+
+def test_a_key_becomes_a_private_file_of_its_hash() -> None:
+    notes: list[str] = []
+    option, path = rewritten(["--api-key", "secret"], notes.append)
+    assert option == "--api-keys-file"
+    assert Path(path).read_text().split()[0] == hashlib.sha256(b"secret").hexdigest()
+    assert Path(path).stat().st_mode & 0o077 == 0
+    assert "process lists" in notes[0]
+
+
+def test_every_option_that_the_table_names_is_one_of_serve() -> None:
+    command = LazyCommand("serve", help="", callback=lambda: None).load()
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    assert {f"--{each.option}" for each in ARGUMENTS.values() if each.option} <= known
+    assert is_flag(ARGUMENTS["trust_remote_code"])
+    assert not is_flag(ARGUMENTS["tokenizer"])
+
+
+def test_a_refusal_is_shown_as_one_of_the_command_line() -> None:
+    done = CliRunner().invoke(app, ["serve", "model", "--tensor-parallel-size", "2"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "--tensor-parallel-size 2 is not supported" in done.stderr
+
+
+def test_a_mistyped_command_names_the_one_that_was_meant() -> None:
+    done = CliRunner().invoke(app, ["serv"])
+    assert done.exit_code == 2
+    assert "No such command 'serv'. Did you mean 'serve'?" in done.stderr

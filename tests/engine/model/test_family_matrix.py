@@ -1,0 +1,69 @@
+"""All families in all shapes: greedy answers, and log probabilities of prompts, are those of transformers, whole, in
+chunks, after prefix hits and after preemption. `make test` runs a sample, `make test-full` all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_checkpoints import KINDS
+from family_matrix import BASES, CASES
+from family_models import VOCAB_SIZE, write_model
+from greedy_families import LENGTHS, NUM_TOKENS, Family, family_of, prompt_logprobs, tokens_of
+
+from pagemill_kernels.cpu import library
+from pagemill_protocol.models.known import BUILT_IN
+from pagemill_protocol.sampling import SamplingParams
+
+SAMPLE = ("deepseek_v2, one KV head", "qwen3_moe, heads of 48", "gpt_neox, yarn")
+ASKS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
+
+
+def test_no_family_is_left_out() -> None:
+    beyond = {kind.architecture for kind in KINDS.values()}
+    others = {module for module, names in BUILT_IN.items() if not beyond & {*names.architectures}}
+    assert others == BASES.keys()
+
+
+@pytest.fixture(params=[name if name in SAMPLE else pytest.param(name, marks=pytest.mark.full) for name in CASES])
+def family(request: pytest.FixtureRequest, tmp_path: Path) -> Family:
+    case = CASES[request.param]
+    model = write_model(case.architecture, case.overrides, tmp_path)
+    return family_of(model, tmp_path, VOCAB_SIZE, case.lengths)
+
+
+def assert_prompts_have_the_logprobs_of_transformers(family: Family, results: list[Any]) -> None:
+    """Within 1e-4 and twice what transformers itself rounds there: random tokens lie tens of nats below 0, and
+    scores of random models are so large that another order of sums can be ten times that, for a token in a hundred."""
+    over, largest = [], 0.0
+    for prompt, result in zip(family.prompts, results, strict=True):
+        exact, rounding = prompt_logprobs(family, prompt)
+        assert len(result.prompt_logprobs) == len(exact)
+        differences = (torch.tensor(result.prompt_logprobs, dtype=torch.float64) - exact).abs()
+        over.append(differences > 1e-4 + 2 * rounding + 1e-5 * exact.abs())
+        largest = max(largest, float(differences.max()) if len(exact) else 0.0)
+    assert float(torch.cat(over).float().mean()) < 0.015
+    assert largest < 2e-3
+
+
+def test_answers_equal_transformers_under_everything_that_must_not_change_them(
+    family: Family, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    backends = ("cpu_native", "cpu") if library.load() else ("cpu",)
+    # Cases of rotary tables, which all backends share, have fewer prompts.
+    for backend in backends if len(family.prompts) == len(LENGTHS) else backends[:1]:
+        driver = make_driver(runner_loader(family.folder, backend=backend))
+        asks = [ASKS] * len(family.prompts)
+        for settings in ({}, {"max_num_batched_tokens": 13}):
+            results = driver.generate(family.prompts, asks, enable_prefix_caching=False, **settings)
+            assert tokens_of(results) == family.expected
+            assert_prompts_have_the_logprobs_of_transformers(family, results)
+        hits = driver.greedy(family.prompts * 2, NUM_TOKENS, waves=True)
+        assert tokens_of(hits) == family.expected * 2
+        assert sum(result.num_cached_tokens for result in hits[len(family.prompts) :]) >= 80
+        pressed = driver.greedy(family.prompts * 3, NUM_TOKENS, num_blocks=16, enable_prefix_caching=False)
+        assert tokens_of(pressed) == family.expected * 3
+        assert sum(result.num_preemptions for result in pressed) > 0

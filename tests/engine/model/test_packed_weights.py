@@ -1,0 +1,310 @@
+"""Quantized checkpoints as other projects write them: their values, what they are in memory, and what is refused.
+
+`packed_by_others.json` holds small matrices written by AutoAWQ 0.2.9, AutoGPTQ 0.7.1, compressed-tensors 0.20.0 and
+bitsandbytes 0.50.2, beside the integers, scales and zeros that they were given, or the values that they read back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pagemill_engine.loading.codes import CodeKind
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.packed.formats import FORMATS
+from pagemill_engine.loading.packed.matrix import PackedMatrix
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
+
+RECORDS: dict[str, Any] = json.loads((Path(__file__).parent / "packed_by_others.json").read_text())
+NUM_TOKENS = 12
+PROMPTS: list[list[int]] = [[3 + 7 * at % 120 for at in range(length)] for length in (1, 5, 40)]
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+DTYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+
+
+class Folder:
+    """Stored tensors in memory."""
+
+    where = "`folder`"
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        return self.tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        found = self.tensors[name].dtype
+        return next((name for name, dtype in DTYPES.items() if dtype == found), str(found))
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMatrix:
+    named = {f"m.{name}": tensor for name, tensor in tensors.items()}
+    found = FORMATS[settings["quant_method"]](settings, Folder(named))
+    assert set(found) == {"m.weight"}
+    assert set(found["m.weight"].parts) == set(named), "nothing is left over that no model asks for"
+    return found["m.weight"]
+
+
+def tensors_of(record: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: torch.tensor(each["values"], dtype=getattr(torch, each["dtype"])).view(each["shape"])
+        for name, each in record["tensors"].items()
+    }
+
+
+def values_of(record: dict[str, Any]) -> Tensor:
+    if "values" in record:
+        return torch.tensor(record["values"])
+    scales, zeros = torch.tensor(record["scales"]), torch.tensor(record["zeros"])
+    rows = record["integers"]
+    in_features = record.get("group_of") and len(record["group_of"])
+    digits = len(rows[0]) // (in_features or 64)
+    integers = torch.tensor([[int(row[at : at + digits], 16) for at in range(0, len(row), digits)] for row in rows])
+    if record["settings"]["quant_method"] == "compressed-tensors":
+        half = 16**digits // 2
+        integers = (integers + half) % (2 * half) - half
+    group_of = torch.tensor(record.get("group_of") or [at // 32 for at in range(integers.shape[1])])
+    return (integers - zeros[:, group_of]) * scales[:, group_of]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_others_packed_has_the_values_that_they_were_given(name: str) -> None:
+    record = RECORDS[name]
+    matrix = matrix_of(record["settings"], tensors_of(record))
+    wanted = values_of(record)
+    assert matrix.shape == tuple(wanted.shape)
+    torch.testing.assert_close(matrix.floats(), wanted, rtol=1e-6, atol=1e-6)
+    if matrix.codes is not None:
+        torch.testing.assert_close(matrix.codes().dequantize(), wanted, rtol=1e-6, atol=1e-6)
+
+
+KINDS = {
+    "awq": CodeKind(4, has_offsets=True),
+    "gptq": CodeKind(4, has_offsets=True),
+    "gptq act-order": None,
+    "gptq 8 bits": CodeKind(8, has_offsets=True),
+    "compressed-tensors w4a16": CodeKind(4, has_offsets=True),
+    "compressed-tensors w4a16 asymmetric": CodeKind(4, has_offsets=True),
+    "compressed-tensors w8a16": CodeKind(8),
+    "bitsandbytes nf4": None,
+    "bitsandbytes nf4 double": None,
+    "bitsandbytes fp4": None,
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_integers_in_runs_stay_codes_and_all_else_is_floats(name: str) -> None:
+    record = RECORDS[name]
+    assert matrix_of(record["settings"], tensors_of(record)).kind == KINDS[name]
+
+
+def test_every_method_that_is_promised_has_its_file() -> None:
+    assert {*FORMATS, "mxfp4"} == set(READ_QUANTIZATIONS)
+
+
+# -- whole models --------------------------------------------------------------------------------------------------
+
+
+def words(integers: Tensor, bits: int) -> Tensor:
+    """[n, m] to int32 [n, m * bits / 32], the first in the lowest bits."""
+    grouped = integers.long().view(integers.shape[0], -1, 32 // bits)
+    packed = (grouped << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def drawn(shape: tuple[int, int], bits: int, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    groups = (shape[0], shape[1] // group_size)
+    integers = torch.randint(0, 2**bits, shape)
+    scales = (torch.rand(groups) * 0.5 + 0.5).half() * (2.0 ** (2 - bits) * 0.3)
+    return integers, scales, torch.randint(2 ** (bits - 1) - 2, 2 ** (bits - 1) + 2, groups)
+
+
+def grouped_values(integers: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    repeats = integers.shape[1] // scales.shape[1]
+    spread_zeros, spread_scales = (each.float().repeat_interleave(repeats, 1) for each in (zeros, scales))
+    return (integers - spread_zeros) * spread_scales
+
+
+Packed = tuple[dict[str, Tensor], Tensor]
+"""Stored tensors by the endings of their names, and the values."""
+
+
+def awq(shape: tuple[int, int]) -> Packed:
+    integers, scales, zeros = drawn(shape, 4, 32)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    qweight, qzeros = (
+        words(each.t().reshape(each.shape[1], -1, 8)[..., order].flatten(1), 4) for each in (integers, zeros)
+    )
+    return {"qweight": qweight, "qzeros": qzeros, "scales": scales.t()}, grouped_values(integers, scales, zeros)
+
+
+def gptq(shape: tuple[int, int]) -> Packed:
+    integers, scales, zeros = drawn(shape, 4, 32)
+    group_of = (torch.arange(shape[1]) // 32).to(torch.int32)
+    tensors = {
+        "qweight": words(integers, 4).t(),
+        "qzeros": words(zeros.t() - 1, 4),
+        "scales": scales.t(),
+        "g_idx": group_of,
+    }
+    return tensors, grouped_values(integers, scales, zeros)
+
+
+def channel_int8(shape: tuple[int, int]) -> Packed:
+    weight = torch.randint(-127, 128, shape).to(torch.int8)
+    scales = torch.rand(shape[0], 1) * 0.004 + 0.002
+    return {"weight": weight, "weight_scale": scales}, weight.float() * scales
+
+
+def fp8_blocks(shape: tuple[int, int]) -> Packed:
+    weight = (torch.randn(shape) * 100).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-shape[0] // 48), -(-shape[1] // 32)) * 0.002 + 0.002
+    spread = scales.repeat_interleave(48, 0).repeat_interleave(32, 1)[: shape[0], : shape[1]]
+    return {"weight": weight, "weight_scale_inv": scales}, weight.float() * spread
+
+
+def fp8_channels(shape: tuple[int, int]) -> Packed:
+    weight = (torch.randn(shape) * 100).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape[0], 1) * 0.002 + 0.002
+    return {"weight": weight, "weight_scale": scales, "input_scale": torch.ones(1)}, weight.float() * scales
+
+
+def fp8_tensor(shape: tuple[int, int]) -> Packed:
+    weight = (torch.randn(shape) * 100).to(torch.float8_e4m3fn)
+    return {"weight": weight, "weight_scale": torch.tensor(0.003)}, weight.float() * 0.003
+
+
+def bnb_int8(shape: tuple[int, int]) -> Packed:
+    weight = torch.randint(-127, 128, shape).to(torch.int8)
+    largest = torch.rand(shape[0]) * 0.5 + 0.3
+    return {"weight": weight, "SCB": largest}, weight.float() * largest[:, None] / 127
+
+
+CT = {"quant_method": "compressed-tensors"}
+MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = {
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq),
+    "compressed-tensors int8": ({**CT, "format": "int-quantized"}, channel_int8),
+    "compressed-tensors fp8": ({**CT, "format": "float-quantized"}, fp8_channels),
+    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, fp8_blocks),
+    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8),
+}
+
+
+def write(folder: Path, name: str) -> Any:
+    """A folder as it is published; returns the model of transformers that has the same values."""
+    settings, pack = MODELS[name]
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+    stored = {}
+    for parameter, tensor in model.state_dict().items():
+        if "proj." not in parameter:
+            stored[parameter] = tensor.clone()
+            continue
+        tensors, values = pack((tensor.shape[0], tensor.shape[1]))
+        tensor.copy_(values)
+        stored |= {parameter.removesuffix("weight") + ending: each.contiguous() for ending, each in tensors.items()}
+    folder.mkdir()
+    save_file(stored, folder / "model.safetensors")
+    config = model.config.to_dict() | {"quantization_config": settings, "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@torch.no_grad()
+def expected(model: Any) -> list[list[int]]:
+    answers = []
+    for prompt in PROMPTS:
+        sequence = list(prompt)
+        for _ in range(NUM_TOKENS):
+            sequence.append(int(model(torch.tensor([sequence]), use_cache=False).logits[0, -1].argmax()))
+        answers.append(sequence[len(prompt) :])
+    return answers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_checkpoint_answers_as_its_values_do(
+    name: str, tmp_path: Path, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]
+) -> None:
+    model = write(tmp_path / "model", name)
+    runner = runner_loader(tmp_path / "model", backend=backend, dtype="float32")
+    assert [result.token_ids for result in make_driver(runner).greedy(PROMPTS, NUM_TOKENS)] == expected(model)
+    assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "ending", "change", "message"),
+    [
+        ("awq", "qzeros", None, r"down_proj\.qzeros` is not there; \[3, 8\] is wanted"),
+        ("awq", "scales", lambda scales: scales[:, :5], r"down_proj\.scales` has the shape \[3, 5\]; \[3, 64\] is"),
+        ("gptq", "scales", lambda scales: scales[:2], r"qzeros` has the shape \[3, 8\]; \[2, 8\] is wanted"),
+        ("gptq", "g_idx", lambda index: index[:7], r"g_idx` has the shape \[7\]; \[96\] is wanted"),
+        ("fp8 blocks", "weight_scale_inv", lambda scales: scales[:1], r"has the shape \[1, 3\]; \[2, 3\] is wanted"),
+        ("bitsandbytes int8", "SCB", lambda largest: largest[:9], r"SCB` has the shape \[9\]; \[64\] is wanted"),
+    ],
+)
+def test_scales_and_zeros_that_do_not_fit_are_named(
+    name: str, ending: str, change: Any, message: str, tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    write(tmp_path / "model", name)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    stored = tensors.pop(f"model.layers.1.mlp.down_proj.{ending}")
+    if change is not None:
+        tensors[f"model.layers.1.mlp.down_proj.{ending}"] = change(stored).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(LoadError, match=message) as error:
+        runner_loader(tmp_path / "model")
+    assert error.value.reason == "ModelUnreadable"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("gptq", {"bits": 3}, r"`bits` 3 \(4 or 8 is read\)"),
+        ("gptq", {"bits": "four"}, r"`bits` 'four'"),
+        ("awq", {"version": "gemv"}, r"`version` 'gemv'"),
+        ("compressed-tensors int8", {"format": "nvfp4-pack-quantized"}, r"`format` 'nvfp4-pack-quantized'"),
+        ("fp8 tensor", {"quant_method": "gptq", "bits": 4}, r"gptq and the folder no tensor in that form"),
+    ],
+)
+def test_what_is_not_read_is_refused_with_a_remedy(
+    name: str, settings: dict[str, Any], message: str, tmp_path: Path, runner_loader: Callable[..., Any]
+) -> None:
+    write(tmp_path / "model", name)
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= settings
+    path.write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=rf"{message}.*GGUF") as error:
+        runner_loader(tmp_path / "model")
+    assert error.value.reason == "UnsupportedQuantization"
