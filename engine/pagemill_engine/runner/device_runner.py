@@ -292,7 +292,7 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     """Behind all that is queued."""
     if device.type == "cpu":
         return None
-    mark = torch.cuda.Event(blocking=_has_one_core())
+    mark = torch.cuda.Event(blocking=_has_one_core())  # type: ignore[no-untyped-call]
     mark.record(torch.cuda.current_stream(device))
     return mark
 

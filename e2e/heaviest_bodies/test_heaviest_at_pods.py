@@ -54,7 +54,9 @@ def test_the_heaviest_bodies_kill_no_gateway(release: Release, space: Kubectl) -
     for path, make in BODIES.items():
         url = base.base_url.removesuffix("/v1") + path
         statuses[path] = [_posted(url, content, base.api_key) for content in (make(), JUNK)]
-    assert all(400 <= refused < 500 for _, refused in statuses.values()), f"8 MB without a field that counts: {statuses}"
+    assert all(400 <= refused < 500 for _, refused in statuses.values()), (
+        f"8 MB without a field that counts: {statuses}"
+    )
     too_many = {"/v1/completions": {200, 429, 503}}  # more prompts than may wait at this engine
     assert all(found in too_many.get(path, {200}) for path, (found, _) in statuses.items()), statuses
     pods = release.pods("gateway")
