@@ -1,7 +1,7 @@
 """What metrics and traces cost a gateway: the scrape of one that knows 100 pods, and their share of a request.
 
 The gateway has served every pod, so that each has all its series. The share is CPU time of the calls that a streamed
-request makes, in a loop, and of spans with their export to a receiver on this machine, times 200 requests a second.
+request makes, in a loop, and of spans with their export at 200 requests a second, times 200 requests a second.
 Exits with 1 beyond a goal.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import http.server
+import multiprocessing
 import signal
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway_pods import is_whole
 from peers.process import PeerProcess
@@ -34,7 +34,7 @@ from pagemill_gateway.spans import write_spans
 from pagemill_protocol.generate import Usage
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.tracing.config import TracingConfig
-from pagemill_protocol.tracing.exporting import ExportedTraces
+from pagemill_protocol.tracing.tracing import open_tracing
 
 SCRAPE_GOAL_MS = 50.0
 SHARE_GOAL = 0.01
@@ -54,10 +54,15 @@ def main() -> None:
     parser.add_argument("--pods", type=int, default=100)
     parser.add_argument("--scrapes", type=int, default=40)
     parser.add_argument("--requests", type=int, default=20_000, help="in each loop of calls")
+    parser.add_argument("--traced", type=int, default=1_000, help=f"requests of each run of traces, {REQUESTS_PER_S}/s")
     args = parser.parse_args()
     scrapes = measure_scrapes(args.pods, args.scrapes)
     calls = {"metrics": metrics_us(args.requests)}
-    calls |= {f"traces of {ratio:.0%} of the requests": traces_us(args.requests, ratio) for ratio in SAMPLED}
+    without = traces_cost(args.traced, None)
+    for ratio in SAMPLED:
+        cost = traces_cost(args.traced, ratio)
+        calls[f"traces of {ratio:.0%}"] = cost.all_us - without.all_us
+        calls[f"traces of {ratio:.0%}, serving thread"] = cost.caller_us - without.caller_us
     shares = {name: micros * REQUESTS_PER_S / 1e6 for name, micros in calls.items()}
     rows: list[list[Any]] = [
         [f"scrape, {name}", f"{each['ms']:.1f} ms", f"{each['series']} series"] for name, each in scrapes.items()
@@ -131,26 +136,29 @@ def metrics_us(count: int) -> float:
     return _cpu_us(measure, count) - _cpu_us(_record, count)
 
 
-def traces_us(count: int, ratio: float) -> float:
-    """CPU a request of spans and their export, where this share of the requests is sampled."""
+class TraceCost(NamedTuple):
+    """CPU of a request, in microseconds."""
+
+    all_us: float
+    """Of all threads: spans and their export."""
+    caller_us: float
+    """Of the thread that serves requests."""
+
+
+def traces_cost(count: int, ratio: float | None) -> TraceCost:
+    """Of requests that come at the stated rate, of which this share is sampled; `None`: without traces."""
     with _receiver() as url:
-        traces = ExportedTraces(TracingConfig(endpoint=url, sample_ratio=ratio))
-
-        def pause() -> None:
-            # As fast as they come at the stated rate: beyond it, the exporter drops what it cannot send.
-            _record()
-            time.sleep(1 / (4 * REQUESTS_PER_S))
-
-        def trace() -> None:
+        config = None if ratio is None else TracingConfig(endpoint=url, sample_ratio=ratio)
+        traces = open_tracing(config)
+        began_s, caller_s = time.process_time(), 0.0
+        for _ in range(count):
             record = _record()
+            called_s = time.thread_time()
             traces.finished(SCOPE, partial(write_spans, record, "POST", time.monotonic()))
-            time.sleep(1 / (4 * REQUESTS_PER_S))
-
-        try:
-            count = min(count, 2_000)
-            return _cpu_us(trace, count) - _cpu_us(pause, count)
-        finally:
-            asyncio.run(traces.close())
+            caller_s += time.thread_time() - called_s
+            time.sleep(1 / REQUESTS_PER_S)
+        asyncio.run(traces.close())
+        return TraceCost(1e6 * (time.process_time() - began_s) / count, 1e6 * caller_s / count)
 
 
 def _cpu_us(call: Callable[[], Any], count: int) -> float:
@@ -174,8 +182,18 @@ def _record() -> RequestRecord:
 
 @contextmanager
 def _receiver() -> Iterator[str]:
-    """Takes spans and keeps none, in this process, so its CPU counts as well: an upper bound."""
+    """Takes spans and keeps none, in a process of its own."""
+    found: multiprocessing.Queue[int] = multiprocessing.Queue()
+    process = multiprocessing.Process(target=_receive, args=(found,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{found.get(timeout=START_LIMIT_S)}/v1/traces"
+    finally:
+        process.terminate()
+        process.join()
 
+
+def _receive(found: multiprocessing.Queue[int]) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -185,14 +203,10 @@ def _receiver() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Quiet."""
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces"
-    finally:
-        server.shutdown()
-        server.server_close()
+    found.put(server.server_port)
+    server.serve_forever()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """OTLP's messages: spans of finished requests, as a receiver takes them. `exporting` sends them.
 
 Spans are written into the message at once, through the classes that OpenTelemetry generates of its schema: a tracing
-SDK makes, locks, copies and converts each of them first, which takes ten times as long.
+SDK makes, locks, copies and converts each of them first, which takes about five times as long.
 """
 
 from __future__ import annotations
