@@ -27,9 +27,9 @@ TIMEOUT_S = 400.0
 
 def start(name: str, folder: Path) -> PeerProcess:
     ours = {"PYTHONPATH": os.pathsep.join([str(vllm_cpu.BENCH), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    python, variables = (sys.executable, ours)
-    if name == "vllm":
-        python, variables = interpreter(vllm_cpu.ENVIRONMENT), vllm_cpu.PEERS[0].worker(folder).environment
+    vllm_worker = vllm_cpu.PEERS[0].worker if name == "vllm" else None
+    python = interpreter(vllm_cpu.ENVIRONMENT) if vllm_worker else sys.executable
+    variables = vllm_worker(folder).environment if vllm_worker else ours
     process = PeerProcess(
         [python, "-m", "peers.formed", name, str(folder)], variables, FOLDER / "logs" / f"form-{name}.log"
     )

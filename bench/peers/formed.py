@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-MODULES = {
+MODULES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vllm": (
         "vllm",
         "vllm.sampling_params",
