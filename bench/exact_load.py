@@ -59,6 +59,8 @@ class Record(NamedTuple):
     detail: str
     sent_s: float
     """On the monotonic clock."""
+    longest_pause_s: float
+    """Between sending and the first text, or between two pieces of it."""
 
     @property
     def first_s(self) -> float:
@@ -139,7 +141,7 @@ class ExactLoad:
         if outcome == "complete" and answer.text != self._expected[prompt]:
             outcome, detail = "wrong", f"{answer.text!r} in place of {self._expected[prompt]!r}"
         ttft_s = answer.first_s - start if answer.first_s is not None else None
-        return Record(outcome, streamed, time.monotonic() - start, ttft_s, detail, start)
+        return Record(outcome, streamed, time.monotonic() - start, ttft_s, detail, start, answer.longest_pause_s)
 
     async def _whole(self, prompt: Prompt, answer: _Answer) -> None:
         body = await self._client.chat.completions.create(**prompt.fields(self._model))
@@ -167,8 +169,13 @@ class _Answer:
         self.begun = False
         self.finished = False
         self.first_s: float | None = None
+        self.longest_pause_s = 0.0
+        self._latest_s = time.monotonic()
 
     def add(self, text: str) -> None:
+        now_s = time.monotonic()
         if text and self.first_s is None:
-            self.first_s = time.monotonic()
+            self.first_s = now_s
+        self.longest_pause_s = max(self.longest_pause_s, now_s - self._latest_s)
+        self._latest_s = now_s
         self.text += text

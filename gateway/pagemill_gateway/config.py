@@ -178,11 +178,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Opening a connection to an engine."""
     accept_timeout_s: float = 30.0
     """An engine that neither accepts nor refuses a request within this time counts as failed."""
-    silence_timeout_s: float = 10.0
+    silence_timeout_s: float = 5.0
     """Silence of an engine inside one request, while its state stream is silent too, before it is left behind."""
     stall_timeout_s: float = 6.0
-    """An engine whose server reports for longer than this, and than ten of its longest steps by its step-time model,
-    that it makes no step loses its answers at once: other engines continue them."""
+    """An engine whose server reports for longer than this, and than ten times what the step is predicted to take, that
+    it makes no step loses its answers at once: other engines continue them."""
+    freeze_timeout_s: float = 4.0
+    """The same without heartbeats of the engine process, which come every second however long a step takes."""
     journal_tokens: int = 16 * 1024 * 1024
     """Tokens of answers in progress that are kept (4 bytes each), so that another engine can continue what one has
     begun. An answer beyond it is served as usual; it cannot be continued.

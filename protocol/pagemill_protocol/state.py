@@ -125,6 +125,11 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     silent_s: float = 0.0
     """Time since the engine process last reported to the process that sends this; 0 while it reports every second. A
     step of a large prompt may take long; if the value keeps growing, the engine is stuck."""
+    expected_step_ms: float = 0.0
+    """While `silent_s` is reported: predicted time of the steps that the engine process has begun; 0: not known."""
+    frozen_s: float = 0.0
+    """Time without a heartbeat of the engine process, which sends one every second however long its step takes; 0 while
+    they come."""
     prefixes_added: list[bytes] = []
     """Chained hashes of prefix chunks of `prefix_chunk_blocks` blocks each, now in the prefix cache."""
     prefixes_removed: list[bytes] = []

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from waiting import START_LIMIT_S, WAIT_LIMIT_S
@@ -26,6 +27,7 @@ from pagemill_engine.ipc.messages import (
     Abort,
     AddRequest,
     Fatal,
+    Heartbeat,
     LoadProgress,
     Ready,
     Shutdown,
@@ -103,12 +105,17 @@ async def read_to_death(channel: EngineChannel, messages: list[Any] | None = Non
             messages.append(message)
 
 
+async def next_report(channel: EngineChannel) -> StepOutputs:
+    while isinstance(message := await asyncio.wait_for(channel.recv(), WAIT_LIMIT_S), Heartbeat):
+        pass
+    assert isinstance(message, StepOutputs)
+    return message
+
+
 async def outputs_of(channel: EngineChannel, num_ends: int) -> list[TokensOut]:
     outputs: list[TokensOut] = []
     while sum(out.finish_reason is not None for out in outputs) < num_ends:
-        message = await channel.recv()
-        assert isinstance(message, StepOutputs)
-        outputs += message.outputs
+        outputs += (await next_report(channel)).outputs
     return outputs
 
 
@@ -144,25 +151,40 @@ async def test_an_idle_engine_speaks_every_second_and_costs_no_cpu() -> None:
     async with started() as channel:
         await until_ready(channel)
         process = psutil.Process(channel.pid)
-        await channel.recv()
+        await next_report(channel)
         before = process.cpu_times()
         gaps_s, last_s = [], time.monotonic()
         for _ in range(3):
-            message = await asyncio.wait_for(channel.recv(), WAIT_LIMIT_S)
+            report = await next_report(channel)
             gaps_s.append(time.monotonic() - last_s)
             last_s += gaps_s[-1]
-            assert isinstance(message, StepOutputs)
-            assert message.outputs == []
+            assert report.outputs == []
         assert min(gaps_s) < 5, "whatever else the machine does"
         after = process.cpu_times()
         assert after.user + after.system - before.user - before.system <= 0.03
+
+
+async def test_heartbeats_go_on_in_a_long_step_and_name_what_is_predicted_for_it() -> None:
+    slow = StepTimeParams(knots_tokens=[1, 512], knot_ms=[1.0, 3000.0])
+    async with started(msgspec.structs.replace(CONFIG, step_time=slow)) as channel:
+        await until_ready(channel)
+        channel.send(request("a", 512, max_tokens=1))
+        expected_ms, began_s = [], time.monotonic()
+        while not (isinstance(message := await channel.recv(), StepOutputs) and message.outputs):
+            if isinstance(message, Heartbeat):
+                expected_ms.append(message.expected_step_ms)
+        assert time.monotonic() - began_s > 2.5, "the step was to be long"
+        assert max(expected_ms) > 1000
+        while not isinstance(message := await channel.recv(), Heartbeat):
+            pass
+        assert message.expected_step_ms == 0.0
 
 
 async def test_the_death_of_the_engine_is_seen_at_once() -> None:
     async with started() as channel:
         await until_ready(channel)
         channel.send(request("a", max_tokens=None))
-        await channel.recv()
+        await next_report(channel)
         assert channel.pid is not None
         os.kill(channel.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="SIGKILL"):
@@ -265,6 +287,9 @@ class FakeLink:
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
+
+    def start_heartbeat(self, expected_step_ms: Any) -> None:
+        pass
 
 
 def run_loop(core: EngineCore, messages: list[Any]) -> list[TokensOut]:

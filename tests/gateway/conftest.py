@@ -70,6 +70,7 @@ class FakeEngine:
         self.most_inside = 0
         self.weights_digest = "weights"
         self.silent_s = 0.0
+        self.frozen_s = 0.0
         self.adapters = AdapterSlots()
         self.draining = False
         self.readyz: tuple[int, dict[str, str]] = (200, {"phase": "ready", "detail": ""})
@@ -141,6 +142,7 @@ class FakeEngine:
             load=self.load,
             digests=Digests(weights=self.weights_digest, tokenizer_bundle=self.bundle_digest),
             silent_s=self.silent_s,
+            frozen_s=self.frozen_s,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             models=[MODEL],

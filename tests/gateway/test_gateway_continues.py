@@ -278,6 +278,22 @@ async def test_an_engine_that_reports_and_makes_no_step_is_left_behind(engines, 
     assert (await task).streamed_text == "ab"
 
 
+async def test_an_engine_whose_process_has_stopped_is_left_behind(engines, gateways, fake) -> None:
+    gateway = await gateways(*engines[:2], silence_timeout_s=0.2, state_stale_after_s=60)
+    for engine in engines[:2]:
+        engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
+        engine.behaviour = fake.says("a", "b")
+    task = asyncio.create_task(gateway.chat(stream=True))
+    await fake.until(lambda: gateway.gateway.worker.relay.journal_capacity.num_tokens == 1)
+    stopped, other = sorted(engines[:2], key=lambda engine: not engine.requests)
+    other.behaviours.clear()
+    await stopped.push_state(silent_s=3.0, frozen_s=3.0)
+    await asyncio.sleep(0.5)
+    assert not task.done()
+    await stopped.push_state(silent_s=4.1, frozen_s=4.1)
+    assert (await task).streamed_text == "ab"
+
+
 # -- with limits, reservations and the queue ---------------------------------------------------------------------------
 
 KEY = {"Authorization": "Bearer sk-one"}

@@ -363,3 +363,31 @@ async def test_a_step_of_a_large_model_may_take_as_long_as_ten_of_its_longest(br
     assert await brain.liveness("a") == "working"
     report(brain, "a", silent_s=41.0, step_time=step_time)
     assert await brain.liveness("a") == "stuck"
+
+
+async def test_a_stopped_engine_process_is_stuck_however_long_its_steps_are(brain: LocalBrain) -> None:
+    know(brain, "a")
+    step_time = StepTimeParams(knots_tokens=[16, 512], knot_ms=[400.0, 4000.0])
+    report(brain, "a", silent_s=4.0, frozen_s=4.0, step_time=step_time)
+    assert await brain.liveness("a") == "working"
+    report(brain, "a", silent_s=4.1, frozen_s=4.1, step_time=step_time)
+    assert await brain.liveness("a") == "stuck"
+
+
+async def test_a_step_is_too_long_by_what_was_predicted_for_it_and_not_by_the_longest(brain: LocalBrain) -> None:
+    know(brain, "a")
+    step_time = StepTimeParams(knots_tokens=[16, 512], knot_ms=[400.0, 4000.0])
+    report(brain, "a", silent_s=6.1, expected_step_ms=4000.0, step_time=step_time)
+    assert await brain.liveness("a") == "working"
+    report(brain, "a", silent_s=6.1, expected_step_ms=400.0, step_time=step_time)
+    assert await brain.liveness("a") == "stuck"
+
+
+async def test_an_ejected_engine_that_is_stopped_is_not_probed(brain: LocalBrain, clock: Clock) -> None:
+    know(brain, "ab")
+    brain.failed(await place_at(brain, "a", "ab"), "stalled")
+    clock.now += 60.0
+    report(brain, "a", silent_s=60.0, frozen_s=60.0)
+    assert await used(brain) == {"b"}
+    report(brain, "a")
+    assert await used(brain) == {"a", "b"}

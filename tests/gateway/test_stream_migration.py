@@ -9,11 +9,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from waiting import START_LIMIT_S, event_in
 
@@ -29,6 +31,8 @@ OF_ONE_RUN = {
 END = re.compile(
     rb"(data: \[DONE\]|event: message_stop\ndata: .*|event: response\.(completed|incomplete)\ndata: .*)\n\n$"
 )
+UNDISTURBED_S = 3.0
+"""That the answers of simulated engines take from the middle, the machine being busy."""
 LOGPROB_TOLERANCE = 1e-3
 """A prompt of all tokens so far is summed up in another order than token by token."""
 
@@ -254,6 +258,31 @@ async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: 
         assert await asyncio.to_thread(struck[1].process.wait, 60) == 0
         engines.remove(struck[1])
         await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGKILL)))
+
+
+@pytest.mark.model
+async def test_a_stopped_engine_process_gives_its_streams_away_within_ten_seconds_however_long_its_steps_may_be(
+    gateways: Any, fake: Any, tmp_path: Path
+) -> None:
+    engine = {
+        "null_runner": True,
+        "num_kv_blocks": 512,
+        "max_model_len": 1024,
+        "step_time": {"knots_tokens": [1, 256, 2048], "knot_ms": [15.0, 20.0, 5000.0]},
+    }
+    with engine_processes(2, tmp_path, fake.TOKEN, engine) as engines:
+        gateway = await gateways(*engines, wait=False)
+        await fake.until(lambda: all(gateway.record(engine).usable for engine in engines), limit_s=START_LIMIT_S)
+        stopped_s: list[float] = []
+
+        def stop_the_busiest() -> None:
+            busiest = max(engines, key=lambda engine: gateway.record(engine).in_flight)
+            (process,) = psutil.Process(busiest.process.pid).children()
+            process.suspend()
+            stopped_s.append(time.monotonic())
+
+        await check_undisturbed(gateway, questions(ignore_eos=True, max_tokens=90), stop_the_busiest)
+        assert time.monotonic() - stopped_s[0] < 10.0 + UNDISTURBED_S
 
 
 @pytest.fixture(scope="module")

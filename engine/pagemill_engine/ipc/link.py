@@ -2,6 +2,7 @@
 
 The reader thread blocks on the socket, so an idle engine costs no CPU and decoding overlaps with the device. A second
 thread holds the pipe from the parent: when the parent is gone, however it died, the pipe ends and so does this process.
+A third one sends heartbeats, so that a long step is not taken for a process that has stopped.
 The parent's end is `ipc.channels`.
 """
 
@@ -14,6 +15,8 @@ import queue
 import shutil
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,21 +24,19 @@ import zmq
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.folder import FATAL_FILE, FROM_ENGINE, SETTINGS_FILE, TO_ENGINE, address
-from pagemill_engine.ipc.messages import Fatal, FromEngine, ToEngine
+from pagemill_engine.ipc.messages import Fatal, FromEngine, Heartbeat, ToEngine
 
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 1000
+HEARTBEAT_S = 1.0
 
 
 class EngineLink:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._context = zmq.Context()
-        self._outbox = self._context.socket(zmq.PUSH)
-        self._outbox.setsockopt(zmq.SNDHWM, 0)
-        self._outbox.setsockopt(zmq.LINGER, LINGER_MS)
-        self._outbox.connect(address(folder, FROM_ENGINE))
+        self._outbox = self._connect_outbox(LINGER_MS)
         self._encoder = msgspec.msgpack.Encoder()
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._configured = threading.Event()
@@ -43,6 +44,10 @@ class EngineLink:
     def start(self) -> None:
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
         threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
+
+    def start_heartbeat(self, expected_step_ms: Callable[[], float]) -> None:
+        """Send one every second from now on. `expected_step_ms` is called by another thread."""
+        threading.Thread(target=self._beat, args=(expected_step_ms,), name="heartbeat", daemon=True).start()
 
     def settings(self) -> EngineConfig:
         """Wait until the parent hands them over."""
@@ -84,6 +89,20 @@ class EngineLink:
                 self._inbox.put(decoder.decode(data))
             except msgspec.DecodeError:
                 logger.exception("dropped a message of %d bytes that is none of ours", len(data))
+
+    def _connect_outbox(self, linger_ms: int) -> zmq.Socket[bytes]:
+        """A socket belongs to one thread."""
+        outbox = self._context.socket(zmq.PUSH)
+        outbox.setsockopt(zmq.SNDHWM, 0)
+        outbox.setsockopt(zmq.LINGER, linger_ms)
+        outbox.connect(address(self._folder, FROM_ENGINE))
+        return outbox
+
+    def _beat(self, expected_step_ms: Callable[[], float]) -> None:
+        outbox, encoder = self._connect_outbox(0), msgspec.msgpack.Encoder()
+        while True:
+            outbox.send(encoder.encode(Heartbeat(expected_step_ms())))
+            time.sleep(HEARTBEAT_S)
 
     def _watch_parent(self) -> None:
         while os.read(sys.stdin.fileno(), 1024):

@@ -152,6 +152,13 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     """Requests that had arrived when `load` was computed, since the start."""
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The process runs, however long its step takes: sent every second once it is ready, by a thread of its own."""
+
+    expected_step_ms: float = 0.0
+    """Predicted time of what it has begun and not reported; 0: nothing."""
+
+
 class Slept(msgspec.Struct, frozen=True, tag="slept"):
     """It sleeps; or, with a `fault`, it could not and goes on as before."""
 
@@ -174,4 +181,4 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     message: str
 
 
-FromEngine = LoadProgress | Ready | StepOutputs | Slept | Awake | Fatal
+FromEngine = LoadProgress | Ready | StepOutputs | Heartbeat | Slept | Awake | Fatal

@@ -23,7 +23,7 @@ from pagemill_engine.ipc.messages import PrefixEvents, StepOutputs
 from pagemill_engine.kv.integrity import IntegrityError, check_integrity
 from pagemill_engine.loop.forming import FormingRequests
 from pagemill_engine.loop.limits import scheduler_limits, step_limits
-from pagemill_engine.loop.step_timer import StepTimer
+from pagemill_engine.loop.step_timer import StepTimer, predicted_ms
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.errors import DeviceLostError
 from pagemill_engine.scheduler.scheduler import Scheduler
@@ -59,6 +59,8 @@ class EngineCore:
         self.step_time = StepTimeModel(self.scheduler.limits.max_num_batched_tokens)
         self._step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
+        self.expected_step_ms = 0.0
+        """Predicted time of the steps that were begun and not reported; 0: none. Read by other threads."""
         self.num_steps = 0
         self.num_failed_steps_in_a_row = 0
         """Steps that raised since the last one that succeeded."""
@@ -131,6 +133,7 @@ class EngineCore:
         if not plan.num_scheduled_tokens:
             return None
         started_s = self._clock()
+        self.expected_step_ms += predicted_ms(self.step_time, plan)
         try:
             return Launched(plan, self.runner.launch(plan), started_s, None)
         except Exception as error:
@@ -200,6 +203,8 @@ class EngineCore:
         self._step_timer.observe(self.step_time, step.plan, self._step_ms, now_s)
 
     def _report(self, step: Launched | None) -> StepOutputs:
+        in_flight = self._in_flight
+        self.expected_step_ms = predicted_ms(self.step_time, in_flight.plan) if in_flight is not None else 0.0
         added, removed = self.scheduler.kv.prefix_cache.drain_events()
         outputs = [*self.forming.take_ends(), *self.scheduler.take_outputs()]
         self._goes_on = step is not None and self.has_work

@@ -2,7 +2,7 @@
 
 Started by `ipc.process` as `python -m pagemill_engine.loop.process FOLDER [MODULE ...]`. It imports the modules while
 its settings arrive, then digests the weights in the background. It blocks on its inbox when there is nothing to do, and
-sends something at least every second, so that silence means a fault. `loop.core` runs the steps.
+reports at least every second, so that silence means a long step or a fault; heartbeats say that it runs. `loop.core` runs the steps.
 """
 
 from __future__ import annotations
@@ -218,6 +218,7 @@ def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | No
     finally:
         gc.enable()
     link.send(_ready(core, time.monotonic() - started_s, clock.seconds()))
+    link.start_heartbeat(lambda: core.expected_step_ms)
     try:
         EngineLoop(core, link).run()
     finally:

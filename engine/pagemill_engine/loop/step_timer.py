@@ -19,7 +19,7 @@ class StepTimer:
 
     def observe(self, model: StepTimeModel, plan: StepPlan, ms: float, now_s: float) -> None:
         """Record that a step of `plan` took `ms`."""
-        usual_ms = self._drift.observe(_predicted_ms(model, plan), ms, now_s, with_prompt=_has_prompt(plan))
+        usual_ms = self._drift.observe(predicted_ms(model, plan), ms, now_s, with_prompt=_has_prompt(plan))
         model.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, usual_ms)
 
     def add_step_times(self, load: EngineLoad, model: StepTimeModel, plan: StepPlan | None, now_s: float) -> EngineLoad:
@@ -27,11 +27,11 @@ class StepTimer:
         drift = self._drift.value(now_s)
         in_flight_ms = 0.0
         if plan is not None:
-            in_flight_ms = _predicted_ms(model, plan) * drift_factor(drift, with_prompt=_has_prompt(plan))
+            in_flight_ms = predicted_ms(model, plan) * drift_factor(drift, with_prompt=_has_prompt(plan))
         return msgspec.structs.replace(load, step_drift=drift, step_in_flight_ms=in_flight_ms)
 
 
-def _predicted_ms(model: StepTimeModel, plan: StepPlan) -> float:
+def predicted_ms(model: StepTimeModel, plan: StepPlan) -> float:
     return model.predict_ms(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products)
 
 

@@ -22,6 +22,7 @@ from pagemill_engine.ipc.messages import (
     Awake,
     Fatal,
     FromEngine,
+    Heartbeat,
     LoadProgress,
     RaiseAllowance,
     Ready,
@@ -69,7 +70,8 @@ class EngineClient:
         self.ready_info: Ready | None = None
         """What the engine loaded; set once it is ready."""
         self.last_message_s = time.monotonic()
-        """When the engine process last said something; it speaks at least every second, also when idle."""
+        """When the engine process last reported; it does at least every second, also when idle. Heartbeats do not
+        count: a process whose loop hangs sends them too."""
         self._config = config
         self._admission: Admission | None = None
         self._channel = channel
@@ -169,7 +171,6 @@ class EngineClient:
                 message = await self._channel.recv()
             except EngineDied as error:
                 raise StartupError("EngineDied", f"The engine process ended: {error}.") from error
-            self.last_message_s = time.monotonic()
             self._handle(message)
             await asyncio.sleep(0)  # messages that wait already are received without a pause: let other tasks run
 
@@ -182,6 +183,10 @@ class EngineClient:
         await self._channel.close()
 
     def _handle(self, message: FromEngine) -> None:
+        if isinstance(message, Heartbeat):
+            self._publisher.heartbeat(message.expected_step_ms)
+            return
+        self.last_message_s = time.monotonic()
         match message:
             case StepOutputs():
                 self._handle_step(message)

@@ -31,6 +31,8 @@ HEARTBEAT_S = 1.0
 MAX_BACKLOG_FRAMES = 64
 SPEAKS_EVERY_S = 3.0
 """A shorter silence of the engine process is normal."""
+MAX_PAUSE_S = 2.0
+"""Longest time between two frames that counts as one without heartbeats: in a longer pause this process did not run."""
 
 
 class _Arrival(NamedTuple):
@@ -55,7 +57,12 @@ class StatePublisher:
         self._subscriptions: set[Subscription] = set()
         self._closed = False
         self._reported_s: float | None = None
-        """When the engine process spoke last."""
+        """When the engine process reported last."""
+        self._frozen_s: float | None = None
+        """Time in which this process ran and the engine process sent nothing; `None`: no heartbeat has come yet."""
+        self._looked_s = time.monotonic()
+        """Up to when `_frozen_s` counts."""
+        self._expected_step_ms = 0.0
         self._published_s: float | None = None
         """When the load of the latest published frame was reported."""
         self._load = EngineLoad()
@@ -101,6 +108,8 @@ class StatePublisher:
         """Publish one step's changes; when idle too, every second. `num_added`: requests that `load` counts or has
         dropped."""
         self._reported_s = time.monotonic()
+        if self._frozen_s is not None:
+            self._frozen_s = 0.0
         self._load = load
         while self._arrivals and self._arrivals[0].number <= num_added:
             self._arrivals.popleft()
@@ -108,6 +117,10 @@ class StatePublisher:
             self._pending.update(dict.fromkeys(prefixes.removed, False))
             self._pending.update(dict.fromkeys(prefixes.added, True))
         self._update(load=self._with_arrivals(), step_time=step_time or self._next.step_time)
+
+    def heartbeat(self, expected_step_ms: float) -> None:
+        """The engine process runs; `expected_step_ms` is predicted for what it has begun."""
+        self._frozen_s, self._expected_step_ms = 0.0, expected_step_ms
 
     def set_draining(self) -> None:
         self._update(draining=True)
@@ -189,6 +202,7 @@ class StatePublisher:
             del self._prefixes[prefix_chunk]
         self._next = self._frame = msgspec.structs.replace(self._next, sequence=self._frame.sequence + 1)
         self._published_s = self._reported_s
+        silent_s, frozen_s = self._silent_s(), self._count_frozen_s()
         if not self._subscriptions:
             return
         encoded = encode_state(
@@ -196,7 +210,9 @@ class StatePublisher:
                 self._frame,
                 prefixes_added=added,
                 prefixes_removed=removed,
-                silent_s=self._silent_s(),
+                silent_s=silent_s,
+                frozen_s=frozen_s,
+                expected_step_ms=round(self._expected_step_ms, 1) if silent_s else 0.0,
                 load_age_ms=self._load_age_ms(),
             )
         )
@@ -205,6 +221,13 @@ class StatePublisher:
 
     def _load_age_ms(self) -> float:
         return round(1000 * (time.monotonic() - self._published_s), 2) if self._published_s is not None else 0.0
+
+    def _count_frozen_s(self) -> float:
+        now_s = time.monotonic()
+        if self._frozen_s is not None:
+            self._frozen_s += min(MAX_PAUSE_S, now_s - self._looked_s)
+        self._looked_s = now_s
+        return round(self._frozen_s or 0.0, 1) if (self._frozen_s or 0.0) >= SPEAKS_EVERY_S else 0.0
 
     def _silent_s(self) -> float:
         silent_s = time.monotonic() - self._reported_s if self._reported_s is not None else 0.0

@@ -47,7 +47,7 @@ from pagemill_protocol.load import DeploymentLoad
 from pagemill_protocol.state import StateFrame
 
 STALL_STEPS = 10
-"""An engine is stuck when it makes no step for longer than this many of its longest ones."""
+"""An engine is stuck when its step takes longer than this many times what was predicted for it."""
 
 
 class LocalBrain:
@@ -71,6 +71,7 @@ class LocalBrain:
         self._num_decisions = first_decision
         self._open: dict[int, InFlightRequest] = {}
         self._stall_timeout_s = config.stall_timeout_s
+        self._freeze_timeout_s = config.freeze_timeout_s
         # A static catalogue sets `terminating` when the endpoint must get no more requests; a cluster sets it at once,
         # while the replacement may not be known here yet.
         self._keeps_terminating = config.discovery == "kubernetes"
@@ -300,11 +301,11 @@ class LocalBrain:
     async def liveness(self, endpoint_id: str) -> Liveness:
         record = self.registry.endpoints.get(endpoint_id)
         report = record.reports.latest if record is not None else None
-        if record is None or report is None or not record.reports.fresh(self._clock()):
+        if record is None or report is None or not record.reports.arriving(self._clock()):
             return "silent"
-        longest_step_s = max(report.step_time.knot_ms, default=0.0) / 1000
-        is_stuck = report.silent_s > max(self._stall_timeout_s, STALL_STEPS * longest_step_s)
-        return "stuck" if is_stuck else "working"
+        expected_ms = report.expected_step_ms or max(report.step_time.knot_ms, default=0.0)
+        is_stuck = report.silent_s > max(self._stall_timeout_s, STALL_STEPS * expected_ms / 1000)
+        return "stuck" if is_stuck or report.frozen_s > self._freeze_timeout_s else "working"
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
         waits_s = [self.queues.left_s(each.key, ticket) for each in self.registry.named(model)]

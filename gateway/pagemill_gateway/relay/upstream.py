@@ -37,7 +37,8 @@ ERROR_BODY_TIMEOUT_S = 5.0
 END_OF_BODY_TIMEOUT_S = 0.5
 ALLOWANCE_TIMEOUT_S = 2.0
 SILENCE_CHECKS = 4
-"""In one silence timeout: an engine that dies while it is busy is left that much sooner."""
+"""In one silence timeout, and as many in a row must find the engine silent: a time in which this process itself did not
+run counts as one."""
 REFUSALS = frozenset({409, 429, 503})
 DECLINES = frozenset({"draining", "not_ready"})
 """Codes of refusals that hold for every request: the engine is shutting down, or has restarted and still loads."""
@@ -80,7 +81,6 @@ class FrameStream:
         """In `read`, for the engine."""
         self._body = body
         self._loop = asyncio.get_running_loop()
-        self._silence_timeout_s = silence_timeout_s
         self._liveness = liveness
         self._timeout = RepeatedTimeout(silence_timeout_s / SILENCE_CHECKS)
         self._decoder = FrameDecoder()
@@ -118,21 +118,19 @@ class FrameStream:
         """The next bytes. Raises `TimeoutError` once the engine has sent nothing for too long, here and on its state
         stream.
         """
-        loop = self._loop
-        started = loop.time()
-        silent_since = started
+        started = self._loop.time()
+        num_silent = 0
         try:
             while True:
                 try:
                     return await self._timeout.wait(self._body.receive())
                 except TimeoutError:
                     liveness = await self._liveness()
-                    if liveness == "working":
-                        silent_since = loop.time()
-                    elif liveness == "stuck" or loop.time() - silent_since >= self._silence_timeout_s:
+                    num_silent = num_silent + 1 if liveness == "silent" else 0
+                    if liveness == "stuck" or num_silent >= SILENCE_CHECKS:
                         raise
         finally:
-            self.waited_s += loop.time() - started
+            self.waited_s += self._loop.time() - started
 
     def _check(self, frames: list[Frame]) -> None:
         for meta, _ in frames:
@@ -223,7 +221,7 @@ class Upstream:
 
         async def watch() -> None:
             while await liveness() == "working":  # noqa: ASYNC110 (there is no event to wait for)
-                await asyncio.sleep(self._silence_timeout_s)
+                await asyncio.sleep(self._silence_timeout_s / SILENCE_CHECKS)
             if not limit.expired():
                 limit.reschedule(loop.time())
 

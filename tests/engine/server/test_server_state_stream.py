@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -168,6 +169,45 @@ async def test_a_silent_engine_process_is_reported_once_it_is_news(
     while (frame := await reader.next()).load.num_requests_running != 2:
         pass
     assert frame.silent_s == 0.0
+
+
+async def test_heartbeats_in_a_long_step_say_that_the_engine_process_runs(
+    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.3)
+    reader = Reader(publisher)
+    step(publisher, 1)
+    while (frame := await reader.next()).silent_s < 0.6:
+        publisher.heartbeat(4000.0)
+    assert (frame.frozen_s, frame.expected_step_ms) == (0.0, 4000.0)
+    while not (frame := await reader.next()).frozen_s:
+        pass
+    assert 0.3 <= frame.frozen_s < frame.silent_s
+
+
+async def test_time_in_which_the_server_itself_did_not_run_does_not_count_against_the_engine_process(
+    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
+    monkeypatch.setattr(state_stream, "MAX_PAUSE_S", 0.5)
+    reader = Reader(publisher)
+    await reader.next()
+    publisher.heartbeat(0.0)
+    await reader.next()
+    time.sleep(2.0)  # noqa: ASYNC251 (the event loop is what stops)
+    assert (await reader.next()).frozen_s <= 1.0
+
+
+async def test_an_engine_that_sends_no_heartbeats_is_not_taken_for_stopped(
+    publisher: StatePublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the model loads there are none."""
+    monkeypatch.setattr(state_stream, "SPEAKS_EVERY_S", 0.1)
+    reader = Reader(publisher)
+    step(publisher, 1)
+    while (frame := await reader.next()).silent_s < 0.5:
+        pass
+    assert frame.frozen_s == 0.0
 
 
 def chat(num_tokens: int, predicted_cached_tokens: int = 0, n: int = 1) -> GenerateRequest:

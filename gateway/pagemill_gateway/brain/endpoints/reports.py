@@ -68,7 +68,11 @@ class EndpointReports:
         return now - self._received_at if self.latest is not None else None
 
     def fresh(self, now: float) -> bool:
-        """Whether the load is current: engines send a frame at least every second."""
+        """Whether the load is current: the engine process that has it runs and its server reports."""
+        return self.arriving(now) and self.latest is not None and not self.latest.frozen_s
+
+    def arriving(self, now: float) -> bool:
+        """Engines send a frame at least every second."""
         return self._connected and now - self._received_at <= self._stale_after_s
 
     def external(self) -> int:

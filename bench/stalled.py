@@ -1,0 +1,161 @@
+"""Streams of an engine process that stops (SIGSTOP): how long each pauses until another engine continues it.
+
+`pagemill up` serves the embedded model twice in float32 with `deterministic`, so that every text can be compared with
+the one that came before. With `--watch SECONDS` nothing is stopped: every continued stream is a false alarm.
+`--busy` processes compute beside either. Exits with 1 when an answer is not as it was, a pause is too long or an alarm
+was false. Replicas are found by `local_replicas`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from exact_load import ExactLoad
+from local_replicas import Replica, Up, pagemill_up
+from report import emit
+from workload import MODEL
+
+NAME = "smollm2"
+LIMIT_S = 10.0
+RECOVERY_TIMEOUT_S = 60.0
+"""How long the server that goes on may need to have no more to do."""
+DEPLOYMENT = """\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: {name}
+spec:
+  model: {{source: "{model}", name: {name}}}
+  engine: {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, dtype: float32, deterministic: true}}
+  resources: {{gpus: 0}}
+  replicas: 2
+"""
+
+
+@contextmanager
+def busy(num_processes: int) -> Iterator[None]:
+    """Processes that compute all the time."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for each in running:
+            each.kill()
+            each.wait()
+
+
+def processes_of(replica: Replica, *, whole: bool) -> list[psutil.Process]:
+    """Below its server; `whole`: with it."""
+    server = psutil.Process(replica.pid)
+    return [*server.children(recursive=True), *([server] if whole else [])]
+
+
+async def stop_one(up: Up, load: ExactLoad, args: argparse.Namespace) -> list[float]:
+    """Stop the engine process of one replica under streams; the longest pause of each."""
+    running = [asyncio.create_task(load.ask(prompt, streamed=True)) for prompt in load.prompts[: args.streams]]
+    await asyncio.sleep(args.after)
+    replicas = await asyncio.to_thread(up.replicas)
+    stopped = processes_of(replicas[f"{NAME}-{args.replica}"], whole=args.whole)
+    for process in stopped:
+        process.suspend()
+    sys.stderr.write(f"stopped {[(each.pid, each.name()) for each in stopped]}\n")
+    try:
+        records = await asyncio.gather(*running)
+    finally:
+        for process in stopped:
+            process.resume()
+    return [each.longest_pause_s for each in records]
+
+
+async def watch(load: ExactLoad, seconds: float) -> None:
+    running = asyncio.create_task(load.run())
+    await asyncio.wait([running], timeout=seconds)
+    load.stop()
+    await running
+
+
+async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, list[list[float]]]:
+    load, pauses = ExactLoad(url, NAME, args.streams, args.tokens), []
+    try:
+        await load.learn()
+        with busy(args.busy):
+            if args.watch:
+                await watch(load, args.watch)
+            for _ in range(0 if args.watch else args.rounds):
+                pauses.append(await stop_one(up, load, args))
+                sys.stderr.write(f"{time.strftime('%H:%M:%S')} longest pauses {[round(each, 1) for each in pauses[-1]]}\n")
+                await asyncio.to_thread(up.wait_ready, 2)
+    finally:
+        await load.close()
+    return load, pauses
+
+
+def continued(up: Up) -> float:
+    """Answers that went on elsewhere, by the gateway's counter."""
+    assert up.metrics_url is not None
+    asked = urllib.request.Request(up.metrics_url, headers={"Authorization": f"Bearer {up.control_token}"})
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        text = response.read().decode()
+    return sum(float(found) for found in re.findall(r"^pagemill_gateway_migrations_total\{.*\} (\S+)$", text, re.M))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=200, help="of every answer")
+    parser.add_argument("--after", type=float, default=2.0, help="seconds from the first stream to the stop")
+    parser.add_argument("--replica", type=int, default=0)
+    parser.add_argument("--whole", action="store_true", help="stop the server process too")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside it")
+    parser.add_argument("--watch", type=float, default=0.0, help="stop nothing; count false alarms for so many seconds")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL))
+        with pagemill_up(file, Path(folder) / "log") as up:
+            up.wait_ready(2)
+            assert up.url is not None
+            load, pauses = asyncio.run(play(up, up.url, args))
+            num_continued = continued(up)
+            if os.environ.get("DEBUGLOG"):
+                Path(os.environ["DEBUGLOG"]).write_text(up.log.read_text())
+    report(load, pauses, num_continued, args)
+
+
+def report(load: ExactLoad, pauses: list[list[float]], num_continued: float, args: argparse.Namespace) -> None:
+    longest_s = max((max(each) for each in pauses), default=0.0)
+    result: dict[str, Any] = {
+        "load": os.getloadavg(),
+        "outcomes": load.counts(),
+        "pauses_s": pauses,
+        "continued": num_continued,
+        "faults": [each._asdict() for each in load.faults[:5]],
+    }
+    rows = [[number, len(each), round(max(each), 1)] for number, each in enumerate(pauses)]
+    emit("stalled", ["round", "streams", "longest pause, s"], rows, result)
+    if load.faults:
+        raise SystemExit(f"{len(load.faults)} of {len(load.records)} answers are not as they were: {load.faults[0]}")
+    if args.watch and num_continued:
+        raise SystemExit(f"{num_continued:.0f} false alarms in {args.watch:.0f} s")
+    if longest_s > LIMIT_S:
+        raise SystemExit(f"a stream paused for {longest_s:.1f} s; at most {LIMIT_S:.0f} s are allowed")
+
+
+if __name__ == "__main__":
+    main()
