@@ -31,8 +31,6 @@ from workload import MODEL
 
 NAME = "smollm2"
 LIMIT_S = 10.0
-RECOVERY_TIMEOUT_S = 60.0
-"""How long the server that goes on may need to have no more to do."""
 DEPLOYMENT = """\
 apiVersion: pagemill.dev/v1alpha1
 kind: LLMDeployment
@@ -97,7 +95,9 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
                 await watch(load, args.watch)
             for _ in range(0 if args.watch else args.rounds):
                 pauses.append(await stop_one(up, load, args))
-                sys.stderr.write(f"{time.strftime('%H:%M:%S')} longest pauses {[round(each, 1) for each in pauses[-1]]}\n")
+                sys.stderr.write(
+                    f"{time.strftime('%H:%M:%S')} longest pauses {[round(each, 1) for each in pauses[-1]]}\n"
+                )
                 await asyncio.to_thread(up.wait_ready, 2)
     finally:
         await load.close()
@@ -133,8 +133,6 @@ def main() -> None:
             assert up.url is not None
             load, pauses = asyncio.run(play(up, up.url, args))
             num_continued = continued(up)
-            if os.environ.get("DEBUGLOG"):
-                Path(os.environ["DEBUGLOG"]).write_text(up.log.read_text())
     report(load, pauses, num_continued, args)
 
 

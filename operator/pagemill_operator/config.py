@@ -15,6 +15,18 @@ class SettingsError(ValueError):
     """The settings cannot be used; the message names the field, its value and the remedy."""
 
 
+class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS to engines."""
+
+    secret: str = ""
+    """Secret in the namespace of each LLMDeployment with `tls.crt` and `tls.key`, which its engines serve, and `ca.crt`
+    for Prometheus; empty: engines speak HTTP."""
+    ca_file: str = ""
+    """Certificates of the authorities that issued them, in PEM, read again when it changes."""
+    server_name: str = ""
+    """The name in each of their certificates: addresses of pods are not known before."""
+
+
 class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     namespace: str
     """The release's namespace: Lease, keys and gateways are there."""
@@ -68,7 +80,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     gateway_control_port: int = 8081
     """Where gateways serve the load stream."""
     engine_control_port: int = 8001
-    """Where engines take the calls to sleep and to wake up."""
+    """Where engines that speak HTTP take the calls to sleep and to wake up."""
+    engine_tls: EngineTLSConfig = EngineTLSConfig()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe lines that are written; `DEBUG` includes kopf's."""
 
@@ -88,6 +101,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"retry_period_s {self.retry_period_s:g}, renew_deadline_s {self.renew_deadline_s:g} and "
                 f"lease_duration_s {self.lease_duration_s:g} must rise in this order and be above 0"
             )
+        if self.engine_tls.secret and not (self.engine_tls.ca_file and self.engine_tls.server_name):
+            yield "engine_tls.secret is set: name the authority in engine_tls.ca_file, and engine_tls.server_name"
         for field in ("resync_s", "key_rotation_s"):
             if getattr(self, field) < 1:
                 yield f"{field} is {getattr(self, field):g}: use 1 second or more"

@@ -65,7 +65,7 @@ def test_clients_can_be_named_and_the_test_is_one_of_them(variant: Variant) -> N
 def test_the_gateway_reaches_engines_where_they_may_be(variant: Variant) -> None:
     def engines(rendered: Any) -> Any:
         rule = rule_for(policy(rendered, "gateway")["egress"], 8000)
-        assert ports(rule) == {8000, 8001}
+        assert ports(rule) == {8000, 8001, 8443, 8444}
         (peer,) = rule["to"]
         assert peer["podSelector"] == ENGINE
         return peer["namespaceSelector"]

@@ -76,6 +76,20 @@ def test_engines_know_the_operator_by_labels_of_its_pods(rendered: Any) -> None:
     assert operator_of(rendered).operator_selector.items() <= labels.items()
 
 
+def test_with_tls_to_engines_both_trust_one_authority_and_one_name(variant: Variant) -> None:
+    rendered = variant("everything")
+    operator, gateway = operator_of(rendered).engine_tls, gateway_of(rendered).engine_tls
+    assert operator.secret == "engine-certificate"
+    assert (operator.ca_file, operator.server_name) == (gateway.ca_file, gateway.server_name)
+    assert gateway.server_name == "pagemill-engine"
+    for component in ("operator", "gateway"):
+        pod = rendered.component("Deployment", component)["spec"]["template"]["spec"]
+        mounts = [each["mountPath"] for each in pod["containers"][0]["volumeMounts"]]
+        assert str(Path(gateway.ca_file).parent) in mounts
+    plain = variant("anonymous")
+    assert operator_of(plain).engine_tls.secret == gateway_of(plain).engine_tls.ca_file == ""
+
+
 def test_keys_or_anonymous_access_never_both(variant: Variant) -> None:
     assert gateway_of(variant("anonymous")).allow_anonymous
     assert gateway_of(variant("anonymous")).api_keys_file is None

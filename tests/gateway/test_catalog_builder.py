@@ -139,6 +139,17 @@ def test_a_pod_in_several_slices_is_one_endpoint() -> None:
     assert endpoint.data_url == "http://[fd00::1]:8000"
 
 
+def test_while_a_rollout_turns_tls_on_each_pod_is_spoken_to_as_it_listens() -> None:
+    tls_ports = [{"name": "data", "port": 8443}, {"name": "control", "port": 8444}]
+    slices = [
+        endpoint_slice("chat", pod("u1", "10.0.0.1", ready=True), name="before"),
+        endpoint_slice("chat", pod("u2", "10.0.0.2", ready=True), name="after", ports=tls_ports),
+    ]
+    before, after = build_catalog([llmd("chat")], slices, KEYS).models[0].endpoints
+    assert (before.data_url, before.control_url) == ("http://10.0.0.1:8000", "http://10.0.0.1:8001")
+    assert (after.data_url, after.control_url) == ("https://10.0.0.2:8443", "https://10.0.0.2:8444")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -40,6 +40,7 @@ def test_two_fields_are_enough(settings: Any) -> None:
         ({"metrics_port": 70_000}, "metrics_port is 70000"),
         ({"workers": 0}, "workers is 0: use 1 to 64"),
         ({"resync_s": 0}, "resync_s is 0"),
+        ({"engine_tls": {"secret": "x", "ca_file": "/ca.crt"}}, "engine_tls.server_name"),
         ({"engine_imagee": "x"}, "engine_imagee"),
         ({"log_level": "LOUD"}, "log_level"),
     ],

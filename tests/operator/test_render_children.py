@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import msgspec
 import pytest
 import referencing
 from foreign_kinds import VALIDATORS
@@ -21,9 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill_crds.models import LLMDeployment
+from pagemill_engine.config import ServerConfig
 from pagemill_operator.backends.kubernetes.render import loader_name, render_children
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan import make_plan
+from pagemill_protocol.engine_ports import engine_url
 
 Make = Callable[..., LLMDeployment]
 CONTEXT = RenderContext(
@@ -92,7 +95,7 @@ def test_the_operator_reaches_the_control_port_where_replicas_stand_by(deploymen
     (peer,) = operator["from"]
     assert peer["podSelector"] == {"matchLabels": {"app.kubernetes.io/component": "operator"}}
     assert peer["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "pagemill-system"}}
-    assert [port["port"] for port in operator["ports"]] == [8001]
+    assert [port["port"] for port in operator["ports"]] == [8001, 8444]
 
 
 def egress(manifests: list[Manifest]) -> list[Any]:
@@ -166,6 +169,43 @@ def test_the_service_shows_pods_by_their_named_ports(deployment: Make) -> None:
     assert spec["selector"] == one(render(deployment()), "Deployment")["spec"]["selector"]["matchLabels"]
 
 
+TLS = replace(CONTEXT, engine_tls_secret="engine-certificate", engine_tls_name="pagemill-engine", has_pod_monitors=True)
+
+
+def test_engines_serve_the_certificate_of_a_secret_beside_their_resource(deployment: Make) -> None:
+    manifests = render(deployment(), TLS)
+    (volume,) = [each for each in pod_of(manifests)["volumes"] if each["name"] == "engine-tls"]
+    items = [{"key": "tls.crt", "path": "tls.crt"}, {"key": "tls.key", "path": "tls.key"}]
+    assert volume["secret"] == {"secretName": "engine-certificate", "items": items, "defaultMode": 0o440}
+    (mount,) = [each for each in engine_of(manifests)["volumeMounts"] if each["name"] == "engine-tls"]
+    server = json.loads(one(manifests, "ConfigMap")["data"]["settings.json"])["server"]
+    files = {"cert_file": f"{mount['mountPath']}/tls.crt", "key_file": f"{mount['mountPath']}/tls.key"}
+    assert (server["tls"], mount["readOnly"]) == (files, True)
+    assert msgspec.convert(server, ServerConfig).tls is not None
+    assert "engine-tls" not in json.dumps(render(deployment()))
+
+
+def test_engines_with_tls_have_ports_of_their_own_so_that_a_rollout_may_mix_both(deployment: Make) -> None:
+    manifests = render(deployment(), TLS)
+    ports = {port["name"]: port["containerPort"] for port in engine_of(manifests)["ports"]}
+    server = json.loads(one(manifests, "ConfigMap")["data"]["settings.json"])["server"]
+    assert ports == {"data": server["port"], "control": server["control_port"]} == {"data": 8443, "control": 8444}
+    assert [engine_url("10.0.0.1", port).partition(":")[0] for port in ports.values()] == ["https", "https"]
+    service = one(manifests, "Service")
+    assert service == one(render(deployment()), "Service"), "it names ports of pods, which differ"
+    assert one(manifests, "NetworkPolicy") == one(render(deployment()), "NetworkPolicy")
+
+
+def test_kubelet_and_prometheus_speak_tls_with_engines_that_do(deployment: Make) -> None:
+    manifests = render(deployment(), TLS)
+    probes = [engine_of(manifests)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
+    assert [(probe["scheme"], probe["port"]) for probe in probes] == [("HTTPS", "control")] * 3
+    (endpoint,) = one(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    authority = {"secret": {"name": "engine-certificate", "key": "ca.crt"}}
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"] == {"ca": authority, "serverName": "pagemill-engine"}
+
+
 def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
     spec = one(render(deployment()), "NetworkPolicy")["spec"]
     gateways, prometheus = spec["ingress"]
@@ -175,8 +215,8 @@ def test_only_gateways_and_prometheus_get_in(deployment: Make) -> None:
             "podSelector": {"matchLabels": {"app.kubernetes.io/component": "gateway"}},
         }
     ]
-    assert [port["port"] for port in gateways["ports"]] == [8000, 8001]
-    assert [port["port"] for port in prometheus["ports"]] == [8001]
+    assert [port["port"] for port in gateways["ports"]] == [8000, 8443, 8001, 8444]
+    assert [port["port"] for port in prometheus["ports"]] == [8001, 8444]
     assert spec["policyTypes"] == ["Ingress", "Egress"]
 
 

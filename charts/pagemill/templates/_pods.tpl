@@ -48,3 +48,20 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
+
+{{/* The authority of the engines' certificates, in pods that speak to engines. */}}
+{{- define "pagemill.engineCaMount" -}}
+- name: engine-ca
+  mountPath: /etc/pagemill-engine-ca
+  readOnly: true
+{{- end -}}
+
+{{- define "pagemill.engineCaVolume" -}}
+- name: engine-ca
+  secret:
+    secretName: {{ .Values.engineTls.secret }}
+    defaultMode: 0440
+    items:
+      - key: ca.crt
+        path: ca.crt
+{{- end -}}

@@ -31,7 +31,13 @@ refuse unknown ones; `settings` of each component goes over everything.
   "gateway_control_port" 8081
   "log_level" (upper $values.logLevel)
 -}}
+{{- with .Values.engineTls.secret }}{{ $_ := set $own "engine_tls" (merge (dict "secret" .) (include "pagemill.engineTrust" $ | fromJson)) }}{{ end -}}
 {{- mustMergeOverwrite $own (deepCopy $values.settings) | toPrettyJson -}}
+{{- end -}}
+
+{{/* How gateways and operator check the certificates of engines. */}}
+{{- define "pagemill.engineTrust" -}}
+{{- dict "ca_file" "/etc/pagemill-engine-ca/ca.crt" "server_name" .Values.engineTls.serverName | toJson -}}
 {{- end -}}
 
 {{- define "pagemill.gatewaySettings" -}}
@@ -54,6 +60,7 @@ refuse unknown ones; `settings` of each component goes over everything.
   "drain_timeout_s" $values.drainTimeoutSeconds
 -}}
 {{- if $values.tls.secret }}{{ $_ := set $own "tls" (dict "cert_file" "/etc/pagemill-tls/tls.crt" "key_file" "/etc/pagemill-tls/tls.key") }}{{ end -}}
+{{- if .Values.engineTls.secret }}{{ $_ := set $own "engine_tls" (include "pagemill.engineTrust" . | fromJson) }}{{ end -}}
 {{- if include "pagemill.hasApiKeys" . }}{{ $_ := set $own "api_keys_file" "/etc/pagemill-keys/keys" }}{{ end -}}
 {{- with include "pagemill.redisSettings" . | fromJson }}{{ $_ := set $own "redis" . }}{{ end -}}
 {{- with .Values.tracing -}}

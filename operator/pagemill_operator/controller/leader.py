@@ -136,6 +136,7 @@ class Leader:
             self.loads,
             token=self._engine_token,
             port=self._config.engine_control_port,
+            tls=self._config.engine_tls,
             on_write=self._metrics.wrote,
         )
 
@@ -195,6 +196,8 @@ class Leader:
             prometheus_namespace_selector=config.prometheus_namespace_selector,
             prometheus_pod_selector=config.prometheus_pod_selector,
             engine_extra_egress=tuple(config.engine_extra_egress),
+            engine_tls_secret=config.engine_tls.secret,
+            engine_tls_name=config.engine_tls.server_name,
             tokens=self.keys.keys.keys.accepted(owner.namespace, owner.name),
             has_pod_monitors=self._pod_monitors.exist,
             loader_done=loader_done,

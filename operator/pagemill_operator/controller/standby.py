@@ -24,10 +24,13 @@ from pagemill_operator.backends.kubernetes.ownership import is_ending
 from pagemill_operator.backends.kubernetes.render.names import REST_ANNOTATION, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.backends.standby import Call, Orders, call_engine, next_orders
+from pagemill_operator.config import EngineTLSConfig
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.load.store import LoadStore
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Observation, ReplicaObservation
+from pagemill_protocol.engine_ports import TLS_CONTROL_PORT, engine_url
+from pagemill_protocol.http.tls import EngineTrust
 
 logger = logging.getLogger("pagemill.operator.standby")
 
@@ -56,14 +59,16 @@ class Standby:
         *,
         token: Callable[[str, str], str | None],
         port: int,
+        tls: EngineTLSConfig,
         on_write: Callable[[str, str], None] = lambda kind, verb: None,
     ) -> None:
-        """`token`: of the engines of namespace and name. `port`: control port of engines."""
+        """`token`: of the engines of namespace and name. `port`: control port of engines without TLS."""
         self._client = client
         self._cache = cache
         self._loads = loads
         self._token = token
         self._port = port
+        self._tls = tls
         self._on_write = on_write
         self._session: aiohttp.ClientSession | None = None
         self._ordered: dict[str, _Ordered] = {}
@@ -72,7 +77,9 @@ class Standby:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with aiohttp.ClientSession(trust_env=False) as session:
+        trust = EngineTrust(self._tls.ca_file, self._tls.server_name) if self._tls.secret else True
+        connector = aiohttp.TCPConnector(ssl=trust)
+        async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
             self._session = session
             try:
                 await asyncio.Event().wait()
@@ -149,8 +156,8 @@ class Standby:
         token, address = self._token(plan.namespace, plan.name), pod.get("status", {}).get("podIP")
         if self._session is None or not token or not address:
             return "its address or its token is not known"
-        host = f"[{address}]" if ":" in address else address
-        return await call_engine(self._session, f"http://{host}:{self._port}", token, call)
+        control_url = engine_url(address, TLS_CONTROL_PORT if _speaks_tls(pod) else self._port)
+        return await call_engine(self._session, control_url, token, call)
 
     async def _annotate(self, pod: Manifest, rest: Rest | None) -> str:
         """What it met, if anything."""
@@ -168,6 +175,11 @@ class Standby:
         task = asyncio.create_task(_logged(work))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
+
+
+def _speaks_tls(pod: Manifest) -> bool:
+    ports = [port for container in pod["spec"].get("containers", []) for port in container.get("ports", [])]
+    return any(port["containerPort"] == TLS_CONTROL_PORT for port in ports)
 
 
 async def _logged(work: Coroutine[None, None, None]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_crds.sections.model import GenerationDefaults
-from pagemill_operator.plan.types import CONTROL_PORT, DATA_PORT
+from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
 
 
 def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:

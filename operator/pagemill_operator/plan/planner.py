@@ -17,8 +17,6 @@ from pagemill_operator.plan.engine import engine_settings, server_settings, sour
 from pagemill_operator.plan.extra_args import apply_extra_args
 from pagemill_operator.plan.support import Backend, find_notes, find_problems
 from pagemill_operator.plan.types import (
-    CONTROL_PORT,
-    DATA_PORT,
     Group,
     ModelCache,
     Plan,
@@ -28,6 +26,7 @@ from pagemill_operator.plan.types import (
     Queue,
     SecretKey,
 )
+from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
 
 ENGINE_MODULE = "pagemill_engine.server"
 STARTUP_LIMIT_S = 90

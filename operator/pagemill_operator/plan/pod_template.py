@@ -12,6 +12,7 @@ from typing import Any
 from pagemill_crds.models import LLMDeploymentSpec
 from pagemill_crds.quantities import duration_seconds
 from pagemill_operator.plan.types import Problem
+from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
 
 CONTAINER = "engine"
 GRACE_MARGIN_S = 15
@@ -21,9 +22,11 @@ OWN_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", 
 SETTINGS_PATH, TOKEN_PATH, MODEL_PATH = "/etc/pagemill", "/var/run/secrets/pagemill", "/models"
 KERNELS_PATH, KERNELS_VOLUME = "/var/cache/pagemill/kernels", "kernels"
 """Where the engine finds compiled kernels, and the folder of the model's volume that holds them."""
-OWN_VOLUMES = {"settings": SETTINGS_PATH, "token": TOKEN_PATH, "model": MODEL_PATH}
+TLS_PATH = "/var/run/secrets/pagemill-tls"
+OWN_VOLUMES = {"settings": SETTINGS_PATH, "token": TOKEN_PATH, "engine-tls": TLS_PATH, "model": MODEL_PATH}
 """Volume -> where it is mounted."""
 OWN_PORTS = ("data", "control")
+OWN_PORT_NUMBERS = (DATA_PORT, CONTROL_PORT, TLS_DATA_PORT, TLS_CONTROL_PORT)
 MERGED_LISTS = ("containers", "initContainers", "volumes", "tolerations", "imagePullSecrets")
 FIELD = "spec.template"
 _OWN_FIELDS = {
@@ -106,10 +109,10 @@ def _engine_problems(container: dict[str, Any], field: str) -> Iterator[Problem]
             yield Problem(f"{field}.{name}", container[name], "must be a list of objects, as in a PodSpec")
     for index, mount in _objects(container.get("volumeMounts")):
         if str(mount.get("mountPath", "")).rstrip("/") in OWN_VOLUMES.values():
-            message = "the operator mounts settings, token or model there; choose another path"
+            message = "the operator mounts settings, token, certificate or model there; choose another path"
             yield Problem(f"{field}.volumeMounts[{index}].mountPath", mount["mountPath"], message)
     for index, port in _objects(container.get("ports")):
-        if port.get("name") in OWN_PORTS or port.get("containerPort") in (8000, 8001):
+        if port.get("name") in OWN_PORTS or port.get("containerPort") in OWN_PORT_NUMBERS:
             message = "the gateway asks the engine on its own ports; choose another name and number"
             yield Problem(f"{field}.ports[{index}]", port.get("containerPort"), message)
     for name, remedy in _OWN_FIELDS.items():

@@ -8,9 +8,6 @@ from typing import Any
 
 from pagemill_operator.autoscaler.settings import ScalingSettings
 
-DATA_PORT = 8000
-CONTROL_PORT = 8001
-
 
 @dataclass(frozen=True)
 class Problem:

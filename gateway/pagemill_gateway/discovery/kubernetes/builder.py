@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pagemill_gateway.discovery.kubernetes.objects import EndpointSlice, LLMDeployment, Queue, SliceEndpoint
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
+from pagemill_protocol.engine_ports import engine_url
 from pagemill_protocol.engine_token import EngineKeys
 
 DEPLOYMENT_LABEL = "pagemill.dev/deployment"
@@ -157,13 +158,12 @@ def _found(address_type: str, endpoint: SliceEndpoint, ports: tuple[int, int]) -
 def _endpoint(uid: str, found: list[_Found]) -> Endpoint:
     """A pod can be in several slices: one per address family, and twice for a moment when it moves."""
     first = min(found, key=lambda each: (_ADDRESS_PREFERENCE[each.address_type], each.address))
-    host = f"[{first.address}]" if first.address_type == "IPv6" else first.address
     data_port, control_port = first.ports
     terminating = any(each.terminating for each in found)
     return Endpoint(
         id=uid,
-        data_url=f"http://{host}:{data_port}",
-        control_url=f"http://{host}:{control_port}",
+        data_url=engine_url(first.address, data_port),
+        control_url=engine_url(first.address, control_port),
         terminating=terminating,
         probed_ready=not terminating and any(each.ready for each in found),
     )

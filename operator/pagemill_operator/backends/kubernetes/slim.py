@@ -60,7 +60,7 @@ def _pod_parts(pod: Manifest) -> Manifest:
     kept = {name: spec[name] for name in _POD_SPEC if name in spec}
     containers = spec.get("containers", [])
     kept["containers"] = [
-        {name: container[name] for name in ("name", "image", "resources") if name in container}
+        {name: container[name] for name in ("name", "image", "resources", "ports") if name in container}
         for container in containers
     ]
     kept["volumes"] = [

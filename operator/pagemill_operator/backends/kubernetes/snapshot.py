@@ -63,6 +63,10 @@ class RenderContext:
     prometheus_pod_selector: Mapping[str, str] = field(default_factory=dict)
     engine_extra_egress: tuple[Mapping[str, Any], ...] = ()
     """Further rules of the engines' NetworkPolicies."""
+    engine_tls_secret: str = ""
+    """Secret beside the resource with `tls.crt`, `tls.key` and `ca.crt` of engines; empty: they speak HTTP."""
+    engine_tls_name: str = ""
+    """The name in their certificates."""
     tokens: tuple[str, ...] = ()
     """Tokens that the engines accept, newest first."""
     has_pod_monitors: bool = False

@@ -15,8 +15,9 @@ from pagemill_operator.backends.local.ports import kept_port
 from pagemill_operator.backends.local.settings import LocalSettings
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_operator.backends.local.supervisor import Launch, Supervisor
-from pagemill_operator.plan.types import CONTROL_PORT, Probe
+from pagemill_operator.plan.types import Probe
 from pagemill_protocol.catalog import Catalog, Endpoint
+from pagemill_protocol.engine_ports import CONTROL_PORT
 
 LOOPBACK = "127.0.0.1"
 NAME = "gateway"

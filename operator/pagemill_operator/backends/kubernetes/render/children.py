@@ -47,9 +47,9 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
     if plan.replicas > 1:
         yield render_disruption_budget(plan, owner)
     if context.has_pod_monitors:
-        yield render_pod_monitor(plan, owner)
+        yield render_pod_monitor(plan, owner, context)
     if plan.cache is None or context.loader_done:
-        yield render_config(plan, owner)
+        yield render_config(plan, owner, context)
         yield render_deployment(plan, owner, context)
 
 

@@ -12,9 +12,10 @@ import json
 
 from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_source
 from pagemill_operator.backends.kubernetes.render.names import child, config_name, token_name
-from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner
-from pagemill_operator.plan.pod_template import KERNELS_PATH, SETTINGS_PATH, TOKEN_PATH
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
+from pagemill_operator.plan.pod_template import KERNELS_PATH, SETTINGS_PATH, TLS_PATH, TOKEN_PATH
 from pagemill_operator.plan.types import Plan
+from pagemill_protocol.engine_ports import TLS_CONTROL_PORT, TLS_DATA_PORT
 
 SETTINGS_FILE = "settings.json"
 TOKENS_FILE = "tokens"
@@ -25,7 +26,7 @@ def settings_path() -> str:
     return f"{SETTINGS_PATH}/{SETTINGS_FILE}"
 
 
-def settings_text(plan: Plan) -> str:
+def settings_text(plan: Plan, context: RenderContext) -> str:
     """The planned settings with a pod's addresses, its token file and where its model lies."""
     content = copy.deepcopy(plan.groups[0].process.settings)
     content["engine"]["model"] = model_source(plan)
@@ -37,11 +38,25 @@ def settings_text(plan: Plan) -> str:
         "internal_tokens_file": f"{TOKEN_PATH}/{TOKENS_FILE}",
         "termination_log": TERMINATION_LOG,
     }
+    if context.engine_tls_secret:
+        ports = engine_ports(plan, context)
+        content["server"] |= {
+            "port": ports["data"],
+            "control_port": ports["control"],
+            "tls": {"cert_file": f"{TLS_PATH}/tls.crt", "key_file": f"{TLS_PATH}/tls.key"},
+        }
     return json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
 
 
-def render_config(plan: Plan, owner: Owner) -> Manifest:
-    text = settings_text(plan)
+def engine_ports(plan: Plan, context: RenderContext) -> dict[str, int]:
+    """Of the container, by name."""
+    if context.engine_tls_secret:
+        return {"data": TLS_DATA_PORT, "control": TLS_CONTROL_PORT}
+    return plan.groups[0].process.ports
+
+
+def render_config(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
+    text = settings_text(plan, context)
     return child("v1", "ConfigMap", config_name(plan.name, text), owner, immutable=True, data={SETTINGS_FILE: text})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pagemill_operator.backends.kubernetes.render.config import settings_path
+from pagemill_operator.backends.kubernetes.render.config import engine_ports, settings_path
 from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_claim
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
@@ -20,20 +20,21 @@ PROBE_GRACE_S = 30
 def engine_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
     group = plan.groups[0]
     process = group.process
+    ports = engine_ports(plan, context)
     return {
         "name": CONTAINER,
         "image": engine_image(group, context),
         "imagePullPolicy": context.image_pull_policy,
         "args": ["--settings", settings_path()],
         "env": environment(process),
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in process.ports.items()],
-        **_probes(process),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        **_probes(process, "HTTPS" if context.engine_tls_secret else "HTTP"),
         "lifecycle": {"preStop": {"exec": {"command": _drain_command()}}},
         "resources": _resources(process),
         "securityContext": container_security(),
         "terminationMessagePath": "/dev/termination-log",
         "terminationMessagePolicy": "File",
-        "volumeMounts": _mounts(plan),
+        "volumeMounts": _mounts(plan, context),
     }
 
 
@@ -59,20 +60,20 @@ def _drain_command() -> list[str]:
     return ["python", "-m", "pagemill_engine.drain", "--settings", settings_path()]
 
 
-def _probes(process: Process) -> dict[str, Any]:
+def _probes(process: Process, scheme: str) -> dict[str, Any]:
     probes = {
-        "startupProbe": _probe(process.startup, PROBE_GRACE_S),
-        "readinessProbe": _probe(process.readiness, None),
-        "livenessProbe": _probe(process.liveness, PROBE_GRACE_S),
+        "startupProbe": _probe(process.startup, scheme, PROBE_GRACE_S),
+        "readinessProbe": _probe(process.readiness, scheme, None),
+        "livenessProbe": _probe(process.liveness, scheme, PROBE_GRACE_S),
     }
     return {name: probe for name, probe in probes.items() if probe}
 
 
-def _probe(probe: Probe | None, grace_s: int | None) -> dict[str, Any] | None:
+def _probe(probe: Probe | None, scheme: str, grace_s: int | None) -> dict[str, Any] | None:
     if probe is None:
         return None
     rendered: dict[str, Any] = {
-        "httpGet": {"path": probe.path, "port": "control", "scheme": "HTTP"},
+        "httpGet": {"path": probe.path, "port": "control", "scheme": scheme},
         "periodSeconds": max(1, round(probe.period_s)),
         "timeoutSeconds": 5,
         "failureThreshold": probe.failure_threshold,
@@ -92,8 +93,9 @@ def _resources(process: Process) -> dict[str, Any]:
     return {"requests": dict(amounts), "limits": amounts} if amounts else {}
 
 
-def _mounts(plan: Plan) -> list[dict[str, Any]]:
-    volumes = [name for name in OWN_VOLUMES if name != "model" or model_claim(plan)]
+def _mounts(plan: Plan, context: RenderContext) -> list[dict[str, Any]]:
+    is_absent = {"model": not model_claim(plan), "engine-tls": not context.engine_tls_secret}
+    volumes = [name for name in OWN_VOLUMES if not is_absent.get(name)]
     mounts: list[dict[str, Any]] = [
         {"name": name, "mountPath": OWN_VOLUMES[name], "readOnly": True} for name in volumes
     ]

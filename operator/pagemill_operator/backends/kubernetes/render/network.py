@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pagemill_operator.backends.kubernetes.render.names import child, engine_name, selector
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
+from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
 
 HUB_VARIABLES = frozenset({"HF_ENDPOINT", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
@@ -37,17 +38,18 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
     These reach DNS and, with a source on a hub, HTTPS outside the node, the ports of a mirror and of a proxy. Where
     replicas stand by, the operator reaches the control port, too: it wakes them.
     """
-    ports = plan.groups[0].process.ports
+    # Of both kinds, so that a rollout that turns TLS on or off cuts no pod off.
+    data, control = [_port(DATA_PORT), _port(TLS_DATA_PORT)], [_port(CONTROL_PORT), _port(TLS_CONTROL_PORT)]
     ingress = []
     if context.gateway_selector:
         gateways = _peer({NAMESPACE_LABEL: context.namespace}, context.gateway_selector)
-        ingress.append({"from": [gateways], "ports": [_port(ports["data"]), _port(ports["control"])]})
+        ingress.append({"from": [gateways], "ports": [*data, *control]})
     if context.operator_selector and plan.autoscaling is not None and plan.autoscaling.warm:
         operators = _peer({NAMESPACE_LABEL: context.namespace}, context.operator_selector)
-        ingress.append({"from": [operators], "ports": [_port(ports["control"])]})
+        ingress.append({"from": [operators], "ports": control})
     if context.prometheus_namespace_selector or context.prometheus_pod_selector:
         prometheus = _peer(context.prometheus_namespace_selector, context.prometheus_pod_selector)
-        ingress.append({"from": [prometheus], "ports": [_port(ports["control"])]})
+        ingress.append({"from": [prometheus], "ports": control})
     spec = {
         "podSelector": {"matchLabels": {OWNER_LABEL: plan.name}},
         "policyTypes": ["Ingress", "Egress"],
@@ -57,10 +59,14 @@ def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> M
     return child("networking.k8s.io/v1", "NetworkPolicy", engine_name(plan.name), owner, spec=spec)
 
 
-def render_pod_monitor(plan: Plan, owner: Owner) -> Manifest:
+def render_pod_monitor(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
+    endpoint: dict[str, Any] = {"port": "control", "path": "/metrics", "relabelings": [VARIANT_RELABELING]}
+    if context.engine_tls_secret:
+        authority = {"secret": {"name": context.engine_tls_secret, "key": "ca.crt"}}
+        endpoint |= {"scheme": "https", "tlsConfig": {"ca": authority, "serverName": context.engine_tls_name}}
     spec = {
         "selector": {"matchLabels": selector(plan.name)},
-        "podMetricsEndpoints": [{"port": "control", "path": "/metrics", "relabelings": [VARIANT_RELABELING]}],
+        "podMetricsEndpoints": [endpoint],
         "podTargetLabels": [OWNER_LABEL],
     }
     return child("monitoring.coreos.com/v1", "PodMonitor", engine_name(plan.name), owner, spec=spec)

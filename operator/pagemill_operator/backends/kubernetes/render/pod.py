@@ -73,7 +73,7 @@ def _pod_spec(plan: Plan, context: RenderContext) -> dict[str, Any]:
         "containers": [engine_container(plan, context)],
         "terminationGracePeriodSeconds": math.ceil(process.drain_timeout_s) + GRACE_MARGIN_S,
         "topologySpreadConstraints": [_spread(plan.name, key) for key in SPREAD_OVER],
-        "volumes": _volumes(plan),
+        "volumes": _volumes(plan, context),
     }
 
 
@@ -87,12 +87,16 @@ def _spread(name: str, topology_key: str) -> dict[str, Any]:
     }
 
 
-def _volumes(plan: Plan) -> list[dict[str, Any]]:
+def _volumes(plan: Plan, context: RenderContext) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = [
-        {"name": "settings", "configMap": {"name": config_name(plan.name, settings_text(plan))}},
+        {"name": "settings", "configMap": {"name": config_name(plan.name, settings_text(plan, context))}},
         # Readable by the pod's group only.
         {"name": "token", "secret": {"secretName": token_name(plan.name), "defaultMode": 0o440}},
     ]
+    if context.engine_tls_secret:
+        items = [{"key": name, "path": name} for name in ("tls.crt", "tls.key")]
+        secret = {"secretName": context.engine_tls_secret, "items": items, "defaultMode": 0o440}
+        volumes.append({"name": "engine-tls", "secret": secret})
     if claim := model_claim(plan):
         source = {"claimName": claim} if keeps_kernels(plan) else {"claimName": claim, "readOnly": True}
         volumes.append({"name": "model", "persistentVolumeClaim": source})
