@@ -2,7 +2,8 @@
 
 Started by `ipc.process` as `python -m pagemill_engine.loop.process FOLDER [MODULE ...]`. It imports the modules while
 its settings arrive, then digests the weights in the background. It blocks on its inbox when there is nothing to do, and
-reports at least every second, so that silence means a long step or a fault; heartbeats say that it runs. `loop.core` runs the steps.
+reports at least every second, so that silence means a long step or a fault; heartbeats say that it runs. `loop.core`
+runs the steps.
 """
 
 from __future__ import annotations
