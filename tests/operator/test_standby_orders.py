@@ -71,6 +71,22 @@ def test_the_emptiest_beyond_the_wanted_number_sleeps() -> None:
     assert next_orders(plan(0), replicas(b="ready")) == ([], ["b"])
 
 
+def test_of_equally_empty_replicas_the_one_that_became_ready_last_sleeps() -> None:
+    """After a crash: the one that was woken serves, the one that crashed is ready again and the older one."""
+    started_anew = ReplicaObservation("a", "ready", "new", ready_at=20.0)
+    woken = ReplicaObservation("b", "ready", "new", ready_at=10.0)
+    empty = {name: EngineHeld(name, 0, 0) for name in "ab"}
+    for held in ({}, empty, {"b": empty["b"]}):
+        assert next_orders(plan(1), [started_anew, woken], held) == ([], ["a"])
+        assert next_orders(plan(1), [woken, started_anew], held) == ([], ["a"])
+
+
+def test_a_replica_that_no_gateway_knows_yet_sleeps_before_one_that_serves() -> None:
+    held = {"b": EngineHeld("b", 9, 1)}
+    assert next_orders(plan(1), replicas(a="ready", b="ready"), held) == ([], ["a"])
+    assert next_orders(plan(1), replicas(b="ready", c="ready"), held) == ([], ["c"])
+
+
 def test_a_replica_that_wakes_up_is_no_reason_to_put_a_ready_one_to_sleep() -> None:
     assert next_orders(plan(1), replicas(a="ready", b="waking")) == ([], [])
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import aiohttp
 
-from pagemill_operator.load.store import emptiest_first
+from pagemill_operator.autoscaler.signals import weight
 from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.observation import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld
@@ -51,9 +51,19 @@ def next_orders(
     if any(replica.digest != plan.groups[0].digest for replica in live):
         # Replacing counts those that are ready: one that slept would look like one that never comes.
         return NONE
-    emptiest = emptiest_first(reversed(ready), lambda replica: replica.name, held)
     num_surplus = min(len(ready) - plan.replicas, plan.standby - len(asleep))
-    return Orders([], [replica.name for replica in emptiest[: max(0, num_surplus)]])
+    least_missed = sorted(reversed(ready), key=lambda replica: _loss(replica, held))
+    return Orders([], [replica.name for replica in least_missed[: max(0, num_surplus)]])
+
+
+def _loss(replica: ReplicaObservation, held: Mapping[str, EngineHeld]) -> tuple[bool, tuple[int, int], float]:
+    """What order replicas sleep in: first one that no gateway sends anything to, as it has just started; then the
+    emptiest; of equals the one that became ready last, so that what serves goes on.
+
+    Unlike one that is drained, one that sleeps finishes its requests first: nothing is lost that gateways do not see.
+    """
+    engine = held.get(replica.name)
+    return engine is not None, weight(engine) if engine is not None else (0, 0), -replica.ready_at
 
 
 def _in_phase(phase: Phase, replicas: list[ReplicaObservation]) -> list[ReplicaObservation]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_operator.plan.types import Plan, Problem
@@ -33,6 +33,8 @@ class ReplicaObservation:
     reason: str = ""
     """CamelCase cause of a crash or a wait."""
     message: str = ""
+    ready_at: float = field(default=0.0, compare=False)
+    """When it became ready, on a clock that all of its deployment share; 0: not known."""
 
     @property
     def running(self) -> bool:

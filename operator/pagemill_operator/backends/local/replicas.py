@@ -52,7 +52,7 @@ class Replica:
         seen, phase = self.supervisor, self.supervisor.phase
         if (phase, self.ordered) in (("asleep", "waking"), ("ready", "asleep")):
             phase = self.ordered or phase
-        return ReplicaObservation(seen.name, phase, self.digest, seen.reason, seen.message)
+        return ReplicaObservation(seen.name, phase, self.digest, seen.reason, seen.message, seen.ready_at)
 
     @property
     def endpoint(self) -> Endpoint | None:

@@ -93,6 +93,11 @@ class Supervisor:
     def pid(self) -> int | None:
         return self._child.pid if self._child and self._child.running else None
 
+    @property
+    def ready_at(self) -> float:
+        """When it became ready, on this machine's monotonic clock; 0: it is not."""
+        return self._ready_s if self.phase == "ready" else 0.0
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise(), name=f"supervise:{self.name}")
 

@@ -34,7 +34,7 @@ def observe_pod(
     """
     phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
-    return ReplicaObservation(name, phase, digest, *(cause or ("", "")))
+    return ReplicaObservation(name, phase, digest, *(cause or ("", "")), ready_at=_ready_at(pod))
 
 
 def ordered_rest(pod: Manifest) -> Rest | None:
@@ -59,6 +59,11 @@ def _phase(pod: Manifest, main: str, process: Process | None, sleeps: bool) -> t
         # The kubelet looks once a second, and believes it the third time.
         return "asleep" if sleeps else "ready", None
     return _on_node(pod, main, sleeps)
+
+
+def _ready_at(pod: Manifest) -> float:
+    since = _condition(pod, "Ready").get("lastTransitionTime")
+    return datetime.fromisoformat(since).timestamp() if since else 0.0
 
 
 def _why_pending(pod: Manifest, process: Process | None) -> Cause | None:
