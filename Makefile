@@ -29,6 +29,9 @@ on_cluster = $(BIN)/pytest $(CASES) $(1) --context "$(E2E_CONTEXT)" --image-tag 
 	--ignore=e2e/crd --ignore=e2e/chart
 endif
 
+# Beside the locked one, which is the newest.
+OLDER_TRITON := 3.6.0
+
 # Tests of one file stay in one process, which shares their engines; most tests wait for processes of their own.
 TEST_WORKERS ?= -n 3 --dist loadfile
 
@@ -62,6 +65,13 @@ test-full: .venv/.installed ## Run every unit and integration test (no cluster, 
 .PHONY: clients
 clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some)
 	$(BIN)/python tests/clients/run_clients.py --uv $(UV) $(CLIENTS)
+
+.PHONY: older-triton
+older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldest Triton that is supported; no GPU is needed
+	[[ -e .venv/triton-$(OLDER_TRITON)/triton ]] || $(UV) pip install $(UV_FLAGS) --quiet --no-deps --python $(BIN)/python \
+		--target .venv/triton-$(OLDER_TRITON) triton==$(OLDER_TRITON)
+	PYTHONPATH=.venv/triton-$(OLDER_TRITON) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(OLDER_TRITON)"'
+	PYTHONPATH=$(CURDIR)/.venv/triton-$(OLDER_TRITON) $(BIN)/pytest -q -k spill_nothing tests/kernels/test_triton_compiled.py
 
 .PHONY: lint
 lint: .venv/.installed ## Check style, types, import layers, house rules and generated pages

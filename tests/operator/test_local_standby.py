@@ -30,6 +30,7 @@ async def test_at_zero_one_sleeps_and_the_same_process_answers_the_next_request(
     plan = machine.plan(replicas=0, autoscaling=autoscaling)
     await machine.backend.apply([plan])
     await machine.until(lambda: phases(machine, plan) == ["asleep"])
+    await machine.until(lambda: machine.backend.observe(plan.key).gateway_ready)
     pids = machine.pids(plan)
     async with aiohttp.ClientSession() as session:
         for _ in range(2):
@@ -47,6 +48,7 @@ async def test_behind_one_that_is_woken_another_one_stands_by(machine: Machine) 
     plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)
     await machine.backend.apply([plan])
     await machine.until(lambda: phases(machine, plan) == ["asleep", "ready"])
+    await machine.until(lambda: machine.backend.observe(plan.key).gateway_ready)
     first = set(machine.pids(plan))
     async with aiohttp.ClientSession() as session:
         await ask(session, machine.backend.base_url)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+IS_OLDER = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
+"""What these versions keep over a loop of tiles makes some decodes spill 8 bytes: it is computed anew in each tile."""
 
 
 @triton.jit
@@ -129,7 +131,8 @@ def attend(
         maximum = tl.where(split == 0, sinks, maximum)
         total = tl.where(split == 0, 1.0, total)
     result = tl.zeros([BLOCK_M, PADDED_DIM], dtype=tl.float32)
-    for tile in range(begin, end, TILE):
+    COMPUTES_ANEW: tl.constexpr = IS_OLDER and BLOCK_M < 64 and NUM_SPLITS == 1 and not HAS_CODES
+    for tile in tl.range(begin, end, TILE, disable_licm=COMPUTES_ANEW):
         key_position = tile + tl.arange(0, TILE)
         is_key = (key_position >= first_visible) & (key_position < end)
         block_id = tl.load(
