@@ -59,7 +59,7 @@ class Record(NamedTuple):
     detail: str
     sent_s: float
     """On the monotonic clock."""
-    longest_pause_s: float
+    longest_pause_s: float = 0.0
     """Between sending and the first text, or between two pieces of it."""
 
     @property

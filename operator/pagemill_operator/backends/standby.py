@@ -52,7 +52,8 @@ def next_orders(
         # Replacing counts those that are ready: one that slept would look like one that never comes.
         return NONE
     num_surplus = min(len(ready) - plan.replicas, plan.standby - len(asleep))
-    least_missed = sorted(reversed(ready), key=lambda replica: _loss(replica, held))
+    youngest_first = ready[::-1]
+    least_missed = sorted(youngest_first, key=lambda replica: _loss(replica, held))
     return Orders([], [replica.name for replica in least_missed[: max(0, num_surplus)]])
 
 
