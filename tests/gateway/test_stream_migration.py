@@ -31,7 +31,7 @@ OF_ONE_RUN = {
 END = re.compile(
     rb"(data: \[DONE\]|event: message_stop\ndata: .*|event: response\.(completed|incomplete)\ndata: .*)\n\n$"
 )
-UNDISTURBED_S = 3.0
+UNDISTURBED_S = 6.0
 """That the answers of simulated engines take from the middle, the machine being busy."""
 LOGPROB_TOLERANCE = 1e-3
 """A prompt of all tokens so far is summed up in another order than token by token."""
@@ -268,7 +268,7 @@ async def test_a_stopped_engine_process_gives_its_streams_away_within_ten_second
         "null_runner": True,
         "num_kv_blocks": 512,
         "max_model_len": 1024,
-        "step_time": {"knots_tokens": [1, 256, 2048], "knot_ms": [15.0, 20.0, 5000.0]},
+        "step_time": {"knots_tokens": [1, 256, 512], "knot_ms": [15.0, 20.0, 2500.0]},
     }
     with engine_processes(2, tmp_path, fake.TOKEN, engine) as engines:
         gateway = await gateways(*engines, wait=False)
