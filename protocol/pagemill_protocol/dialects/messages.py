@@ -5,6 +5,7 @@ from __future__ import annotations
 from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_chat
+from pagemill_protocol.dialects.transport import NOWHERE, Place
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -42,7 +43,7 @@ class MessagesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"msg_{new_id()}"
 
-    def parse(self, raw: bytes) -> TranslatedChat:
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
         chat = as_chat(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
         return TranslatedChat(chat, self.name, RENAMED)
 

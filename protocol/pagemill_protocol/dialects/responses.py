@@ -7,6 +7,7 @@ import json
 from pagemill_protocol.dialects.openai_responses import render
 from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_chat
+from pagemill_protocol.dialects.transport import NOWHERE, Place
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -29,7 +30,7 @@ class ResponsesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"resp_{new_id()}"
 
-    def parse(self, raw: bytes) -> TranslatedChat:
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
         request = parse_body(raw, ResponsesRequest)
         chat = as_chat(request.for_chat, RENAMED, ItemsChat)
         return TranslatedChat(chat, self.name, (*RENAMED, ("messages", "input")), json.dumps(request.shown()))
