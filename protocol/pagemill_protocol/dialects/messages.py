@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
-from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_chat
+from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NOWHERE, Place
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
@@ -24,7 +24,7 @@ RENAMED = (
 
 def read_count(raw: bytes) -> TokenizeRequest:
     """Body of `POST /v1/messages/count_tokens`. Raises `PagemillError` 400."""
-    chat = as_chat(parse_body(raw, CountRequest).for_chat, RENAMED, ChatCompletionRequest)
+    chat = as_request(parse_body(raw, CountRequest).for_chat, RENAMED, ChatCompletionRequest)
     return TokenizeRequest(
         model=chat.model,
         messages=chat.messages,
@@ -44,7 +44,7 @@ class MessagesDialect(TranslatedDialect):
         return f"msg_{new_id()}"
 
     def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
-        chat = as_chat(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
+        chat = as_request(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
         return TranslatedChat(chat, self.name, RENAMED)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.MessagesRenderer:

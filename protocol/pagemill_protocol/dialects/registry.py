@@ -10,20 +10,28 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
+from pagemill_protocol.dialects import tgi
 from pagemill_protocol.dialects.base import Dialect, Factory
 from pagemill_protocol.dialects.chat import ChatDialect
 from pagemill_protocol.dialects.completions import CompletionsDialect
 from pagemill_protocol.dialects.messages import MessagesDialect
 from pagemill_protocol.dialects.pages import Page
 from pagemill_protocol.dialects.responses import ResponsesDialect
+from pagemill_protocol.dialects.tgi import TgiDialect
 from pagemill_protocol.errors import invalid_field
 
 GROUP = "pagemill.dialects"
-PAGES: tuple[Page, ...] = ()
+PAGES: tuple[Page, ...] = (tgi.INFO,)
 LIVE_PATHS: tuple[str, ...] = ()
 READY_PATHS: tuple[str, ...] = ()
 """Further paths of the probes."""
-BUILT_IN: tuple[Factory, ...] = (ChatDialect, CompletionsDialect, MessagesDialect, ResponsesDialect)
+BUILT_IN: tuple[Factory, ...] = (
+    ChatDialect,
+    CompletionsDialect,
+    MessagesDialect,
+    ResponsesDialect,
+    TgiDialect,
+)
 
 
 @cache

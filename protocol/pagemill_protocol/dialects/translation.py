@@ -91,7 +91,7 @@ class TranslatedCompletion(_Translated, CompletionsBody):
     """A body that became a completions request."""
 
 
-def as_chat(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
+def as_request(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
     """The request of OpenAI's for the body that `translate` returns. Raises `PagemillError` 400."""
     try:
         return schema.model_validate(translate())
