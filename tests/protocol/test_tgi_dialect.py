@@ -30,6 +30,7 @@ def parse(place: Place = ONLY, *, stream: bool = False, **parameters: Any) -> Co
     body = {"inputs": "Once", "stream": stream, "parameters": parameters}
     parsed = DIALECT.parse(json.dumps(body).encode(), place)
     parsed.sampling()
+    parsed.check_form()
     return parsed.fields
 
 
@@ -103,6 +104,7 @@ def test_a_model_is_needed_where_several_are_served() -> None:
         ({"top_n_tokens": -1}, "`parameters.top_n_tokens`"),
         ({"grammar": {"type": "lark", "value": ""}}, "`parameters.grammar.type`"),
         ({"grammar": {"type": "regex", "value": {}}}, "grammar.value"),
+        ({"grammar": {"type": "json", "value": {"type": 7}}}, "grammar.value"),
     ],
 )
 def test_what_is_wrong_is_named(parameters: dict[str, Any], named: str) -> None:

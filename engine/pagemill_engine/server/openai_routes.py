@@ -143,7 +143,7 @@ def _prepare(
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
     sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
-    prepare.check_form(body.fields)
+    body.check_form()
     settings = context.settings.engine
     salt = cache_salt(settings.prefix_scope, settings.model, caller)
     preparation = Preparation(

@@ -28,7 +28,7 @@ from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.scope import cache_salt
-from pagemill_protocol.openai.prepare import check_form, needs_check, with_seed, within_vocabulary
+from pagemill_protocol.openai.prepare import needs_check, with_seed, within_vocabulary
 from pagemill_protocol.openai.schemas import SamplingFields
 from pagemill_protocol.preparation_threads import PreparationThreads
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class Preparation:
         body = await self._inline_or_in_thread(partial(dialect.parse, raw, place), len(raw))
         sampling = body.sampling()
         if needs_check(body.fields):
-            await self.in_thread(partial(check_form, body.fields), len(raw))
+            await self.in_thread(body.check_form, len(raw))
         comment = write if body.fields.stream and dialect.transport.has_comments else None
         target = await self._find(body.fields, caller, ticket, comment)
         tokenizer = await self.tokenizer(target)

@@ -134,6 +134,10 @@ class ParsedBody(Protocol):
         is known. Raises `PagemillError` 400."""
         ...
 
+    def check_form(self) -> None:
+        """Refuse a form of answers that cannot be compiled; takes the compiler's time. Raises `PagemillError` 400."""
+        ...
+
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         """The prompt of a short body, on the event loop; `None`: `prepare` renders it."""
         ...

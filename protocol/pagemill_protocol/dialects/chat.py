@@ -48,6 +48,9 @@ class ChatBody:
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         return prepare.sampling_of(self.fields, defaults=defaults)
 
+    def check_form(self) -> None:
+        prepare.check_form(self.fields)
+
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return await prepare.render_soon(self.fields, tokenizer, parsers)
 

@@ -1,4 +1,4 @@
-"""The routes of dialects that generate nothing: lists and descriptions of models, and what is refused by name.
+"""The routes of dialects that generate nothing: lists and descriptions of models.
 
 Engines and gateways build these routes from `PAGES`; who may see which model is theirs.
 """
@@ -35,12 +35,3 @@ class Page(NamedTuple):
     """Raises `PagemillError`."""
     error_body: Callable[[PagemillError], bytes]
     method: str = "GET"
-
-
-def refused(reason: str) -> Callable[[Asked], bytes]:
-    """The `body` of a route that this server does not have."""
-
-    def body(asked: Asked) -> bytes:
-        raise PagemillError(reason, status=501, type="not_supported_error", code="unsupported_operation")
-
-    return body

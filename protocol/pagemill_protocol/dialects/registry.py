@@ -10,18 +10,19 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
-from pagemill_protocol.dialects import tgi
+from pagemill_protocol.dialects import ollama, tgi
 from pagemill_protocol.dialects.base import Dialect, Factory
 from pagemill_protocol.dialects.chat import ChatDialect
 from pagemill_protocol.dialects.completions import CompletionsDialect
 from pagemill_protocol.dialects.messages import MessagesDialect
+from pagemill_protocol.dialects.ollama import OllamaChatDialect, OllamaGenerateDialect
 from pagemill_protocol.dialects.pages import Page
 from pagemill_protocol.dialects.responses import ResponsesDialect
 from pagemill_protocol.dialects.tgi import TgiDialect
 from pagemill_protocol.errors import invalid_field
 
 GROUP = "pagemill.dialects"
-PAGES: tuple[Page, ...] = (tgi.INFO,)
+PAGES: tuple[Page, ...] = (tgi.INFO, *ollama.PAGES)
 LIVE_PATHS: tuple[str, ...] = ()
 READY_PATHS: tuple[str, ...] = ()
 """Further paths of the probes."""
@@ -31,6 +32,8 @@ BUILT_IN: tuple[Factory, ...] = (
     MessagesDialect,
     ResponsesDialect,
     TgiDialect,
+    OllamaChatDialect,
+    OllamaGenerateDialect,
 )
 
 

@@ -68,6 +68,10 @@ class _Translated:
         with self._named():
             return super().sampling(defaults)  # type: ignore[misc, no-any-return]
 
+    def check_form(self) -> None:
+        with self._named():
+            super().check_form()  # type: ignore[misc]
+
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
