@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
-from pagemill_protocol.dialects import ollama, tgi
+from pagemill_protocol.dialects import kserve, ollama, tgi
 from pagemill_protocol.dialects.base import Dialect, Factory
 from pagemill_protocol.dialects.chat import ChatDialect
 from pagemill_protocol.dialects.completions import CompletionsDialect
+from pagemill_protocol.dialects.kserve import KserveGenerateDialect, KserveInferDialect
 from pagemill_protocol.dialects.messages import MessagesDialect
 from pagemill_protocol.dialects.ollama import OllamaChatDialect, OllamaGenerateDialect
 from pagemill_protocol.dialects.pages import Page
@@ -22,9 +23,9 @@ from pagemill_protocol.dialects.tgi import TgiDialect
 from pagemill_protocol.errors import invalid_field
 
 GROUP = "pagemill.dialects"
-PAGES: tuple[Page, ...] = (tgi.INFO, *ollama.PAGES)
-LIVE_PATHS: tuple[str, ...] = ()
-READY_PATHS: tuple[str, ...] = ()
+PAGES: tuple[Page, ...] = (tgi.INFO, *ollama.PAGES, *kserve.PAGES)
+LIVE_PATHS: tuple[str, ...] = (kserve.LIVE_PATH,)
+READY_PATHS: tuple[str, ...] = (kserve.READY_PATH,)
 """Further paths of the probes."""
 BUILT_IN: tuple[Factory, ...] = (
     ChatDialect,
@@ -34,6 +35,8 @@ BUILT_IN: tuple[Factory, ...] = (
     TgiDialect,
     OllamaChatDialect,
     OllamaGenerateDialect,
+    KserveGenerateDialect,
+    KserveInferDialect,
 )
 
 
