@@ -12,7 +12,9 @@ from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.keywords import CheckedKeywords
 
 MAX_SOURCE_CHARS = 128 * 1024
-"""Of a schema, a grammar or a structural tag."""
+"""Of a schema or a grammar."""
+MAX_TAG_CHARS = 512 * 1024
+"""Of a structural tag, which holds the schemas of all strict tools."""
 MAX_REGEX_CHARS = 8 * 1024
 MAX_OPTIONS = 2048
 MAX_OPTION_CHARS = 4096
@@ -47,8 +49,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only
             names = ", ".join(self.__struct_fields__)
             found = " and ".join(given) or "none"
             raise invalid_field(param, f"{param} must have exactly one of {names}, but it has {found}.")
-        for name in ("json_schema", "grammar", "structural_tag"):
+        for name in ("json_schema", "grammar"):
             _check_size(param, name, getattr(self, name), MAX_SOURCE_CHARS)
+        _check_size(param, "structural_tag", self.structural_tag, MAX_TAG_CHARS)
         _check_size(param, "regex", self.regex, MAX_REGEX_CHARS)
         self._check_choice(param)
 

@@ -163,7 +163,7 @@ def test_an_interrupted_step_leaves_nothing_in_flight(checking_runner: Make) -> 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 7])
 @pytest.mark.parametrize(
-    ("place", "name"), [("kv", "commit"), ("_outputs", "token"), ("", "_leave"), ("", "_fork_choices")]
+    ("place", "name"), [("kv", "commit"), ("_outputs", "tokens"), ("", "_leave"), ("", "_fork_choices")]
 )
 def test_a_fault_while_a_step_is_booked_fails_its_requests_and_the_next_ones_are_served(
     checking_runner: Make, monkeypatch: pytest.MonkeyPatch, place: str, name: str, call: int

@@ -192,6 +192,32 @@ def test_arguments_are_streamed_while_they_are_written() -> None:
     assert parser.push('": 1}') == [CallArguments('": 1}')]
 
 
+TRIGGERS = {
+    "hermes": ('<tool_call>\n{"name": "weather"', ', "arguments": {'),
+    "llama3-json": ('{"name": "weather"', ', "parameters": {'),
+    "mistral": ('[TOOL_CALLS] [{"name": "weather"', ', "arguments": {'),
+    "deepseek": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>", "{"),
+    "harmony": ("<|channel|>commentary to=functions.weather <|constrain|>json<|message|>", "{"),
+    # These write arguments one by one, and each becomes JSON when it is complete.
+    "qwen3-coder": ("<tool_call>\n<function=weather>", "\n<parameter=city>\nRome\n</parameter>"),
+    "pythonic": ("[weather(city='Rome'", ""),
+}
+"""By parser: a text that names the function, and what brings it to the first piece of the arguments."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_calls_first_events_are_at_most_one_character_behind_its_text(name: str) -> None:
+    """A token has one character or more, so the first streamed delta is within one token of the text's."""
+    named, argued = TRIGGERS[name]
+    parser = AnswerParser(AnswerFormat(tools=name, string_parameters={"weather": ["city"]}))
+    seen: dict[type[Event], int] = {}
+    for num_chars, char in enumerate(named + argued + ('"' if argued.endswith("{") else ")"), start=1):
+        for event in parser.push(char):
+            seen.setdefault(type(event), num_chars)
+    assert seen[CallBegin] <= len(named) + 1
+    assert seen[CallArguments] <= len(named + argued) + 1
+
+
 def test_without_parallel_calls_only_the_first_is_given() -> None:
     text, content, calls = CASES["hermes"][0]
     events = events_of(AnswerFormat(tools="hermes", parallel=False), text)

@@ -120,6 +120,25 @@ def test_schemas_whose_values_never_end_are_found(schema: Any, endless: bool) ->
     assert is_endless(schema) == endless
 
 
+def test_a_chain_of_required_schemas_is_refused_before_it_is_compiled(checks: FormChecks) -> None:
+    links = {
+        str(index): {"type": "object", "properties": {"a": {"$ref": f"#/$defs/{index + 1}"}}, "required": ["a"]}
+        for index in range(500)
+    }
+    schema = {"$defs": {**links, "500": {}}, "$ref": "#/$defs/0"}
+    with pytest.raises(PagemillError, match="require the next one"):
+        checks.check(StructuredOutputs(json_schema=json.dumps(schema)))
+
+
+def test_a_process_that_was_ended_while_idle_is_replaced_unnoticed() -> None:
+    checks = FormChecks()
+    checks.check(StructuredOutputs(regex="a+"))
+    idle = checks._idle[0]._process
+    idle.kill()
+    idle.wait()
+    checks.check(StructuredOutputs(regex="b+"))
+
+
 def test_compiling_is_ended_after_its_time_and_the_next_form_is_checked(checks: FormChecks) -> None:
     slow = FormChecks(TemplateLimits(cpu_limit_s=0.1, wall_limit_s=5.0))
     bomb = StructuredOutputs(json_schema='{"type": "integer", "multipleOf": 9973, "allOf": [{"multipleOf": 9967}]}')

@@ -314,6 +314,34 @@ def test_a_schema_that_cannot_be_held_is_refused_at_once_with_its_place(schema: 
     assert min(took_s) < 0.05, "at once, whatever else the machine does"
 
 
+def test_512_strict_tools_cost_in_proportion_to_their_number() -> None:
+    took_s: dict[int, list[float]] = {128: [], 512: []}
+    for try_ in range(3):
+        for number in took_s:
+            schemas = {f"f{index}": {**WEATHER, "description": f"{try_} {index}"} for index in range(number)}
+            strict = request(tools=tools(strict=True, **schemas))
+            began_s = time.monotonic()
+            check_form(strict)
+            matcher_of(prescribed(strict, call_syntax("hermes", ""), "", ""))
+            took_s[number].append(time.monotonic() - began_s)
+    assert min(took_s[512]) < 12 * min(took_s[128]), "four times as many; sixteen times would be quadratic"
+
+
+def test_a_fault_among_allowed_tools_is_at_its_place_in_the_request() -> None:
+    bad = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 2}}, "required": ["a"]}
+    named = [{"type": "function", "function": {"name": "bad"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
+    with pytest.raises(PagemillError) as caught:
+        check_form(request(tools=tools(bad=bad, **SCHEMAS)[::-1], tool_choice=choice))
+    assert caught.value.param == f"tools[{len(SCHEMAS)}].function.parameters"
+
+
+def test_reasoning_as_one_object_is_the_same_as_its_fields() -> None:
+    body = request(reasoning={"effort": "low", "max_tokens": 7})
+    assert (body.template_kwargs, body.reasoning_budget) == ({"reasoning_effort": "low"}, 7)
+    assert request(reasoning={"max_tokens": -1}).reasoning_budget is None
+
+
 def test_schemas_of_tools_that_are_not_held_are_not_looked_at() -> None:
     check_form(request(tools=tools(bad={"type": 7})))
     named = {"type": "function", "function": {"name": "weather"}}

@@ -59,6 +59,13 @@ class LimitedReasoning:
         return self._form.due if self._form is not None and not self._forced else None
 
     @property
+    def forced(self) -> Sequence[int]:
+        """One token of a form at a time before the reasoning is over: its budget may be spent after each."""
+        if self._forced or self._form is None:
+            return tuple(self._forced)
+        return self._form.forced if self._next == self._behind else self._form.forced[:1]
+
+    @property
     def ended(self) -> bool:
         return self._form is not None and self._form.ended
 

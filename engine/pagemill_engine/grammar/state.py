@@ -51,6 +51,10 @@ class GrammarState:
     def due(self) -> GrammarState | None:
         return self if self._is_due and self._job is None else None
 
+    @property
+    def forced(self) -> Sequence[int]:
+        return self.matcher.compute_ff_tokens() if self._is_due and self._job is None else ()
+
     def wait_for(self, job: Future[None], mask: NDArray[np.int32]) -> None:
         """`mask` is this state's when the job is done, which must be before the next token is taken."""
         self._job, self._mask = job, mask

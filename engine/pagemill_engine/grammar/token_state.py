@@ -33,6 +33,12 @@ class TokenState(Protocol):
         """It prescribes nothing any more."""
         ...
 
+    @property
+    def forced(self) -> Sequence[int]:
+        """The next tokens where nothing else may follow, one after the other; empty: there is a choice, or it costs too
+        much to find out."""
+        ...
+
     def advance(self, token_id: int) -> str:
         """Take the next token. Returns what is wrong with it; empty: nothing."""
         ...

@@ -31,4 +31,5 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         weights_digest=info.weights_digest,
         kv_dtype=info.kv_dtype,
         serves_adapters=info.serves_adapters,
+        jumps_forward=info.jumps_forward,
     )

@@ -37,6 +37,9 @@ class RunnerInfo(NamedTuple):
     """It samples only what `StepPlan.token_masks` allow."""
     serves_adapters: bool = False
     """It takes requests for adapters; none does yet but a simulated one."""
+    jumps_forward: bool = True
+    """Several known tokens of a sequence cost a step less than as many steps. Not where steps of decodes alone are
+    replayed as graphs, which one longer sequence prevents."""
 
 
 class Runner(Sleeps, Protocol):

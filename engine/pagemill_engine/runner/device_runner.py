@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from pagemill_kernels.request_rows.layout import NUM_SETTINGS, RowLayout, RowSta
 from pagemill_kernels.request_rows.staging import Staging
 from pagemill_kernels.sampling.batch import Reports, SampledTokens, SamplingBatch, TokenMasks
 from pagemill_kernels.sampling.drawn import Drawn, Report, download_report, read_report
+from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.sampling import SamplingParams
 
 
@@ -72,7 +73,7 @@ class DeviceRunner:
     ) -> None:
         if ops.on_device is None:
             raise ValueError("the rows of requests need a backend that has operations for them")
-        self.info = info._replace(overlaps=ops.device.type == "cuda")
+        self.info = info._replace(overlaps=ops.device.type == "cuda", jumps_forward=ops.device.type != "cuda")
         self.model = model
         self.kv_cache = kv_cache
         self._ops, self._on_device = ops, ops.on_device
@@ -291,8 +292,15 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
     """Behind all that is queued."""
     if device.type == "cpu":
         return None
-    mark: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    mark = torch.cuda.Event(blocking=_has_one_core())  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
     return mark
+
+
+@cache
+def _has_one_core() -> bool:
+    """Then a wait must not spin: the HTTP process needs the core. With more of them spinning answers sooner."""
+    return usable_cores() < 2
 
 
 def _read(drawn: Drawn, done: torch.cuda.Event | None) -> SampledTokens:

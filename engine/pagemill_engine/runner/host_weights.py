@@ -56,6 +56,8 @@ class HostWeights:
             # The copies may go only once they have been read.
             torch.cuda.synchronize()
         self._copies = []
+        if any(storage.device.type == "cuda" for storage in self._storages):
+            torch._C._host_emptyCache()  # pinned memory stays with torch's allocator otherwise
 
 
 def _copy(storage: UntypedStorage) -> Tensor:

@@ -37,7 +37,8 @@ class StepBuilder:
             plan.block_copies.append((source, copy))
 
     def admit(self, sequence: Sequence, num_tokens: int, allocation: Allocation, block_ids: list[int]) -> None:
-        """Add a sequence that starts or restarts."""
+        """Add a sequence that starts or restarts, or whose tokens the runner does not know."""
+        sequence.was_jumped = False
         if allocation.replaced is not None:
             _, source, copy = allocation.replaced
             self.plan.block_copies.append((source, copy))
@@ -57,13 +58,14 @@ class StepBuilder:
         self._count(sequence, num_tokens, 1)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Undo `place` for a sequence that is preempted. Call this before its blocks are freed."""
+        """Undo `place` or `admit` for a sequence that is preempted. Call this before its blocks are freed."""
         plan = self.plan
         num_tokens = plan.num_scheduled_tokens.get(sequence.request_id)
         if num_tokens is None:
             return
         self._count(sequence, num_tokens, -1)
         plan.new_block_ids.pop(sequence.request_id, None)
+        plan.admitted = [admitted for admitted in plan.admitted if admitted.request_id != sequence.request_id]
         copies = {copy for owner, _, copy in plan.replaced_blocks if owner == sequence.request_id}
         if copies:
             plan.replaced_blocks = [entry for entry in plan.replaced_blocks if entry[0] != sequence.request_id]

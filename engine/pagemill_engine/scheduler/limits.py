@@ -26,6 +26,8 @@ class SchedulerLimits:
     weights_digest: str = ""
     kv_dtype: str = ""
     serves_adapters: bool = False
+    jumps_forward: bool = True
+    """Tokens about which a form leaves no choice are not sampled but taken at once."""
 
     @property
     def max_total_tokens(self) -> int:

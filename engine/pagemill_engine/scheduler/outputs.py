@@ -33,19 +33,23 @@ class OutputQueue:
             for out in self._outputs
         )
 
-    def token(
-        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+    def tokens(
+        self,
+        sequence: Sequence,
+        token_ids: list[int],
+        logprobs: TokenLogprobs | None,
+        finish_reason: FinishReason | None,
     ) -> None:
         if sequence.reported and logprobs is None:  # nearly always: it runs for every sequence of every step
             output = TokensOut(
                 request_id=sequence.client_request_id,
                 choice=sequence.choice,
-                token_ids=[token_id],
+                token_ids=token_ids,
                 finish_reason=finish_reason,
                 num_preemptions=sequence.num_preemptions,
             )
         else:
-            output = _full(sequence, token_id, logprobs, finish_reason)
+            output = _full(sequence, token_ids, logprobs, finish_reason)
             sequence.reported = True
         self._outputs.append(output)
 
@@ -105,7 +109,7 @@ def _choices_to_end(sequence: Sequence) -> Collection[int]:
 
 
 def _full(
-    sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
+    sequence: Sequence, token_ids: list[int], logprobs: TokenLogprobs | None, finish_reason: FinishReason | None
 ) -> TokensOut:
     first = not sequence.reported
     entry = None
@@ -114,7 +118,7 @@ def _full(
     return TokensOut(
         request_id=sequence.client_request_id,
         choice=sequence.choice,
-        token_ids=[token_id],
+        token_ids=token_ids,
         logprobs=entry,
         finish_reason=finish_reason,
         prompt_logprobs=sequence.prompt_report.take() if first and sequence.prompt_report is not None else [],

@@ -37,7 +37,7 @@ from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_b
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
 from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
-from pagemill_engine.scheduler.token_masks import advance
+from pagemill_engine.scheduler.token_masks import advance, take_forced
 from pagemill_protocol.generate import FinishReason, GenerateRequest
 from pagemill_protocol.state import EngineLoad
 
@@ -238,9 +238,13 @@ class Scheduler:
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
         num_tokens = min(seq.num_due_tokens, step.budget)
         allocation = self._allocate(seq, num_tokens, step)
-        if allocation is not None:
+        if allocation is None:
+            return
+        if seq.was_jumped:
+            step.admit(seq, num_tokens, allocation, self.kv.block_ids(seq))
+        else:
             step.place(seq, num_tokens, allocation)
-            step.reserved_blocks -= len(allocation.new_block_ids)
+        step.reserved_blocks -= len(allocation.new_block_ids)
 
     def _allocate(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> Allocation | None:
         """Open the write, preempting others until it fits. Returns `None` if the sequence itself was preempted."""
@@ -453,13 +457,28 @@ class Scheduler:
             return
         seq.token_ids.append(token_id)
         seq.num_pending_tokens -= 1
-        if seq.needs_last_token and (fault := advance(seq)):
-            self._fail(seq, f"The answer was broken off: {fault}.")
-            return
+        taken = [token_id]
+        if seq.needs_last_token:
+            num_tokens = len(seq.token_ids)
+            if fault := advance(seq) or self._jump(seq):
+                self._fail(seq, f"The answer was broken off: {fault}.")
+                return
+            taken += seq.token_ids[num_tokens:]
         reason = finish_reason(seq)
-        self._outputs.token(seq, token_id, logprobs, reason)
+        self._outputs.tokens(seq, taken, logprobs, reason)
         if reason is not None:
             self._leave(seq)
+
+    def _jump(self, seq: Sequence) -> str:
+        """Take the tokens that follow without a choice; the next step computes them together. Not where log
+        probabilities of each are reported."""
+        is_alone = seq.state is not SequenceState.RUNNING or self._probing or self._held.fork_is_due(seq)
+        if is_alone or not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
+            return ""
+        num_tokens = len(seq.token_ids)
+        fault = take_forced(seq)
+        seq.was_jumped = len(seq.token_ids) > num_tokens
+        return fault
 
     def _fork_choices(self, leader: Sequence) -> None:
         for child in self._held.forkable(leader):

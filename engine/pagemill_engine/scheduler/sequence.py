@@ -79,6 +79,8 @@ class Sequence:
     """What may follow its known tokens, by both; the state alone computes its mask later. `None`: any token."""
     needs_last_token: bool = False
     """What may follow depends on tokens of the output."""
+    was_jumped: bool = False
+    """It has tokens that no step sampled, so that the runner does not know them."""
     prompt_report: PromptReport | None = None
     """What the client request reports of its prompt."""
 

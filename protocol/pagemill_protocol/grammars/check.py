@@ -11,20 +11,31 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field, unavailable
-from pagemill_protocol.structured_outputs import StructuredOutputs
+from pagemill_protocol.structured_outputs import MAX_SOURCE_CHARS, StructuredOutputs
 from pagemill_protocol.text.template_process import TemplateLimits, TemplateProcess, TimeLimitReached, WorkerDied
 
 logger = logging.getLogger(__name__)
 
 LIMITS = TemplateLimits(cpu_limit_s=0.5, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
+SMALLEST_CPU_LIMIT_S = 0.02
+"""For a form of a few characters; the largest form may take all of `cpu_limit_s`. Most take a millisecond or two."""
 MAX_PROCESSES = 2
 MAX_VERDICTS = 1024
 _WORKER_FILE = Path(__file__).with_name("worker.py")
+
+
+class _Verdict(NamedTuple):
+    fault: str
+    """Empty: the form compiles."""
+    part: int | None = None
+    """Index of the option of a structural tag that is at fault, where that is known."""
 
 
 class FormChecks:
@@ -34,28 +45,35 @@ class FormChecks:
         self._limits = limits
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
         self._idle: deque[TemplateProcess] = deque()
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        """By digest of the form; empty: it compiles."""
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        """By digest of the form."""
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle)
 
-    def check(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> None:
-        """Raise `PagemillError` (400) with what is wrong. Blocks for the compiler's time, usually a millisecond."""
+    def check(self, outputs: StructuredOutputs, param: str = "structured_outputs", parts: Sequence[str] = ()) -> None:
+        """Raise `PagemillError` (400) with what is wrong. Blocks for the compiler's time, usually a millisecond.
+
+        `parts`: the fields that the options of a structural tag are from; the error names the one that is at fault.
+        """
         outputs.validate(param)
         form = msgspec.json.encode(outputs)
         key = hashlib.blake2b(form, digest_size=16).digest()
         with self._lock:
-            fault = self._verdicts.get(key)
-        if fault is None:
-            fault = self._run(form)
+            verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._run(form)
             with self._lock:
-                self._verdicts[key] = fault
+                self._verdicts[key] = verdict
                 while len(self._verdicts) > MAX_VERDICTS:
                     self._verdicts.popitem(last=False)
-        if fault:
-            raise invalid_field(param, f"The {outputs.kind} of `{param}` cannot be used: {fault.rstrip('.')}.")
+        if not verdict.fault:
+            return
+        kind = outputs.kind
+        if verdict.part is not None and verdict.part < len(parts):
+            param, kind = parts[verdict.part], "json_schema"
+        raise invalid_field(param, f"The {kind} of `{param}` cannot be used: {verdict.fault.rstrip('.')}.")
 
-    def _run(self, form: bytes) -> str:
+    def _run(self, form: bytes) -> _Verdict:
         if not self._slots.acquire(timeout=self._limits.wall_limit_s):
             raise _busy(self._limits.wall_limit_s)
         try:
@@ -63,27 +81,34 @@ class FormChecks:
         finally:
             self._slots.release()
 
-    def _exchange(self, form: bytes) -> str:
-        """A process that was killed while idle looks like one that a form killed: the first death is retried."""
-        for attempt in (1, 2):
-            process = self._borrow()
-            try:
-                reply = process.render("", form)
-            except TimeLimitReached:
-                return f"it takes more than {self._limits.cpu_limit_s:g} s to compile; send a simpler one"
-            except WorkerDied:
-                if attempt == 2:
-                    return "it takes too much memory to compile; send a simpler one"
-                continue
-            self._idle.append(process)
-            return str(reply.get("text", "it is not valid Unicode"))
-        raise AssertionError("unreachable")
+    def _exchange(self, form: bytes) -> _Verdict:
+        most_s = self._limits.cpu_limit_s
+        limit_s = min(most_s, SMALLEST_CPU_LIMIT_S + most_s * len(form) / MAX_SOURCE_CHARS)
+        process = self._borrow()
+        try:
+            reply = process.render("", msgspec.json.encode({"form": msgspec.Raw(form), "cpu_limit_s": limit_s}))
+        except TimeLimitReached:
+            self._replace()
+            return _Verdict(f"it takes more than {limit_s:.2g} s to compile; send a simpler one")
+        except WorkerDied:
+            self._replace()
+            return _Verdict("it takes too much memory to compile; send a simpler one")
+        self._idle.append(process)
+        return _Verdict(str(reply.get("text", "it is not valid Unicode")), reply.get("part"))
+
+    def _replace(self) -> None:
+        """Start another process now, beside the answer, so that the next form does not wait for it."""
+        threading.Thread(target=lambda: self._idle.append(self._borrow()), daemon=True, name="form-check").start()
 
     def _borrow(self) -> TemplateProcess:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            pass
+        while self._idle:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                break
+            if process.is_alive:
+                return process
+            process.close()
         try:
             return TemplateProcess({}, self._limits, _WORKER_FILE)
         except (TimeLimitReached, WorkerDied) as error:

@@ -7,6 +7,7 @@ Started by `check` as a plain script; confined and timed as `text.confinement` s
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -16,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from pagemill_protocol.grammars.limits import check_limits
 from pagemill_protocol.grammars.parser import MAX_MESSAGE_CHARS, fault_of, parser_limits
 from pagemill_protocol.grammars.source import grammar_text
+from pagemill_protocol.structural_tags import JsonSchema, Or, read_tag
 from pagemill_protocol.structured_outputs import StructuredOutputs
 from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
 
@@ -34,9 +36,28 @@ class ByteTokenizer:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def check(form: dict[str, Any], tokenizer: LLTokenizer) -> str:
-    """What is wrong with a form; empty if nothing is."""
+def check(form: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
+    """What is wrong with a form (`text`; empty if nothing is), and with which option of a structural tag (`part`)."""
     outputs = msgspec.convert(form, StructuredOutputs)
+    fault = _fault(outputs, tokenizer)
+    if fault and outputs.structural_tag:
+        for part, schema in enumerate(_schemas(outputs.structural_tag)):
+            if found := _fault(StructuredOutputs(json_schema=json.dumps(schema)), tokenizer):
+                return {"text": found, "part": part}
+    return {"text": fault}
+
+
+def _schemas(tag: str) -> list[Any]:
+    """Of a tag that is nothing but a choice among schemas."""
+    try:
+        form = read_tag(json.loads(tag))
+    except (ValueError, RecursionError):
+        return []
+    options = form.elements if isinstance(form, Or) else []
+    return [each.json_schema for each in options if isinstance(each, JsonSchema)]
+
+
+def _fault(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     try:
         check_limits(outputs)
         # A special token of a trigger is compiled as text here: only engines know which tokens are special.
@@ -60,9 +81,10 @@ def main() -> None:
     confine(setup["memory_bytes"])
     write_frame(replies, {"errors": {}})
     while (request := read_frame(requests)) is not None:
-        with timed(setup["cpu_limit_s"], setup["wall_limit_s"]):
-            fault = check(request["variables"], tokenizer)
-        write_frame(replies, {"text": fault})
+        work = request["variables"]
+        with timed(work["cpu_limit_s"], setup["wall_limit_s"]):
+            verdict = check(work["form"], tokenizer)
+        write_frame(replies, verdict)
 
 
 if __name__ == "__main__":

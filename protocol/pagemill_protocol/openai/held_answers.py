@@ -6,8 +6,6 @@ model's formats (`prescribed`). Compiling and masking are the engine's.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -27,8 +25,6 @@ from pagemill_protocol.structural_tags import Format, JsonSchema, Or, element_of
 from pagemill_protocol.structured_outputs import StructuredOutputs
 
 _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
-_SEARCH_S = 1.0
-"""How long the one schema that cannot be compiled is looked for."""
 
 
 class _Tool(NamedTuple):
@@ -50,16 +46,11 @@ def check_schemas(req: ChatCompletionRequest) -> None:
             raise invalid_field(
                 f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to hold calls to it.'
             )
+    if not held:
+        return
     together = Or(elements=[JsonSchema(json_schema=dict(each.schema)) for each in held])
-    try:
-        CHECKS.check(StructuredOutputs(structural_tag=write_tag(together)), "tools")
-    except PagemillError:
-        began_s = time.monotonic()
-        for tool in held:
-            CHECKS.check(StructuredOutputs(json_schema=json.dumps(tool.schema)), tool.field)
-            if time.monotonic() - began_s > _SEARCH_S:
-                break
-        raise
+    fields = [each.field for each in held]
+    CHECKS.check(StructuredOutputs(structural_tag=write_tag(together)), "tools", fields)
 
 
 def prescribed(
@@ -112,9 +103,10 @@ def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
 
 def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
     """Those that may be called."""
-    for index, tool in enumerate(req.prompt_tools):
+    names = {req.names_function} if req.names_function else {each["function"]["name"] for each in req.prompt_tools}
+    for index, tool in enumerate(req.tools):
         function = tool["function"]
-        if req.names_function and function["name"] != req.names_function:
+        if function["name"] not in names:
             continue
         held = req.forces_calls or bool(function.get("strict"))
         parameters = function.get("parameters")

@@ -51,6 +51,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TokenBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 Priority = Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 
@@ -202,6 +203,11 @@ class ChatTemplateFields(RequestModel):
         return self.chat_template_kwargs
 
 
+class ReasoningFields(RequestModel):
+    effort: Effort | None = None
+    max_tokens: TokenBudget | None = None
+
+
 class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """Body of `POST /v1/chat/completions`."""
 
@@ -217,8 +223,10 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     """A variable of the chat template; "none" also sets `enable_thinking` and `thinking` to false."""
-    thinking_token_budget: int | None = Field(None, ge=-1, le=INT32_MAX)
+    thinking_token_budget: TokenBudget | None = None
     """Tokens of reasoning at most; -1: no limit."""
+    reasoning: ReasoningFields | None = None
+    """The two above in one object."""
     include_reasoning: bool = True
     """False: reasoning is read and left out of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -239,7 +247,10 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
     @property
     def reasoning_budget(self) -> int | None:
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+        given = self.thinking_token_budget
+        if given is None and self.reasoning is not None:
+            given = self.reasoning.max_tokens
+        return None if given == -1 else given
 
     @property
     def forces_calls(self) -> bool:
@@ -254,8 +265,9 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template; `chat_template_kwargs` wins over the fields of its own."""
-        given: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        if self.reasoning_effort == "none":
+        effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
+        given: dict[str, Any] = {"reasoning_effort": effort, "verbosity": self.verbosity}
+        if effort == "none":
             given |= {"enable_thinking": False, "thinking": False}
         return {name: value for name, value in given.items() if value is not None} | self.chat_template_kwargs
 
@@ -268,6 +280,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
             _continuation_error(self, self.messages),
             choice_error(self.tool_choice, self.tools),
             _history_error(self.messages),
+            _reasoning_error(self),
             _held_beams_error(self),
         )
         for error in errors:
@@ -369,6 +382,17 @@ def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | N
         return None
     message = "Forced and strict tool calls and budgets of reasoning do not go with `use_beam_search`. Remove it."
     return refusal("use_beam_search", message)
+
+
+def _reasoning_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
+    given = request.reasoning or ReasoningFields()
+    for name, value, other in (
+        ("effort", given.effort, "reasoning_effort"),
+        ("max_tokens", given.max_tokens, "thinking_token_budget"),
+    ):
+        if value is not None and getattr(request, other) not in (None, value):
+            return refusal(f"reasoning.{name}", f"`reasoning.{name}` and `{other}` differ. Send one of them.")
+    return None
 
 
 def _alternatives_error(request: SamplingFields, *, wants_logprobs: bool) -> PydanticCustomError | None:

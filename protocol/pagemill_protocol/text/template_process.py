@@ -99,6 +99,10 @@ class TemplateProcess:
         return answered
 
     @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def descriptor(self) -> int:
         """Where its replies come from."""
         assert self._process.stdout is not None

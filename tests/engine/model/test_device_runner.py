@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from triton_device import DEVICE, NO_FP8
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner import device_runner
 from pagemill_engine.runner.device_rows import DeviceRows
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.errors import StepSkippedError
@@ -422,3 +424,22 @@ def test_a_device_that_fails_is_reported_as_lost(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "DeviceLostError", done.stderr
+
+
+@pytest.mark.parametrize(("cores", "sleeps"), [(1, True), (2, False)])
+def test_a_wait_for_the_device_leaves_the_only_core_to_others(
+    monkeypatch: pytest.MonkeyPatch, cores: int, sleeps: bool
+) -> None:
+    made: list[bool] = []
+
+    def event(*, blocking: bool) -> Any:
+        made.append(blocking)
+        return SimpleNamespace(record=lambda stream: None)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(device_runner, "usable_cores", lambda: cores)
+    device_runner._has_one_core.cache_clear()
+    device_runner._mark(torch.device("cuda"))
+    device_runner._has_one_core.cache_clear()
+    assert made == [sleeps]

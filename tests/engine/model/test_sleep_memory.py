@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -81,6 +81,21 @@ def test_weights_keep_their_identity_and_lose_their_memory() -> None:
     weights.restore()
     assert torch.equal(table, torch.arange(12.0).reshape(3, 4))
     assert torch.equal(part, table[1:])
+
+
+def test_pinned_memory_is_given_back_to_the_machine_once_all_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: torch keeps pinned memory that nothing uses until its cache is emptied."""
+    calls: list[str] = []
+    monkeypatch.setattr(host_weights, "_bytes", lambda storage: torch.empty(4, dtype=torch.uint8))
+    monkeypatch.setattr(host_weights, "_copy", lambda storage: torch.empty(4, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("read"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: calls.append(f"{len(weights._copies)} held, given back"))
+    storage = SimpleNamespace(device=torch.device("cuda"), nbytes=lambda: 4, resize_=lambda size: None)
+    weights = HostWeights([cast(Any, storage)])
+    weights.offload()
+    weights.restore()
+    assert calls == ["read", "0 held, given back"]
 
 
 def test_a_host_without_room_leaves_weights_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,6 +256,57 @@ def test_the_answer_is_the_same_however_the_engine_steps(engine: Engine, setting
     assert answers() == expected
 
 
+CROWD = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "settings"),
+    [
+        pytest.param(2048, {}, id="plain"),
+        pytest.param(2048, {"overlap": True}, id="overlap"),
+        pytest.param(2048, {"max_num_batched_tokens": 3, "max_num_seqs": 2}, id="small steps"),
+        pytest.param(6, {"enable_prefix_caching": False}, id="preempted"),
+        pytest.param(6, {"enable_prefix_caching": False, "overlap": True}, id="preempted, overlap"),
+    ],
+)
+def test_tokens_without_a_choice_are_taken_at_once_and_are_those_that_steps_would_sample(
+    engine: Engine, num_blocks: int, settings: Any
+) -> None:
+    info = engine.runner.info
+    counts, answers = [], []
+    for jumps_forward in (False, True):
+        engine.runner.info = info._replace(jumps_forward=jumps_forward, num_blocks=num_blocks, step=None)
+        try:
+            engine.use(**settings)
+            for name in "abcd":
+                engine.add(name, json_form(CROWD), seed=ord(name), prompt=range(1, 12), presence_penalty=0.5)
+            engine.add("budget", json_form(PERSON), answer_format=budget(0, is_open=False), prompt=range(1, 12))
+            engine.add("limit", json_form(PERSON), max_tokens=9, n=2)
+            counts.append(sum(1 for _ in engine.steps()))
+        finally:
+            engine.runner.info = info
+        answers.append({key: (each.token_ids, each.finish_reason) for key, each in engine.outputs.items()})
+    assert answers[0] == answers[1]
+    assert counts[1] < counts[0]
+
+
+def test_each_token_of_a_constant_is_its_own_only_choice(engine: Engine) -> None:
+    grammar = GrammarCompiler(lambda: engine.tokenizer, engine.tokenizer.eos_token_ids, engine.tokenizer.vocab_size)
+    state = grammar.submit(json_form({"const": "unité, lorem ipsum " * 20})).result().state((), keeps_on=False)
+    forced = list(state.forced)
+    assert len(forced) > 100
+    for token_id in forced:
+        bits = np.flatnonzero(np.unpackbits(state.mask.view(np.uint8), bitorder="little"))
+        assert list(bits) == [token_id]
+        assert state.advance(token_id) == ""
+
+
+def test_log_probabilities_are_reported_of_tokens_without_a_choice_as_well(engine: Engine) -> None:
+    engine.add("r", json_form({"const": "lorem ipsum dolor sit amet"}), logprobs=0)
+    answer = engine.run()["r", 0]
+    assert answer.num_logprobs == len(answer.token_ids) > 5
+
+
 def test_a_preempted_answer_goes_on_in_its_form(engine: Engine) -> None:
     crowd = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
     info = engine.runner.info
