@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["tritonclient[http]==2.73.0", "requests==2.32.5"]
+# dependencies = ["tritonclient[http]==2.73.0", "requests", "pydantic"]
 # ///
 """NVIDIA's client of the Open Inference Protocol on /v2, and Triton's generate extension beside it."""
 
