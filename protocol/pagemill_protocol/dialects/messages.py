@@ -18,6 +18,7 @@ RENAMED = (
     ("stop[", "stop_sequences["),
     ("thinking_token_budget", "thinking.budget_tokens"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
+    ("response_format", "output_config.format"),
 )
 """Places in the chat request, and the same ones in the client's."""
 

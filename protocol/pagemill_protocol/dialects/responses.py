@@ -19,6 +19,7 @@ RENAMED = (
     (".function.", "."),
     ("max_completion_tokens", "max_output_tokens"),
     ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
 )
 
 
