@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.dialects.transport import NOWHERE, SSE_CONTENT_TYPE, Place, Transport
+from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs
@@ -20,8 +20,6 @@ from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
-
-__all__ = ["SSE_CONTENT_TYPE"]
 
 
 class PromptReport(NamedTuple):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
+from pagemill_protocol.openai.render import SSE_CONTENT_TYPE
+
 EVENT_STARTS = (b"data:", b"event:", b"id:", b":")
 """Fields of server-sent events, and comments (WHATWG HTML, section 9.2)."""
 
