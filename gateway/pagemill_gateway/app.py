@@ -14,9 +14,10 @@ from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.health import HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
+from pagemill_gateway.routes.pages import page_route
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
@@ -29,8 +30,8 @@ MAX_CATALOG_BYTES = 16 * 1024 * 1024
 
 
 def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
-    """The dialects' routes, by path."""
-    return {each.path: GenerateRoute(worker, each) for each in dialects().values()}
+    """The dialects' routes, by path; those with parameters in it as well."""
+    return {path: GenerateRoute(worker, each) for path, each in generating_routes().items()}
 
 
 def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
@@ -39,6 +40,9 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
     health = HealthRoutes(worker.control, lambda: worker.draining)
     return [
         *(Route(path, route, methods=["POST"]) for path, route in hot.items()),
+        *(Route(each.path, page_route(worker, each), methods=[each.method]) for each in PAGES),
+        *(Route(path, health.livez) for path in LIVE_PATHS),
+        *(Route(path, health.readyz) for path in READY_PATHS),
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.get),
         *(Route(each.path, tokens.count_route(each), methods=["POST"]) for each in TOKEN_COUNTS),

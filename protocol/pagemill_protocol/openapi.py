@@ -25,6 +25,23 @@ from pagemill_protocol.dialects.anthropic.request import (
     Tool,
 )
 from pagemill_protocol.dialects.anthropic.request import ToolChoice as AnthropicToolChoice
+from pagemill_protocol.dialects.ollama import ShowRequest
+from pagemill_protocol.dialects.ollama_api.request import (
+    Call,
+    Function,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    Options,
+)
+from pagemill_protocol.dialects.ollama_api.request import Message as OllamaMessage
+from pagemill_protocol.dialects.open_inference.request import (
+    GenerateBody,
+    InferBody,
+    Output,
+    OutputParameters,
+    Tensor,
+    TensorParameters,
+)
 from pagemill_protocol.dialects.openai_responses.request import (
     FunctionTool,
     Reasoning,
@@ -32,6 +49,8 @@ from pagemill_protocol.dialects.openai_responses.request import (
     TextConfig,
     TextFormat,
 )
+from pagemill_protocol.dialects.registry import LIVE_PATHS, READY_PATHS
+from pagemill_protocol.dialects.text_generation.request import Grammar, Parameters, TgiRequest
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.schemas import (
     ChatCompletionRequest,
@@ -48,6 +67,7 @@ OPENAPI_PATH = "/openapi.json"
 Schema = dict[str, Any]
 
 _REQUESTS: tuple[type[RequestModel], ...] = (
+    *(TgiRequest, OllamaChatRequest, OllamaGenerateRequest, ShowRequest, GenerateBody, InferBody),
     ChatCompletionRequest,
     CompletionRequest,
     TokenizeRequest,
@@ -59,6 +79,7 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
 _PARTS: tuple[type[RequestModel], ...] = (
     *(ChatMessage, StreamOptions),
     *(InputMessage, Tool, AnthropicToolChoice, Thinking, OutputFormat, OutputConfig, Metadata),
+    *(Grammar, Parameters, Options, Function, Call, OllamaMessage, Tensor, TensorParameters, Output, OutputParameters),
     *(FunctionTool, TextFormat, TextConfig, Reasoning),
 )
 
@@ -95,6 +116,12 @@ _ERROR: Schema = {
         },
     },
 }
+_PLAIN_ERROR: Schema = {
+    "type": "object",
+    "required": ["error"],
+    "additionalProperties": False,
+    "properties": {"error": {"type": "string"}, "error_type": {"type": "string", "description": "TGI's alone."}},
+}
 _USAGE: Schema = {
     "type": "object",
     "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
@@ -110,7 +137,7 @@ def document(title: str, version: str, *, with_metrics: bool = False) -> bytes:
             "info": {"title": title, "version": version},
             "paths": {**_paths(), "/metrics": {"get": _shows("text/plain")}} if with_metrics else _paths(),
             "components": {
-                "schemas": {**_request_schemas(), "Error": _ERROR},
+                "schemas": {**_request_schemas(), "Error": _ERROR, "PlainError": _PLAIN_ERROR},
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
         }
@@ -128,6 +155,7 @@ def _paths() -> Schema:
         "/v1/models/{model}": {"get": {**_answers(_object("id", "object")), "parameters": [_in_path("model")]}},
         "/tokenize": {"post": _takes(TokenizeRequest, _answers(_object("count", "max_model_len", "tokens")))},
         "/detokenize": {"post": _takes(DetokenizeRequest, _answers(_object("prompt")))},
+        **_plain_paths(),
         "/health": {"get": _probe()},
         "/livez": {"get": _public(_answers(_object(), unready=True))},
         "/readyz": {"get": _public(_answers(_object(), unready=True))},
@@ -138,6 +166,53 @@ def _paths() -> Schema:
         "/docs": {"get": _public(_shows("text/html"))},
         OPENAPI_PATH: {"get": _public(_answers(_object("openapi")))},
     }
+
+
+def _plain_paths() -> Schema:
+    """Of the dialects whose errors are a text."""
+    model = _in_path("model")
+    model["schema"]["pattern"] = r"^[^\s/]+$"  # or with slashes, which an OpenAPI document cannot say
+    inference, named = "/v2/models/{model}", {"parameters": [model]}
+    text = _object("text_output", "model_name", "model_version")
+    paths = {
+        "/": {"post": _streams(TgiRequest, {})},
+        "/generate": {"post": _takes(TgiRequest, _answers(_object("generated_text")))},
+        "/generate_stream": {"post": _events(TgiRequest)},
+        "/info": {"get": _answers(_object("model_id", "max_total_tokens"))},
+        "/api/chat": {"post": _lines(OllamaChatRequest, "message")},
+        "/api/generate": {"post": _lines(OllamaGenerateRequest, "response")},
+        "/api/show": {"post": _takes(ShowRequest, _answers(_object("details", "model_info", "capabilities")))},
+        "/api/tags": {"get": _answers(_object("models"))},
+        "/api/ps": {"get": _answers(_object("models"))},
+        "/api/version": {"get": _answers(_object("version"))},
+        "/v2": {"get": _answers(_object("name", "version", "extensions"))},
+        inference: {"get": {**_answers(_object("name", "versions", "inputs", "outputs")), **named}},
+        f"{inference}/ready": {"get": {**_answers(_object()), **named}},
+        f"{inference}/config": {"get": {**_answers(_object("name", "input", "output")), **named}},
+        f"{inference}/infer": {"post": {**_takes(InferBody, _answers(_object("outputs"))), **named}},
+        f"{inference}/generate": {"post": {**_takes(GenerateBody, _answers(text)), **named}},
+        f"{inference}/generate_stream": {"post": {**_events(GenerateBody), **named}},
+    }
+    for operations in paths.values():
+        for operation in operations.values():
+            content = {"application/json": {"schema": {"$ref": "#/components/schemas/PlainError"}}}
+            operation["responses"]["default"]["content"] = content
+    probes = {path: {"get": _public(_answers(_object(), unready=True))} for path in (*LIVE_PATHS, *READY_PATHS)}
+    return {**paths, **probes}
+
+
+def _lines(schema: type[RequestModel], *required: str) -> Schema:
+    """Streamed as lines of JSON."""
+    operation = _takes(schema, _answers(_object("model", "created_at", "done", *required)))
+    operation["responses"]["200"]["content"]["application/x-ndjson"] = {}
+    return operation
+
+
+def _events(schema: type[RequestModel]) -> Schema:
+    """Always a stream."""
+    operation = _takes(schema, _answers(_object()))
+    operation["responses"]["200"]["content"] = {"text/event-stream": {}}
+    return operation
 
 
 def _generates(schema: type[RequestModel], kind: str) -> Schema:

@@ -100,7 +100,8 @@ def test_what_the_document_forbids_is_refused_by_name(doors: list[Door], operati
 def test_methods_that_the_document_does_not_have_get_405(doors: list[Door], method: str) -> None:
     for door in doors:
         for path, methods in DOCUMENT["paths"].items():
-            if method.lower() not in methods:
+            describes_models = method == "GET" and path.startswith("/v2/models/{model}/")  # a name may have slashes
+            if method.lower() not in methods and not describes_models:
                 answer = door.client.request(method, path.replace("{model}", MODEL))
                 assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed"), path
 

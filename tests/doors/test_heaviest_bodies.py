@@ -73,7 +73,17 @@ def catalog(num_models: int, num_endpoints: int) -> Body:
     return json.dumps({"models": [{"deployment": "e", "name": "e", "endpoints": endpoints}, *models]}).encode()
 
 
+def tensors(text: str) -> list[dict[str, Any]]:
+    values = {"text_input": ("BYTES", text), "max_tokens": ("INT32", 1)}
+    return [
+        {"name": name, "shape": [1], "datatype": datatype, "data": [value]}
+        for name, (datatype, value) in values.items()
+    ]
+
+
 LONG = "word " * (CONTEXT - 4096)
+TGI = {"inputs": LONG, "parameters": {"max_new_tokens": 1, "details": True, "top_n_tokens": 20}}
+ONE_TOKEN = {"num_predict": 1}
 WIDE = {"n": 128, "max_tokens": 64, "ignore_eos": True}
 JUNK = b'{"x":"' + b"x" * (8 * MIB - 8) + b'"}'
 """For routes that take no body: read and dropped."""
@@ -99,6 +109,29 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
         ).encode()
     },
     "POST /v1/messages/count_tokens": {"a text as long as the context": lambda: messages(LONG)},
+    **{
+        f"POST {path}": {"inputs as long as the context": lambda: json.dumps(TGI).encode()}
+        for path in ("/", "/generate", "/generate_stream")
+    },
+    "POST /api/chat": {
+        "a prompt as long as the context": lambda: chat(LONG, options=ONE_TOKEN),
+        "2,048 messages": lambda: json.dumps(
+            {"model": MODEL, "messages": [{"role": "user", "content": "x " * 20}] * 2048, "options": ONE_TOKEN}
+        ).encode(),
+    },
+    "POST /api/generate": {"a prompt as long as the context": lambda: prompt(LONG, raw=True, options=ONE_TOKEN)},
+    "POST /api/show": {
+        "8 MB that are not asked for": lambda: json.dumps({"model": MODEL, "x": "x" * (8 * MIB - 99)}).encode()
+    },
+    **{
+        f"POST /v2/models/{{}}/{route}": {
+            "a text as long as the context": lambda: json.dumps({"text_input": LONG, "max_tokens": 1}).encode()
+        }
+        for route in ("generate", "generate_stream")
+    },
+    "POST /v2/models/{}/infer": {
+        "a text as long as the context": lambda: json.dumps({"inputs": tensors(LONG)}).encode()
+    },
     "POST /tokenize": {
         "a text as long as the context": lambda: prompt(LONG, return_token_strs=True),
         "2,048 messages": lambda: json.dumps(
@@ -123,7 +156,8 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
 }
 BODILESS = {
     "/livez", "/readyz", "/metrics", "/version", "/health", "/openapi.json", "/ping",
-    "/load", "/server_info", "/docs", "/v1/models", "/v1/models/{}",
+    "/load", "/server_info", "/docs", "/v1/models", "/v1/models/{}", "/info", "/api/tags", "/api/ps", "/api/version",
+    "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/{}", "/v2/models/{}/ready", "/v2/models/{}/config",
     "/internal/state", "/internal/bundle", "/is_sleeping", "/status", "/debug/decisions", "/internal/load",
 }  # fmt: skip
 """Routes of GET: a body of the largest size is read or dropped."""
@@ -168,7 +202,7 @@ def cases_of(server: str, port: str, route: Route) -> Iterator[Case]:
         if method == "GET" and path in BODILESS:
             yield Case(server, port, method, path.replace("{}", MODEL), "8 MB that are not asked for", lambda: JUNK)
         for what, make in HEAVIEST.get(f"{method} {path}", {}).items():
-            yield Case(server, port, method, path, what, make)
+            yield Case(server, port, method, path.replace("{}", MODEL), what, make)
 
 
 CASES = sorted(

@@ -255,3 +255,11 @@ def test_errors_have_anthropics_shape(status: int, kind: str) -> None:
     body = json.loads(DIALECT.error_body(error))
     assert body == {"type": "error", "error": {"type": kind, "message": "why", "param": None, "code": None}}
     assert events_of(DIALECT.error_event(error)) == [body]
+
+
+def test_a_form_that_cannot_be_compiled_is_named_by_anthropics_field() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": 7}}}
+    body = {"model": "m", "max_tokens": 9, "messages": [HI], "output_config": form}
+    with pytest.raises(PagemillError) as caught:
+        DIALECT.parse(json.dumps(body).encode()).check_form()
+    assert caught.value.param == "output_config.format"

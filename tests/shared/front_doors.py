@@ -52,7 +52,7 @@ class Answer:
     body: bytes
 
     def error(self) -> dict[str, Any]:
-        """What OpenAI's error shape says; fails when it is anything else."""
+        """What an error says in OpenAI's shape, or in that of a dialect; fails when it is anything else."""
         return error_of(self.body)
 
     def check(self) -> Answer:
@@ -67,6 +67,10 @@ class Answer:
 
 def error_of(body: bytes) -> dict[str, Any]:
     reported = json.loads(body)
+    if isinstance(reported["error"], str):
+        assert set(reported) <= {"error", "error_type"}, reported
+        assert reported["error"]
+        return {"message": reported["error"], "type": reported.get("error_type"), "param": None, "code": None}
     assert set(reported) == {"error"} or (set(reported) == {"type", "error"} and reported["type"] == "error"), reported
     error: dict[str, Any] = reported["error"]
     assert set(error) == {"message", "type", "param", "code"}, error

@@ -10,6 +10,7 @@ on. It runs in the HTTP process and knows neither sockets nor the engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -112,6 +113,8 @@ class OutputProcessor:
         self._queue_s = 0.0
         self._reports_logprobs = request.sampling.num_alternatives is not None
         self._prompt_logprobs: list[LogprobsOut] = []
+        self._created_at = time.monotonic()
+        self._first_token_s = 0.0
 
     @property
     def usage(self) -> Usage:
@@ -152,6 +155,7 @@ class OutputProcessor:
             self._num_cached_tokens = max(self._num_cached_tokens, out.num_cached_tokens)
         self._queue_s = max(self._queue_s, out.queue_s)
         self._prompt_logprobs += out.prompt_logprobs
+        self._first_token_s = self._first_token_s or time.monotonic() - self._created_at
         was_running = choice.output.finish_reason is None
         if self.request.prompt_only:
             delta = choice.output.push((), (), "length")
@@ -284,6 +288,7 @@ class OutputProcessor:
                 choice.output.stop_reason,
                 self._take_token_ids(choice),
                 self._prompt_report(),
+                self._first_token_s,
             )
             for index, choice in enumerate(self._chosen(), choice_index(self.request, 0))
         ]

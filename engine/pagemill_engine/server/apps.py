@@ -16,7 +16,7 @@ from pagemill_engine.server import health, internal_routes, openai_routes, sleep
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_engine.server.traces import TraceRequests
-from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
@@ -78,11 +78,17 @@ DATA_ROUTES = [
     Route("/server_info", keyed(show_server_info)),
     Route(OPENAPI_PATH, show_openapi),
     Route(DOCS_PATH, show_docs),
+    *(Route(path, health.livez) for path in LIVE_PATHS),
+    *(Route(path, health.readyz) for path in READY_PATHS),
     Route("/v1/models", keyed(openai_routes.list_models)),
     Route("/v1/models/{name:path}", keyed(openai_routes.get_model)),
     *(
-        Route(each.path, with_errors(each.error_body, keyed(openai_routes.generate_route(each))), methods=["POST"])
-        for each in dialects().values()
+        Route(path, with_errors(each.error_body, keyed(openai_routes.generate_route(each))), methods=["POST"])
+        for path, each in generating_routes().items()
+    ),
+    *(
+        Route(each.path, with_errors(each.error_body, keyed(openai_routes.page_route(each))), methods=[each.method])
+        for each in PAGES
     ),
     *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),

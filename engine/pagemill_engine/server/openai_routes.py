@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
+from functools import partial
+from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +21,9 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_engine.server.traces import RequestRecord, record_of
 from pagemill_protocol.dialects.base import Dialect, Preparation
+from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.token_counts import TokenCount
+from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, model_not_found
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.http.door import check_json_content_type, read_body
@@ -37,10 +41,11 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
         context: ServerContext = request.app.state.context
         record = record_of(request.scope)
         try:
-            raw = await _read(request)
+            raw = await _read(request, dialect.transport.media_types)
             caller: Caller = request.state.caller
             record.tenant = caller.tenant
-            record.requests = await context.off_loop(lambda: _prepare(context, dialect, raw, caller), len(raw))
+            work = partial(_prepare, context, dialect, raw, _place(request, context), caller)
+            record.requests = await context.off_loop(work, len(raw))
             return _answer(context, record)
         except PagemillError as error:
             record.error = error
@@ -56,6 +61,18 @@ def count_route(count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
         context: ServerContext = request.app.state.context
         raw = await _read(request)
         return _json(await context.off_loop(lambda: _tokenize(context, count, raw), len(raw)))
+
+    return route
+
+
+def page_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
+    """A route of a dialect that generates nothing."""
+
+    async def route(request: Request) -> Response:
+        context: ServerContext = request.app.state.context
+        raw = await _read(request) if page.method == "POST" else b""
+        cards = [_card(context, name) for name in context.names]
+        return _json(page.body(Asked(cards, _place(request, context), raw, version("pagemill-engine"))))
 
     return route
 
@@ -101,9 +118,13 @@ def abort(context: ServerContext, answer: Answer) -> None:
     client.abort(answer)
 
 
-async def _read(request: Request) -> bytes:
+def _place(request: Request, context: ServerContext) -> Place:
+    return Place(request.scope["path"], request.path_params, request.headers.get, context.names[0])
+
+
+async def _read(request: Request, also: Container[str] = ()) -> bytes:
     """The body, declared as JSON or as nothing: forms and plain text are what foreign web pages can send unasked."""
-    check_json_content_type(request.scope)
+    check_json_content_type(request.scope, also)
     return await read_body(request.receive)
 
 
@@ -114,13 +135,15 @@ def _answer(context: ServerContext, record: RequestRecord) -> AnswerResponse:
     return kind(requests, answer, lambda: abort(context, answer))
 
 
-def _prepare(context: ServerContext, dialect: Dialect, raw: bytes, caller: Caller) -> list[GenerateRequest]:
-    body = dialect.parse(raw)
+def _prepare(
+    context: ServerContext, dialect: Dialect, raw: bytes, place: Place, caller: Caller
+) -> list[GenerateRequest]:
+    body = dialect.parse(raw, place)
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
     sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
-    prepare.check_form(body.fields)
+    body.check_form()
     settings = context.settings.engine
     salt = cache_salt(settings.prefix_scope, settings.model, caller)
     preparation = Preparation(

@@ -66,7 +66,8 @@ class StreamResponse(AnswerResponse):
         if self.answer.error is not None and frames[0].meta.error is not None:
             await _send_error(send, self.answer.error, dialect_of(self.requests[0].dialect))
             return
-        await _start(send, 200, render.SSE_CONTENT_TYPE, _STREAM_HEADERS)
+        stream_type = dialect_of(self.requests[0].dialect).transport.stream_type
+        await _start(send, 200, {"content-type": stream_type, **_STREAM_HEADERS})
         usages: list[Usage] = []
         while frames:
             await _send_bytes(send, b"".join(self._payloads(frames, usages)))
@@ -91,16 +92,17 @@ class BodyResponse(AnswerResponse):
     """One JSON body when everything is there."""
 
     async def _respond(self, send: Send) -> None:
+        dialect = dialect_of(self.requests[0].dialect)
         bodies: list[bytes] = []
         while frames := await self.answer.take():
             bodies += [frame.payload for frame in frames if frame.meta.last and frame.meta.error is None]
         if self.answer.error is not None:
-            await _send_error(send, self.answer.error, dialect_of(self.requests[0].dialect))
+            await _send_error(send, self.answer.error, dialect)
             return
         if len(bodies) < len(self.requests):  # the client left
             return
-        body = bodies[0] if len(bodies) == 1 else dialect_of(self.requests[0].dialect).merge_bodies(bodies)
-        await _start(send, 200, JSON_CONTENT_TYPE, {"content-length": str(len(body))})
+        body = bodies[0] if len(bodies) == 1 else dialect.merge_bodies(bodies)
+        await _start(send, 200, {**dialect.transport.body_headers(body), "content-length": str(len(body))})
         await _send_bytes(send, body, more=False)
 
 
@@ -114,15 +116,14 @@ class FramesResponse(AnswerResponse):
         self._weights_digest = weights_digest
 
     async def _respond(self, send: Send) -> None:
-        await _start(send, 200, FRAMES_CONTENT_TYPE, {WEIGHTS_HEADER: self._weights_digest})
+        await _start(send, 200, {"content-type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: self._weights_digest})
         while frames := await self.answer.take():
             await _send_bytes(send, b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))
         await _send_bytes(send, b"", more=False)
 
 
-async def _start(send: Send, status: int, content_type: str, headers: dict[str, str]) -> None:
-    pairs = {"content-type": content_type, **headers}.items()
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+async def _start(send: Send, status: int, headers: dict[str, str]) -> None:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
@@ -133,5 +134,6 @@ async def _send_bytes(send: Send, body: bytes, more: bool = True) -> None:
 
 async def _send_error(send: Send, error: PagemillError, dialect: Dialect) -> None:
     body = dialect.error_body(error)
-    await _start(send, error.status, JSON_CONTENT_TYPE, {"content-length": str(len(body)), **error.headers()})
+    headers = {"content-type": JSON_CONTENT_TYPE, "content-length": str(len(body)), **error.headers()}
+    await _start(send, error.status, headers)
     await _send_bytes(send, body, more=False)

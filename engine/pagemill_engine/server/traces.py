@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill_engine.server.answer import Answer
-from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.registry import generating_routes
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
+from pagemill_protocol.http.route_names import RouteNames
 from pagemill_protocol.openai.render import add_usage
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.tracing.attributes import ENGINE, Kind, engine_phases, of_request
@@ -109,11 +110,11 @@ class TraceRequests:
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app
         self._tracing = tracing
-        self._routes = {each.path for each in dialects().values()}
+        self._routes = RouteNames(generating_routes())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = scope["path"].rstrip("/") if scope["type"] == "http" else ""
-        if route not in self._routes:
+        route = self._routes.find(scope["path"]) if scope["type"] == "http" else None
+        if route is None:
             await self._app(scope, receive, send)
             return
         record = RequestRecord(route)

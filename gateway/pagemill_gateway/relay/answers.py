@@ -30,8 +30,9 @@ Allowances = Sequence[Allowance | None]
 async def stream(relay: Relay, prepared: Prepared, write: Write, record: RequestRecord, allowances: Allowances) -> None:
     """Write the whole answer as SSE events. Raises as `Relay.run`."""
     requests = prepared.requests
+    dialect = dialect_of(requests[0].dialect)
     if len(requests) == 1:
-        await _run_all(relay, prepared, [StreamSink(write)], record, allowances)
+        await _run_all(relay, prepared, [StreamSink(write, dialect.transport)], record, allowances)
         return
     turn = asyncio.Lock()
 
@@ -39,9 +40,9 @@ async def stream(relay: Relay, prepared: Prepared, write: Write, record: Request
         async with turn:
             await write(data)
 
-    sinks = [StreamSink(write_in_turn, closes=False) for _ in requests]
+    sinks = [StreamSink(write_in_turn, dialect.transport, closes=False) for _ in requests]
     await _run_all(relay, prepared, sinks, record, allowances)
-    await write(dialect_of(requests[0].dialect).merged_end(requests[0], record.usage))
+    await write(dialect.merged_end(requests[0], record.usage))
 
 
 async def collect(relay: Relay, prepared: Prepared, record: RequestRecord, allowances: Allowances) -> bytes:

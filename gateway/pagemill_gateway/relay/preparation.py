@@ -20,14 +20,15 @@ from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
-from pagemill_gateway.relay.routing_requests import HeaderOf, make_routing_request, prompt_keys, session_key
+from pagemill_gateway.relay.routing_requests import make_routing_request, prompt_keys, session_key
 from pagemill_protocol.dialects import base
 from pagemill_protocol.dialects.base import Dialect
+from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.keys.scope import cache_salt
-from pagemill_protocol.openai.prepare import check_form, needs_check, with_seed, within_vocabulary
+from pagemill_protocol.openai.prepare import needs_check, with_seed, within_vocabulary
 from pagemill_protocol.openai.schemas import SamplingFields
 from pagemill_protocol.preparation_threads import PreparationThreads
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -73,18 +74,19 @@ class Preparation:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
 
     async def prepare(
-        self, raw: bytes, dialect: Dialect, caller: Caller, header_of: HeaderOf, ticket: QueueTicket, write: Write
+        self, raw: bytes, dialect: Dialect, caller: Caller, place: Place, ticket: QueueTicket, write: Write
     ) -> Prepared:
         """Everything the engines need. Raises `PagemillError` for a body that no engine can serve.
 
         `write`: for comments, when the client streams and has to wait for an engine. Nothing waits, nor wakes an
         engine, nor is rendered, with a sampling value that will be refused.
         """
-        body = await self._inline_or_in_thread(partial(dialect.parse, raw), len(raw))
+        body = await self._inline_or_in_thread(partial(dialect.parse, raw, place), len(raw))
         sampling = body.sampling()
         if needs_check(body.fields):
-            await self.in_thread(partial(check_form, body.fields), len(raw))
-        target = await self._find(body.fields, caller, ticket, write)
+            await self.in_thread(body.check_form, len(raw))
+        comment = write if body.fields.stream and dialect.transport.has_comments else None
+        target = await self._find(body.fields, caller, ticket, comment)
         tokenizer = await self.tokenizer(target)
         if defaults := tokenizer.bundle.sampling_defaults:
             sampling = body.sampling(defaults)
@@ -93,7 +95,7 @@ class Preparation:
         preparation = base.Preparation(
             target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
-        keys, session = prompt_keys(body), session_key(target, caller.key_hash, header_of)
+        keys, session = prompt_keys(body), session_key(target, caller.key_hash, place.header)
         text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:
@@ -109,14 +111,14 @@ class Preparation:
         """Short work takes less time than handing it to a thread."""
         return work() if num_bytes <= INLINE_BODY_BYTES else await self.in_thread(work, num_bytes)
 
-    async def _find(self, body: SamplingFields, caller: Caller, ticket: QueueTicket, write: Write) -> Target:
+    async def _find(self, body: SamplingFields, caller: Caller, ticket: QueueTicket, write: Write | None) -> Target:
         """The deployment, if `caller` may use it. Raises `PagemillError` as if it were not there otherwise."""
         check_model(caller, body.model)
         ticket = ticket._replace(priority=caller.priority(body.priority))
         expected = partial(self._brain.expected_s, body.model, ticket)
         try:
             question = self._brain.find(body.model, ticket)
-            return await self._keep_alive.during(question, write if body.stream else None, expected)
+            return await self._keep_alive.during(question, write, expected)
         except PagemillError as error:
             raise visible_to(caller, error, body.model) from error
 

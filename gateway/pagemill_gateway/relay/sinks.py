@@ -1,7 +1,7 @@
 """Where the payloads of one engine answer go: straight to the client, or into one body.
 
 A sink knows whether the client has seen anything of this answer (`delivered`), which is what decides about a retry.
-Payloads are not parsed; streamed ones are only checked to be whole SSE events, since half an event would corrupt the
+Payloads are not parsed; streamed ones are only checked to be whole events, since half an event would corrupt the
 client's stream. The payload of the last frame comes apart (`closing`): it holds nothing but usage and `[DONE]` when
 streaming, so that an answer which is part of a larger one can leave it out, and the whole body otherwise.
 """
@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from pagemill_gateway.relay.upstream import UpstreamFailure
+from pagemill_protocol.dialects.transport import SSE, Transport
 
 Write = Callable[[bytes], Awaitable[None]]
-EVENT_STARTS = (b"data:", b"event:", b"id:", b":")
-"""Fields of server-sent events, and comments (WHATWG HTML, section 9.2)."""
 
 
 class Sink(Protocol):
@@ -40,8 +39,9 @@ class Sink(Protocol):
 class StreamSink:
     """Writes events to the client as they come. `closes`: the closing payload too."""
 
-    def __init__(self, write: Write, *, closes: bool = True) -> None:
+    def __init__(self, write: Write, transport: Transport = SSE, *, closes: bool = True) -> None:
         self._write = write
+        self._transport = transport
         self._closes = closes
         self._delivered = False
 
@@ -50,15 +50,15 @@ class StreamSink:
         return self._delivered
 
     @property
-    def comment(self) -> Write:
-        return self._write
+    def comment(self) -> Write | None:
+        return self._write if self._transport.has_comments else None
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         events = [*payloads, closing] if closing and self._closes else payloads
         if not events:
             return
         for event in events:
-            if not (event.startswith(EVENT_STARTS) and event.endswith(b"\n\n")):
+            if not self._transport.is_whole(event):
                 raise UpstreamFailure("broken", "The engine sent an incomplete event.")
         self._delivered = True
         await self._write(events[0] if len(events) == 1 else b"".join(events))
@@ -76,6 +76,6 @@ class BodySink:
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         if closing is None:
             return
-        if not closing.startswith(b"{"):
+        if not closing.startswith((b"{", b"[")):
             raise UpstreamFailure("broken", "The engine sent something else than a JSON body.")
         self.body = closing

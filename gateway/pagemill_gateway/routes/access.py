@@ -18,15 +18,17 @@ from pagemill_gateway.brain.interface import RequestOutcome
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.spans import write_spans
 from pagemill_gateway.worker import Worker
-from pagemill_protocol.dialects.registry import dialects
+from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.door import request_id
+from pagemill_protocol.http.route_names import RouteNames
 
 logger = logging.getLogger("pagemill.gateway.access")
 
 ROUTES = {
-    *(each.path for each in dialects().values()),
+    *generating_routes(),
     *(each.path for each in TOKEN_COUNTS),
+    *(each.path for each in PAGES),
     *("/v1/models", "/detokenize", "/version", "/load", "/server_info", "/docs"),
 }
 ROUTE_HEADER = b"x-pagemill-route"
@@ -36,8 +38,9 @@ known.
 """
 MIGRATIONS_HEADER = b"x-pagemill-migrations"
 """On an answer that another engine continued before its headers were sent."""
-PROBES = frozenset({"/health", "/livez", "/readyz", "/version", "/ping"})
+PROBES = frozenset({"/health", "/livez", "/readyz", "/version", "/ping", *LIVE_PATHS, *READY_PATHS})
 """Requested every few seconds by machines: logged only when they fail."""
+NAMES = RouteNames(ROUTES | PROBES)
 
 
 def record_of(scope: Scope) -> RequestRecord:
@@ -108,11 +111,7 @@ def _outcome(record: RequestRecord) -> RequestOutcome:
 
 
 def _route(path: str) -> str:
-    """The route for logs and metrics; unknown paths must not create series."""
-    path = path[:-1] if path.endswith("/") else path
-    if path in ROUTES or path in PROBES:
-        return path
-    return "/v1/models" if path.startswith("/v1/models/") else "other"
+    return "/v1/models" if path.startswith("/v1/models/") else NAMES.find(path) or "other"
 
 
 def _line(record: RequestRecord, method: str, trace_id: str) -> str:

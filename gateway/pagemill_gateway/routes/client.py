@@ -11,14 +11,10 @@ from collections.abc import Mapping
 from starlette.types import Send
 
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
-from pagemill_protocol.dialects.base import SSE_CONTENT_TYPE, Dialect
+from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError
 
-SSE_HEADERS = [
-    (b"content-type", SSE_CONTENT_TYPE.encode()),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LAST_WRITE_TIMEOUT_S = 5.0
 """For the error event of a stream whose reader may be gone."""
 
@@ -53,9 +49,11 @@ class ClientResponse:
     async def end(self) -> None:
         await self._send_in_time(b"", more=False)
 
-    async def send_json(self, body: bytes) -> None:
+    async def send_body(self, body: bytes) -> None:
         self.started = True
-        await self._start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
+        headers = self._dialect.transport.body_headers(body)
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._start(200, [*raw, (b"content-length", b"%d" % len(body))])
         await self._send_in_time(body, more=False)
 
     async def fail(self, error: PagemillError) -> None:
@@ -72,7 +70,8 @@ class ClientResponse:
     async def _start_stream(self) -> None:
         async with self._starting:
             if not self.started:
-                await self._start(200, SSE_HEADERS)
+                content_type = (b"content-type", self._dialect.transport.stream_type.encode())
+                await self._start(200, [content_type, *STREAM_HEADERS])
                 self.started = True
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `/v1/completions`: the hot routes, plain ASGI.
+"""The routes of dialects, `POST /v1/chat/completions` for example: plain ASGI.
 
 From authentication to the last byte: the caller (`limits.keys`), the gate, the request (`relay.preparation`), the
 caller's limits (`limits.limiter`), the answer (`relay.answers`), and the error where there is none. After the first
@@ -19,7 +19,6 @@ from pagemill_gateway.brain.interface import QueueTicket
 from pagemill_gateway.relay import answers
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.preparation import Prepared
-from pagemill_gateway.relay.routing_requests import HeaderOf
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_gateway.routes.access import record_of
 from pagemill_gateway.routes.body import read_counted
@@ -27,6 +26,7 @@ from pagemill_gateway.routes.client import ClientResponse, ClientTooSlow
 from pagemill_gateway.routes.connection import while_connected
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.base import Dialect
+from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
 from pagemill_protocol.http.door import check_json_content_type, header
 from pagemill_protocol.keys.caller import Caller
@@ -50,11 +50,11 @@ class GenerateRoute:
             caller = worker.keys.authenticate(scope)
             record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
             timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
-            check_json_content_type(scope)
+            check_json_content_type(scope, self._dialect.transport.media_types)
             with worker.gate.enter() as slot:
                 raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
-                header_of = partial(_header, scope)
-                stayed = await while_connected(self._serve(raw, caller, header_of, timeout_s, client, record), receive)
+                place = await self._place(scope, raw, caller)
+                stayed = await while_connected(self._serve(raw, caller, place, timeout_s, client, record), receive)
         except PagemillError as error:
             await client.fail(error)
             return
@@ -63,11 +63,18 @@ class GenerateRoute:
         if not stayed:
             record.status = CLIENT_CLOSED
 
+    async def _place(self, scope: Scope, raw: bytes, caller: Caller) -> Place:
+        place = Place(scope["path"], scope.get("path_params", {}), partial(_header, scope))
+        if not self._dialect.transport.may_omit_model or b'"model"' in raw:
+            return place
+        names = [each for each in await self._worker.brain.names() if caller.may_use(each.name)]
+        return place._replace(only_model=names[0].model if len({each.model for each in names}) == 1 else "")
+
     async def _serve(
         self,
         raw: bytes,
         caller: Caller,
-        header_of: HeaderOf,
+        place: Place,
         timeout_s: float | None,
         client: ClientResponse,
         record: RequestRecord,
@@ -77,7 +84,7 @@ class GenerateRoute:
             try:
                 record.ticket = _ticket(raw, caller, timeout_s, record)
                 async with self._worker.running.limited(timeout_s):
-                    await self._answer(raw, caller, header_of, client, record)
+                    await self._answer(raw, caller, place, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
                 await (client.end() if broken.reported else client.fail(broken.error))
@@ -93,11 +100,11 @@ class GenerateRoute:
             await client.fail(internal_error())
 
     async def _answer(
-        self, raw: bytes, caller: Caller, header_of: HeaderOf, client: ClientResponse, record: RequestRecord
+        self, raw: bytes, caller: Caller, place: Place, client: ClientResponse, record: RequestRecord
     ) -> None:
         worker = self._worker
         worker.limiter.check(caller)
-        prepared = await worker.preparation.prepare(raw, self._dialect, caller, header_of, record.ticket, client.write)
+        prepared = await worker.preparation.prepare(raw, self._dialect, caller, place, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
         reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)
@@ -122,7 +129,7 @@ class GenerateRoute:
             return
         body = await answers.collect(worker.relay, prepared, record, allowances)
         record.finished = True
-        await client.send_json(body)
+        await client.send_body(body)
 
 
 def _header(scope: Scope, name: str) -> str | None:

@@ -5,6 +5,8 @@ And what vLLM's routes of that kind say of a server: `/server_info`, `/load`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -23,9 +25,7 @@ class ModelRoutes:
         self._worker = worker
 
     async def list(self, request: Request) -> Response:
-        names = await self._names(self._worker.keys.authenticate(request.scope))
-        started_unix_s = await self._started_unix_s()
-        cards = [_card(each, started_unix_s) for each in names.values()]
+        cards = await self.cards(self._worker.keys.authenticate(request.scope))
         return Response(render.models_body(cards), media_type="application/json")
 
     async def get(self, request: Request) -> Response:
@@ -51,6 +51,12 @@ class ModelRoutes:
                 "load_not_shown",
             )
         return JSONResponse({"server_load": self._worker.gate.num_inside})
+
+    async def cards(self, caller: Caller) -> Sequence[render.ModelCard]:
+        """Of all names that the caller may use."""
+        names = await self._names(caller)
+        started_unix_s = await self._started_unix_s()
+        return [_card(each, started_unix_s) for each in names.values()]
 
     async def _names(self, caller: Caller) -> dict[str, ServedName]:
         return {each.name: each for each in await self._worker.brain.names() if caller.may_use(each.name)}

@@ -1,7 +1,7 @@
 """What a dialect is: from a client's body to engine requests, and from tokens and text to the client's bytes.
 
-Implementations are `chat`, `completions`, `messages` and `responses`; `registry` lists them. They neither open sockets
-nor sample tokens; the order of events (which chunk when) is `pagemill_engine.output`'s, the transport is the routes'.
+`registry` lists the implementations. They neither open sockets nor sample tokens; the order of events (which chunk
+when) is `pagemill_engine.output`'s, the transport is the routes'.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
+from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs
@@ -19,8 +20,6 @@ from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
-
-SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
 
 
 class PromptReport(NamedTuple):
@@ -70,6 +69,8 @@ class FinishedChoice(NamedTuple):
     stop_reason: str | int | None = None
     token_ids: Sequence[int] | None = None
     prompt: PromptReport = PromptReport()
+    first_token_s: float = 0.0
+    """From the request's arrival in the engine to the first output of the request."""
 
 
 class ChoiceEnd(NamedTuple):
@@ -79,7 +80,7 @@ class ChoiceEnd(NamedTuple):
 
 
 class AnswerRenderer(Protocol):
-    """Renders one answer. Streams consist of complete server-sent events."""
+    """Renders one answer. Chunks are complete events, as `Dialect.transport` has them."""
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
         """Another engine has begun the stream of this choice and delivered `events`; called before anything else.
@@ -131,6 +132,10 @@ class ParsedBody(Protocol):
         is known. Raises `PagemillError` 400."""
         ...
 
+    def check_form(self) -> None:
+        """Refuse a form of answers that cannot be compiled; takes the compiler's time. Raises `PagemillError` 400."""
+        ...
+
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         """The prompt of a short body, on the event loop; `None`: `prepare` renders it."""
         ...
@@ -146,7 +151,9 @@ class Dialect(Protocol):
     name: str
     """`GenerateRequest.dialect`."""
     path: str
-    """The route, for example `/v1/chat/completions`."""
+    """The route, for example `/v1/chat/completions`; may have parameters, as Starlette writes them. Further ones are in
+    `more_paths`, which most do not have."""
+    transport: Transport
     operation: str
     """`gen_ai.operation.name` of traces (OpenTelemetry semantic conventions)."""
     prompt_field: str
@@ -154,7 +161,7 @@ class Dialect(Protocol):
 
     def new_request_id(self) -> str: ...
 
-    def parse(self, raw: bytes) -> ParsedBody:
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> ParsedBody:
         """Raises `PagemillError` 400."""
         ...
 

@@ -9,6 +9,7 @@ from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.dialects.base import ChoiceEnd, FinishedChoice, Piece, Preparation, PromptReport
 from pagemill_protocol.dialects.openai_dialect import OpenAIDialect, stream_end
+from pagemill_protocol.dialects.transport import NOWHERE, Place
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai import call_parts, logprobs, prepare, render
 from pagemill_protocol.openai.parse import parse_body
@@ -27,7 +28,7 @@ class ChatDialect(OpenAIDialect):
     id_prefix = "chatcmpl"
     chunk_object = "chat.completion.chunk"
 
-    def parse(self, raw: bytes) -> ChatBody:
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> ChatBody:
         return ChatBody(parse_body(raw, ChatCompletionRequest))
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> ChatRenderer:
@@ -46,6 +47,9 @@ class ChatBody:
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         return prepare.sampling_of(self.fields, defaults=defaults)
+
+    def check_form(self) -> None:
+        prepare.check_form(self.fields)
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return await prepare.render_soon(self.fields, tokenizer, parsers)

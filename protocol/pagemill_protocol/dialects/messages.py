@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
-from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_chat
+from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
+from pagemill_protocol.dialects.transport import NOWHERE, Place
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -17,13 +18,14 @@ RENAMED = (
     ("stop[", "stop_sequences["),
     ("thinking_token_budget", "thinking.budget_tokens"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
+    ("response_format", "output_config.format"),
 )
 """Places in the chat request, and the same ones in the client's."""
 
 
 def read_count(raw: bytes) -> TokenizeRequest:
     """Body of `POST /v1/messages/count_tokens`. Raises `PagemillError` 400."""
-    chat = as_chat(parse_body(raw, CountRequest).for_chat, RENAMED, ChatCompletionRequest)
+    chat = as_request(parse_body(raw, CountRequest).for_chat, RENAMED, ChatCompletionRequest)
     return TokenizeRequest(
         model=chat.model,
         messages=chat.messages,
@@ -42,8 +44,8 @@ class MessagesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"msg_{new_id()}"
 
-    def parse(self, raw: bytes) -> TranslatedChat:
-        chat = as_chat(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+        chat = as_request(parse_body(raw, MessagesRequest).for_chat, RENAMED, ChatCompletionRequest)
         return TranslatedChat(chat, self.name, RENAMED)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.MessagesRenderer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagemill_protocol.dialects.transport import SSE
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.ids import new_id
@@ -11,6 +12,7 @@ from pagemill_protocol.openai import render
 
 
 class OpenAIDialect:
+    transport = SSE
     id_prefix: str
     chunk_object: str
 

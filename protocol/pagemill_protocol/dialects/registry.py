@@ -10,26 +10,57 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
+from pagemill_protocol.dialects import kserve, ollama, tgi
 from pagemill_protocol.dialects.base import Dialect, Factory
 from pagemill_protocol.dialects.chat import ChatDialect
 from pagemill_protocol.dialects.completions import CompletionsDialect
+from pagemill_protocol.dialects.kserve import KserveGenerateDialect, KserveInferDialect
 from pagemill_protocol.dialects.messages import MessagesDialect
+from pagemill_protocol.dialects.ollama import OllamaChatDialect, OllamaGenerateDialect
+from pagemill_protocol.dialects.pages import Page
 from pagemill_protocol.dialects.responses import ResponsesDialect
+from pagemill_protocol.dialects.tgi import TgiDialect
 from pagemill_protocol.errors import invalid_field
 
 GROUP = "pagemill.dialects"
-BUILT_IN: tuple[Factory, ...] = (ChatDialect, CompletionsDialect, MessagesDialect, ResponsesDialect)
+PAGES: tuple[Page, ...] = (tgi.INFO, *ollama.PAGES, *kserve.PAGES)
+LIVE_PATHS: tuple[str, ...] = (kserve.LIVE_PATH,)
+READY_PATHS: tuple[str, ...] = (kserve.READY_PATH,)
+"""Further paths of the probes."""
+BUILT_IN: tuple[Factory, ...] = (
+    ChatDialect,
+    CompletionsDialect,
+    MessagesDialect,
+    ResponsesDialect,
+    TgiDialect,
+    OllamaChatDialect,
+    OllamaGenerateDialect,
+    KserveGenerateDialect,
+    KserveInferDialect,
+)
 
 
 @cache
 def dialects() -> Mapping[str, Dialect]:
-    """All dialects by name. Raises `ValueError` if two have the same name or path."""
+    """All dialects by name. Raises `ValueError` if two have the same name."""
     found: dict[str, Dialect] = {}
     for factory in (*BUILT_IN, *(entry.load() for entry in entry_points(group=GROUP))):
         dialect: Dialect = factory()
-        if dialect.name in found or dialect.path in {each.path for each in found.values()}:
-            raise ValueError(f"two dialects have the name {dialect.name!r} or the path {dialect.path!r}: remove one")
+        if dialect.name in found:
+            raise ValueError(f"two dialects have the name {dialect.name!r}: remove one")
         found[dialect.name] = dialect
+    return found
+
+
+@cache
+def generating_routes() -> Mapping[str, Dialect]:
+    """All dialects by path. Raises `ValueError` if two have the same one."""
+    found: dict[str, Dialect] = {}
+    for dialect in dialects().values():
+        for path in (dialect.path, *getattr(dialect, "more_paths", ())):
+            if path in found:
+                raise ValueError(f"two dialects have the path {path!r}: remove one")
+            found[path] = dialect
     return found
 
 

@@ -6,7 +6,8 @@ import json
 
 from pagemill_protocol.dialects.openai_responses import render
 from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
-from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_chat
+from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
+from pagemill_protocol.dialects.transport import NOWHERE, Place
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -18,6 +19,7 @@ RENAMED = (
     (".function.", "."),
     ("max_completion_tokens", "max_output_tokens"),
     ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
 )
 
 
@@ -29,9 +31,9 @@ class ResponsesDialect(TranslatedDialect):
     def new_request_id(self) -> str:
         return f"resp_{new_id()}"
 
-    def parse(self, raw: bytes) -> TranslatedChat:
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
         request = parse_body(raw, ResponsesRequest)
-        chat = as_chat(request.for_chat, RENAMED, ItemsChat)
+        chat = as_request(request.for_chat, RENAMED, ItemsChat)
         return TranslatedChat(chat, self.name, (*RENAMED, ("messages", "input")), json.dumps(request.shown()))
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.ResponsesRenderer:

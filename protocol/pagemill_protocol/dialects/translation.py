@@ -12,11 +12,13 @@ from pydantic_core import PydanticCustomError
 
 from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.chat import ChatBody
+from pagemill_protocol.dialects.completions import CompletionsBody
+from pagemill_protocol.dialects.transport import SSE
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.parse import from_refusal, from_validation
-from pagemill_protocol.openai.schemas import ChatCompletionRequest, Priority, SamplingFields
+from pagemill_protocol.openai.schemas import Priority, SamplingFields
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class SamplingExtensions(RequestModel):
 
 class TranslatedDialect:
     operation = "chat"
+    transport = SSE
 
     def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
         raise NotImplementedError("a body that becomes a chat is one prompt")
@@ -53,25 +56,27 @@ class TranslatedDialect:
         return body
 
 
-class TranslatedChat(ChatBody):
-    """A body that became a chat request: requests name their dialect, errors the client's own fields."""
+class _Translated:
+    """Before a body of OpenAI's in a class's bases: requests name their dialect, errors the client's own fields."""
 
-    def __init__(
-        self, fields: ChatCompletionRequest, dialect: str, renamed: Sequence[Renamed], client_fields: str = ""
-    ) -> None:
-        super().__init__(fields)
+    def __init__(self, fields: Any, dialect: str, renamed: Sequence[Renamed], client_fields: str = "") -> None:
+        super().__init__(fields)  # type: ignore[call-arg]
         self._added = {"dialect": dialect, "client_fields": client_fields}
         self._renamed = renamed
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         with self._named():
-            return super().sampling(defaults)
+            return super().sampling(defaults)  # type: ignore[misc, no-any-return]
+
+    def check_form(self) -> None:
+        with self._named():
+            super().check_form()  # type: ignore[misc]
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
         with self._named():
-            prepared = super().prepare(tokenizer, preparation, sampling, text)
+            prepared = super().prepare(tokenizer, preparation, sampling, text)  # type: ignore[misc]
         return [msgspec.structs.replace(each, **self._added) for each in prepared]
 
     @contextmanager
@@ -82,7 +87,15 @@ class TranslatedChat(ChatBody):
             raise with_names(error, self._renamed) from None
 
 
-def as_chat(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
+class TranslatedChat(_Translated, ChatBody):
+    """A body that became a chat request."""
+
+
+class TranslatedCompletion(_Translated, CompletionsBody):
+    """A body that became a completions request."""
+
+
+def as_request(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
     """The request of OpenAI's for the body that `translate` returns. Raises `PagemillError` 400."""
     try:
         return schema.model_validate(translate())

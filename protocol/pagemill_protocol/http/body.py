@@ -5,6 +5,7 @@ The bounds on size and time are `door`'s, which wraps `receive`.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -36,14 +37,15 @@ async def read_json(scope: Scope, receive: Receive, schema: type[Model]) -> Mode
     return parse_body(await read_body(receive), schema)
 
 
-def check_json_content_type(scope: Scope) -> None:
-    """Refuse bodies declared as something else than JSON with 415; no declaration is taken as JSON.
+def check_json_content_type(scope: Scope, also: Container[str] = ()) -> None:
+    """Refuse bodies declared as something else than JSON with 415; no declaration is taken as JSON. `also`: media types
+    that pass.
 
     Except from a web page of another origin (403): browsers send what is not declared as JSON without asking first
     whether the server allows it (Fetch standard, CORS-safelisted requests).
     """
     media_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
-    if media_type == "application/json" or media_type.endswith("+json"):
+    if media_type == "application/json" or media_type.endswith("+json") or media_type in also:
         return
     if not media_type:
         return check_same_origin(scope, "send it with the header `Content-Type: application/json`")

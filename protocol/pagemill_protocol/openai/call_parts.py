@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from pagemill_protocol.answers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from pagemill_protocol.generate import FinishReason
 from pagemill_protocol.openai.render import ToolReason
@@ -51,6 +53,15 @@ def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str,
 def finish_reason(reason: FinishReason | None, num_calls: int, *, named: bool) -> FinishReason | ToolReason | None:
     """`named`: the client named the function to call."""
     return "tool_calls" if reason == "stop" and num_calls and not named else reason
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Arguments that are no JSON object, as a model may write them, stay readable under one key."""
+    try:
+        value = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def _reasoning(text: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class TokenLogprob(NamedTuple):
     token_bytes: bytes
     logprob: float | None
     """`None`: of the prompt's first token, which nothing comes before."""
+    token_id: int = -1
 
 
 class PositionLogprobs(NamedTuple):
@@ -36,7 +37,7 @@ def position(
 ) -> PositionLogprobs:
     """From ids and values with the chosen token first, then the most likely ones (the engine's order)."""
     entries = [
-        TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), _finite(logprob))
+        TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), _finite(logprob), token_id)
         for token_id, logprob in zip(token_ids[: num_top + 1], logprobs, strict=False)
     ]
     return PositionLogprobs(entries[0], entries[1:])
@@ -44,7 +45,8 @@ def position(
 
 def first_of_prompt(tokenizer: Tokenizer, token_id: int) -> PositionLogprobs:
     """The token that has none."""
-    return PositionLogprobs(TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), None), [])
+    chosen = TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), None, token_id)
+    return PositionLogprobs(chosen, [])
 
 
 def by_token_id(

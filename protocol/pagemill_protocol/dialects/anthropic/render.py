@@ -165,17 +165,8 @@ def _blocks(events: Sequence[Event], response_id: str) -> list[dict[str, Any]]:
             case CallArguments(text):
                 arguments[max(arguments)].append(text)
     for place, pieces in arguments.items():
-        blocks[place]["input"] = _input("".join(pieces))
+        blocks[place]["input"] = call_parts.arguments_object("".join(pieces))
     return blocks
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Arguments that are no JSON object, as a model may write them, stay readable under one key."""
-    try:
-        value = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def _tool_use(response_id: str, index: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""Ollama's API: `/api/chat` and `/api/generate`, and its lists of models. Both generate by chats; `raw` prompts go
+without a template."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from pagemill_protocol.answers.registry import ParserSettings
+from pagemill_protocol.dialects.base import Preparation
+from pagemill_protocol.dialects.ollama_api import render
+from pagemill_protocol.dialects.ollama_api.request import LATEST, OllamaChatRequest, OllamaGenerateRequest
+from pagemill_protocol.dialects.pages import Asked, Page
+from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
+from pagemill_protocol.dialects.transport import NDJSON, NOWHERE, Place
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.ids import new_id
+from pagemill_protocol.openai.fields import Name, RequestModel
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.render import ModelCard
+from pagemill_protocol.openai.schemas import ChatCompletionRequest
+from pagemill_protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+RENAMED = (
+    ("response_format.json_schema.schema", "format"),
+    ("response_format", "format"),
+    ("The json_schema of", "The schema of"),
+    ("max_tokens", "num_predict"),
+    ("repetition_penalty", "repeat_penalty"),
+)
+
+
+class OllamaChatDialect(TranslatedDialect):
+    name = "ollama-chat"
+    path = "/api/chat"
+    prompt_field = "messages"
+    transport = NDJSON
+
+    def new_request_id(self) -> str:
+        return f"ollama-{new_id()}"
+
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+        request = parse_body(raw, OllamaChatRequest)
+        chat = as_request(request.for_chat, RENAMED, ChatCompletionRequest)
+        return TranslatedChat(chat, self.name, RENAMED, request.model)
+
+    def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.OllamaRenderer:
+        return render.OllamaRenderer(request, is_chat=True)
+
+    def error_body(self, error: PagemillError) -> bytes:
+        return render.error_body(error)
+
+    def error_event(self, error: PagemillError) -> bytes:
+        return render.error_event(error)
+
+
+class OllamaGenerateDialect(OllamaChatDialect):
+    name = "ollama-generate"
+    path = "/api/generate"
+    operation = "text_completion"
+    prompt_field = "prompt"
+
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+        request = parse_body(raw, OllamaGenerateRequest)
+        chat = as_request(request.for_chat, RENAMED, ChatCompletionRequest)
+        renamed = (*RENAMED, ("messages", "prompt"))
+        kind = RawPrompt if request.raw else TranslatedChat
+        return kind(chat, self.name, renamed, request.model)
+
+    def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.OllamaRenderer:
+        return render.OllamaRenderer(request, is_chat=False)
+
+
+class RawPrompt(TranslatedChat):
+    """A chat whose one message is the prompt as the model reads it."""
+
+    renders = False
+
+    async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
+        return self.fields.messages[-1].content
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        return super().prepare(tokenizer, preparation, sampling, self.fields.messages[-1].content)
+
+
+class ShowRequest(RequestModel):
+    model: Name
+
+
+def _listed(card: ModelCard) -> dict[str, Any]:
+    """As Ollama names models: each has a tag. What only files would tell is empty."""
+    name = card.id if ":" in card.id else card.id + LATEST
+    return {"name": name, "model": name, "digest": "", "size": 0, **_described(card)}
+
+
+def _described(card: ModelCard) -> dict[str, Any]:
+    empty = dict.fromkeys(("parent_model", "format", "family", "parameter_size", "quantization_level"), "")
+    modified_at = datetime.fromtimestamp(card.created_unix_s, UTC).isoformat()
+    return {"modified_at": modified_at, "details": {**empty, "families": []}}
+
+
+def _tags(asked: Asked) -> bytes:
+    return orjson.dumps({"models": [_listed(card) for card in asked.cards]})
+
+
+def _running(asked: Asked) -> bytes:
+    cards = [card for card in asked.cards if card.max_model_len is not None]
+    return orjson.dumps(
+        {"models": [{**_listed(card), "size_vram": 0, "context_length": card.max_model_len} for card in cards]}
+    )
+
+
+def _show(asked: Asked) -> bytes:
+    card = asked.card(parse_body(asked.raw, ShowRequest).model.removesuffix(LATEST))
+    info = {"general.architecture": "pagemill", "general.basename": card.id}
+    return orjson.dumps(
+        {
+            **_described(card),
+            "modelfile": "",
+            "parameters": "",
+            "template": "",
+            "model_info": {**info, "pagemill.context_length": card.max_model_len},
+            "capabilities": ["completion", "tools"],
+        }
+    )
+
+
+def _version(asked: Asked) -> bytes:
+    return orjson.dumps({"version": asked.version})
+
+
+_page = partial(Page, error_body=render.error_body)
+PAGES = (
+    _page("/api/tags", _tags),
+    _page("/api/ps", _running),
+    _page("/api/show", _show, method="POST"),
+    _page("/api/version", _version),
+)

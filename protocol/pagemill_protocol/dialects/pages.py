@@ -1,0 +1,37 @@
+"""The routes of dialects that generate nothing: lists and descriptions of models.
+
+Engines and gateways build these routes from `PAGES`; who may see which model is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pagemill_protocol.dialects.transport import Place
+from pagemill_protocol.errors import PagemillError, model_not_found
+from pagemill_protocol.openai.render import ModelCard
+
+
+class Asked(NamedTuple):
+    cards: Sequence[ModelCard]
+    """Of the models that the caller may use."""
+    place: Place
+    raw: bytes
+    version: str
+    """Of the server."""
+
+    def card(self, name: str) -> ModelCard:
+        """Raises `PagemillError` 404."""
+        for card in self.cards:
+            if card.id == name:
+                return card
+        raise model_not_found(name, [card.id for card in self.cards])
+
+
+class Page(NamedTuple):
+    path: str
+    body: Callable[[Asked], bytes]
+    """Raises `PagemillError`."""
+    error_body: Callable[[PagemillError], bytes]
+    method: str = "GET"

@@ -1,0 +1,1 @@
+"""Bodies and answers of TGI's API; `pagemill_protocol.dialects.tgi` is the dialect."""

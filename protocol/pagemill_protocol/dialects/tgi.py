@@ -1,0 +1,114 @@
+"""TGI's API (`POST /`, `/generate`, `/generate_stream`; `GET /info`): completions whose model need not be named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import orjson
+
+from pagemill_protocol.dialects.base import Preparation
+from pagemill_protocol.dialects.pages import Asked, Page
+from pagemill_protocol.dialects.text_generation import render
+from pagemill_protocol.dialects.text_generation.request import TgiRequest
+from pagemill_protocol.dialects.translation import Renamed, TranslatedCompletion, TranslatedDialect, as_request
+from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.ids import new_id
+from pagemill_protocol.openai.parse import parse_body
+from pagemill_protocol.openai.schemas import CompletionRequest
+from pagemill_protocol.sampling import MAX_STOP_STRINGS, SamplingParams
+from pagemill_protocol.text.fitting import LARGEST_CONTEXT
+
+if TYPE_CHECKING:
+    from pagemill_protocol.text.tokenizer import Tokenizer
+
+RENAMED: Sequence[Renamed] = (
+    ("`prompt", "`inputs"),
+    ("max_tokens", "max_new_tokens"),
+    ("guided_json", "grammar.value"),
+    ("guided_regex", "grammar.value"),
+)
+
+
+class TgiDialect(TranslatedDialect):
+    name = "tgi"
+    path = "/generate"
+    more_paths = ("/generate_stream", "/")
+    operation = "text_completion"
+    prompt_field = "inputs"
+    transport = Transport(may_omit_model=True)
+
+    def new_request_id(self) -> str:
+        return f"tgi-{new_id()}"
+
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TgiBody:
+        request = parse_body(raw, TgiRequest)
+        stream = place.path == "/generate_stream" or (request.stream and place.path != "/generate")
+        completion = as_request(
+            partial(request.for_completion, place.only_model, stream=stream), RENAMED, CompletionRequest
+        )
+        return TgiBody(completion, self.name, request, in_list=place.path == "/")
+
+    def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.TgiRenderer:
+        return render.TgiRenderer(request)
+
+    def error_body(self, error: PagemillError) -> bytes:
+        return render.error_body(error)
+
+    def error_event(self, error: PagemillError) -> bytes:
+        return render.error_event(error)
+
+
+class TgiBody(TranslatedCompletion):
+    def __init__(self, fields: CompletionRequest, dialect: str, request: TgiRequest, *, in_list: bool) -> None:
+        parameters = request.parameters
+        answer = {
+            "in_list": in_list,
+            "details": request.has_details,
+            "prefill": parameters.decoder_input_details,
+            "top": parameters.top_n_tokens > 0,
+            "full_text": request.inputs if parameters.return_full_text else "",
+        }
+        super().__init__(fields, dialect, RENAMED, json.dumps({name: each for name, each in answer.items() if each}))
+        self._truncate = parameters.truncate
+
+    def prepare(
+        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
+    ) -> list[GenerateRequest]:
+        if self._truncate is not None:
+            (prompt,) = self.fields.prompt
+            assert isinstance(prompt, str)  # the schema takes nothing else
+            token_ids = tokenizer.encode_within(prompt, LARGEST_CONTEXT, param="inputs")
+            self.fields = self.fields.model_copy(update={"prompt": [token_ids[-self._truncate :]]})
+        return super().prepare(tokenizer, preparation, sampling, text)
+
+
+def _info(asked: Asked) -> bytes:
+    models = {card.root or card.id: card for card in reversed(asked.cards) if card.parent is None}
+    if len(models) != 1:
+        raise invalid_field("model", f"{len(models)} models are served here, and /info is of one. Ask /v1/models.")
+    (card,) = models.values()
+    max_tokens = card.max_model_len
+    return orjson.dumps(
+        {
+            "model_id": card.id,
+            "model_sha": None,
+            "model_pipeline_tag": "text-generation",
+            "max_best_of": 1,
+            "max_stop_sequences": MAX_STOP_STRINGS,
+            "max_input_tokens": max_tokens and max_tokens - 1,
+            "max_total_tokens": max_tokens,
+            "max_client_batch_size": 1,
+            "router": "pagemill",
+            "version": asked.version,
+            "sha": None,
+            "docker_label": None,
+        }
+    )
+
+
+INFO = Page("/info", _info, render.error_body)

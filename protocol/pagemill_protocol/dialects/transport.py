@@ -1,0 +1,52 @@
+"""How a dialect's requests and answers travel over HTTP: what it reads beside a body, and the form of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from pagemill_protocol.openai.render import SSE_CONTENT_TYPE
+
+EVENT_STARTS = (b"data:", b"event:", b"id:", b":")
+"""Fields of server-sent events, and comments (WHATWG HTML, section 9.2)."""
+
+
+class Place(NamedTuple):
+    """Where a body came in."""
+
+    path: str = ""
+    """Without a slash at its end."""
+    parameters: Mapping[str, str] = {}
+    """Of the path."""
+    header: Callable[[str], str | None] = lambda name: None
+    only_model: str = ""
+    """The model that the caller may use, if there is one only; set for a `Transport.may_omit_model`."""
+
+
+NOWHERE = Place()
+
+
+def _whole_events(payload: bytes) -> bool:
+    return payload.startswith(EVENT_STARTS) and payload.endswith(b"\n\n")
+
+
+def _json_headers(body: bytes) -> Mapping[str, str]:
+    return {"content-type": "application/json"}
+
+
+class Transport(NamedTuple):
+    stream_type: str = SSE_CONTENT_TYPE
+    is_whole: Callable[[bytes], bool] = _whole_events
+    """Whether the payload of a frame ends where an event does."""
+    has_comments: bool = True
+    """Whether a stream has a form for lines that its client skips."""
+    body_headers: Callable[[bytes], Mapping[str, str]] = _json_headers
+    """Of an answer that is not streamed."""
+    may_omit_model: bool = False
+    """Requests need not name a model where there is only one."""
+    media_types: tuple[str, ...] = ()
+    """Of bodies, beside JSON; none that a browser sends to foreign servers unasked."""
+
+
+SSE = Transport()
+NDJSON = Transport("application/x-ndjson", lambda payload: payload.endswith(b"\n"), has_comments=False)

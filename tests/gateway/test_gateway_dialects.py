@@ -1,0 +1,154 @@
+"""TGI's, Ollama's and KServe's routes at gateways: refusals in their shapes, models that need not be named, lists."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagemill_gateway.relay.sinks import StreamSink
+from pagemill_gateway.relay.upstream import UpstreamFailure
+from pagemill_protocol.catalog import Catalog
+from pagemill_protocol.dialects.transport import NDJSON
+from pagemill_protocol.frames import encode_frame
+from pagemill_protocol.generate import FrameMeta, Usage
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TENSOR = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/": {"inputs": "hi", "model": "MODEL"},
+    "/generate": {"inputs": "hi", "model": "MODEL"},
+    "/generate_stream": {"inputs": "hi", "model": "MODEL"},
+    "/api/chat": {"model": "MODEL", "messages": MESSAGES},
+    "/api/generate": {"model": "MODEL", "prompt": "hi"},
+    "/v2/models/MODEL/generate": {"text_input": "hi"},
+    "/v2/models/MODEL/versions/1/generate_stream": {"text_input": "hi"},
+    "/v2/models/MODEL/infer": {"inputs": [TENSOR]},
+}
+KEYS = {"sk-one": "tenant=red models=tiny", "sk-two": "tenant=blue"}
+ENTRIES = [f"{hashlib.sha256(key.encode()).hexdigest()} {entry}" for key, entry in KEYS.items()]
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+def of(model: str, path: str) -> tuple[str, dict[str, Any]]:
+    body = BODIES[path]
+    return path.replace("MODEL", model), {**body, **({"model": model} if "model" in body else {})}
+
+
+def said(reply: Any, path: str) -> str:
+    """The message of an error in the path's own shape."""
+    expected = {"error", "error_type"} if path.startswith(("/generate", "/info")) or path == "/" else {"error"}
+    assert set(reply.json) == expected, reply.raw
+    message = reply.json["error"]
+    assert isinstance(message, str)
+    return message
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_refusal_has_the_shape_of_its_dialect(engines, gateways, path: str) -> None:
+    gateway = await gateways(engines[0], api_keys=ENTRIES, max_body_bytes=10_000)
+    target, body = of("tiny", path)
+    other, unknown = of("nothing", path)
+
+    reply = await gateway.post(target, body)
+    assert (reply.status, "key" in said(reply, path)) == (401, True)
+    reply = await gateway.post(other, unknown, key("sk-two"))
+    assert (reply.status, "`nothing` does not exist" in said(reply, path)) == (404, True)
+    for raw, content_type, status in (
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b"{}", "application/json", 400),
+        (b'{"inputs": NaN}', "application/json", 400),
+        (b"x" * 20_000, "application/json", 413),
+        (b"{}", "text/plain", 415),
+    ):
+        headers = {"Content-Type": content_type, **key("sk-two")}
+        async with gateway.session.post(gateway.url + target, data=raw, headers=headers) as response:
+            assert response.status == status, await response.text()
+            found = await response.json()
+        assert isinstance(found["error"], str)
+    assert not engines[0].requests
+
+
+async def test_bytes_are_declared_as_such_where_tensors_may_be_bytes(engines, gateways) -> None:
+    gateway = await gateways(engines[0])
+    for path, status in (("/v2/models/tiny/infer", 400), ("/v2/models/tiny/generate", 415), ("/generate", 415)):
+        headers = {"Content-Type": "application/octet-stream"}
+        async with gateway.session.post(gateway.url + path, data=b"{}", headers=headers) as response:
+            assert response.status == status, path
+
+
+async def test_a_model_is_left_out_where_the_caller_has_one(engines, gateways, fake) -> None:
+    models = [fake.catalog_of(engines[0]).models[0]]
+    models.append(msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="other"))
+    gateway = await gateways(*engines[:2], api_keys=ENTRIES, catalog=Catalog(models=models))
+    body = {"inputs": "hi", "parameters": {"max_new_tokens": 2}}
+    assert (await gateway.post("/generate", body, key("sk-one"))).status == 200
+    assert [request.model for request in engines[0].requests] == ["tiny"]
+    reply = await gateway.post("/generate", body, key("sk-two"))
+    assert (reply.status, "field `model`" in said(reply, "/generate")) == (400, True)
+    assert (await gateway.post("/generate", {**body, "model": "other"}, key("sk-two"))).status == 200
+    assert [request.model for request in engines[1].requests] == ["other"]
+
+
+async def test_lists_and_descriptions_are_of_the_models_that_the_key_may_use(engines, gateways, fake) -> None:
+    models = [fake.catalog_of(engines[0]).models[0]]
+    models.append(msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="other"))
+    gateway = await gateways(*engines[:2], api_keys=ENTRIES, catalog=Catalog(models=models))
+
+    async def get(path: str, name: str = "sk-one") -> tuple[int, Any]:
+        async with gateway.session.get(gateway.url + path, headers=key(name)) as response:
+            return response.status, await response.json()
+
+    status, info = await get("/info")
+    assert (status, info["model_id"], info["max_total_tokens"]) == (200, "tiny", fake.MAX_MODEL_LEN)
+    assert (await get("/info", "sk-two"))[0] == 400
+    _, tags = await get("/api/tags")
+    assert [each["model"] for each in tags["models"]] == ["tiny:latest"]
+    assert [await get(f"/v2/models/{name}/ready") for name in ("tiny", "tiny/versions/1")] == [(200, {})] * 2
+    status, hidden = await get("/v2/models/other")
+    assert (status, "`other` does not exist" in hidden["error"]) == (404, True)
+    shown = await gateway.post("/api/show", {"model": "other"}, key("sk-one"))
+    assert (shown.status, "`other` does not exist" in said(shown, "/api/show")) == (404, True)
+    assert (await gateway.get("/api/tags")).json == {"error": (await gateway.get("/v2")).json["error"]}
+    for path in ("/v2/health/live", "/v2/health/ready"):
+        assert (await gateway.get(path)).status == 200, "probes have no key"
+
+
+async def test_lines_of_json_are_a_stream_as_the_engine_sent_them(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    last = encode_frame(FrameMeta(last=True, usage=Usage(1, 1)), b'{"done":true}\n')
+    first = FrameMeta(token_ids=[1], num_text_chars=1, position=1, finish_reason="stop")
+    engines[0].behaviours.append(fake.sends(encode_frame(first, b'{"a":1}\n'), last))
+    reply = await gateway.post("/api/chat", of("tiny", "/api/chat")[1])
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    assert reply.raw == b'{"a":1}\n{"done":true}\n'
+
+
+async def test_paths_with_a_model_are_counted_as_one_route(engines, gateways) -> None:
+    gateway = await gateways(engines[0])
+    await gateway.post("/v2/models/nothing/versions/1/infer", {})
+    await gateway.get("/v2/models/nothing/ready")
+    metrics = (await gateway.get("/metrics", control=True)).raw.decode()
+    assert 'route="/v2/models/{model:path}/infer"' in metrics
+    assert 'route="/v2/models/{model:path}/ready"' in metrics
+    assert "nothing" not in metrics
+
+
+async def test_a_stream_of_lines_has_no_comments_and_takes_whole_lines_only() -> None:
+    written: list[bytes] = []
+
+    async def write(data: bytes) -> None:
+        written.append(data)
+
+    sink = StreamSink(write, NDJSON)
+    assert sink.comment is None
+    await sink.take([b"{}\n"], None)
+    with pytest.raises(UpstreamFailure):
+        await sink.take([b"{}"], None)
+    assert written == [b"{}\n"]
