@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, sequences_of, step
 from redis_server import RedisServer, redis_server
@@ -78,6 +78,7 @@ histories = st.lists(step, max_size=40)
 
 @settings(max_examples=60, deadline=None)
 @given(limits=limits, history=histories)
+@example(limits=Limits(tokens_per_month=1), history=[("reserve", 0), ("extend", 1), ("reserve", 1)])
 def test_redis_decides_exactly_as_the_memory_of_one_gateway(
     server: RedisServer, limits: Limits, history: list[tuple[str, int]]
 ) -> None:

@@ -21,7 +21,7 @@ local rest = open - math.max(0, used - reported)
 local excess = math.max(0, -rest)
 rest = math.max(0, rest)
 if bucket > current - WINDOW_BUCKETS and redis.call('HEXISTS', KEYS[1], bucket) == 1 then
-  redis.call('HINCRBY', KEYS[1], bucket, -rest)
+  redis.call('HINCRBY', KEYS[1], bucket, 0 - rest)  -- not `-rest`: Lua's minus zero is no integer to Redis
 end
 redis.call('HINCRBY', KEYS[1], current, rest + excess)
 
@@ -40,7 +40,7 @@ end
 
 local function rebook(before, now, left_ms)
   if before == now then return charge(now, excess, left_ms) end
-  if redis.call('EXISTS', before) == 1 then redis.call('INCRBY', before, -rest) end
+  if redis.call('EXISTS', before) == 1 then redis.call('INCRBY', before, 0 - rest) end
   charge(now, rest + excess, left_ms)
 end
 
