@@ -15,12 +15,11 @@ import signal
 import sys
 import tempfile
 import time
-import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exact_load import ExactLoad
+from exact_load import EXACT_DEPLOYMENT, ExactLoad
 from local_replicas import Replica, Up, pagemill_up
 from report import emit, median
 from workload import MODEL
@@ -29,17 +28,6 @@ NAME = "smollm2"
 NUM_REPLICAS = 3
 RESTART_TIMEOUT_S = 180.0
 POLL_S = 0.05
-DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
-kind: LLMDeployment
-metadata:
-  name: {name}
-spec:
-  model: {{source: "{model}", name: {name}}}
-  engine: {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, dtype: float32, deterministic: true}}
-  resources: {{gpus: 0}}
-  replicas: {replicas}
-"""
 
 
 @dataclass
@@ -120,7 +108,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.yaml"
-        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=NUM_REPLICAS))
+        file.write_text(EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=NUM_REPLICAS))
         with pagemill_up(file, Path(folder) / "log") as up:
             up.wait_ready(NUM_REPLICAS)
             assert up.url is not None
@@ -148,12 +136,7 @@ def report(load: ExactLoad, kills: Kills, continued: dict[str, float]) -> None:
 
 def _continued(up: Up) -> dict[str, float]:
     """The gateway's counters of answers that went on elsewhere."""
-    url = up.metrics_url
-    if url is None:
-        return {}
-    with urllib.request.urlopen(url, timeout=10) as response:
-        text = response.read().decode()
-    found = re.findall(r"^pagemill_gateway_(\w*(?:migrat|retr)\w*_total)(\{.*\})? (\S+)$", text, re.MULTILINE)
+    found = re.findall(r"^pagemill_gateway_(\w*(?:migrat|retr)\w*_total)(\{.*\})? (\S+)$", up.metrics(), re.MULTILINE)
     return {f"{name}{labels}": float(value) for name, labels, value in found}
 
 

@@ -15,6 +15,18 @@ from typing import Any, Literal, NamedTuple
 import openai
 
 REQUEST_TIMEOUT_S = 180.0
+EXACT_DEPLOYMENT = """\
+apiVersion: pagemill.dev/v1alpha1
+kind: LLMDeployment
+metadata:
+  name: {name}
+spec:
+  model: {{source: "{model}", name: {name}}}
+  engine: {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, dtype: float32, deterministic: true}}
+  resources: {{gpus: 0}}
+  replicas: {replicas}
+"""
+"""Whose answers are the same whatever runs beside them."""
 Outcome = Literal["complete", "wrong", "failed", "reported", "cut"]
 QUESTIONS = (
     "Name three colours and a thing of each.",

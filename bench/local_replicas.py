@@ -25,6 +25,7 @@ from processes import stop
 
 ENGINE = "pagemill_engine.server"
 START_TIMEOUT_S = 300.0
+METRICS_TIMEOUT_S = 10.0
 POLL_S = 0.05
 NUM_ASKED = 5
 
@@ -93,6 +94,15 @@ class Up(NamedTuple):
         if found is None:
             raise RuntimeError("`pagemill up` has not shown the file of its control token yet")
         return Path(found[1]).read_text().strip()
+
+    def metrics(self) -> str:
+        """The gateway's. Raises `RuntimeError` before `pagemill up` has shown where they are."""
+        if self.metrics_url is None:
+            raise RuntimeError("`pagemill up` has not shown the address of its metrics yet")
+        asked = urllib.request.Request(self.metrics_url, headers={"Authorization": f"Bearer {self.control_token}"})
+        with urllib.request.urlopen(asked, timeout=METRICS_TIMEOUT_S) as response:
+            text: str = response.read().decode()
+        return text
 
     def scalings(self, name: str) -> list[tuple[int, int]]:
         """What the autoscaler has ordered so far: replicas before and after."""

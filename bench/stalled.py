@@ -17,31 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
-from exact_load import ExactLoad
+from exact_load import EXACT_DEPLOYMENT, ExactLoad
 from local_replicas import Replica, Up, pagemill_up
 from report import emit
 from workload import MODEL
 
 NAME = "smollm2"
 LIMIT_S = 10.0
-DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
-kind: LLMDeployment
-metadata:
-  name: {name}
-spec:
-  model: {{source: "{model}", name: {name}}}
-  engine: {{maxModelLen: 512, maxNumSeqs: 8, kvCacheMemory: 64Mi, dtype: float32, deterministic: true}}
-  resources: {{gpus: 0}}
-  replicas: 2
-"""
 
 
 @contextmanager
@@ -106,11 +94,8 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
 
 def continued(up: Up) -> float:
     """Answers that went on elsewhere, by the gateway's counter."""
-    assert up.metrics_url is not None
-    asked = urllib.request.Request(up.metrics_url, headers={"Authorization": f"Bearer {up.control_token}"})
-    with urllib.request.urlopen(asked, timeout=10) as response:
-        text = response.read().decode()
-    return sum(float(found) for found in re.findall(r"^pagemill_gateway_migrations_total\{.*\} (\S+)$", text, re.M))
+    found = re.findall(r"^pagemill_gateway_migrations_total\{.*\} (\S+)$", up.metrics(), re.MULTILINE)
+    return sum(map(float, found))
 
 
 def main() -> None:
@@ -127,7 +112,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "deployment.yaml"
-        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL))
+        file.write_text(EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=2))
         with pagemill_up(file, Path(folder) / "log") as up:
             up.wait_ready(2)
             assert up.url is not None

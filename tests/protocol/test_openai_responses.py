@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal_of
 
 from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from pagemill_protocol.dialects.base import FinishedChoice, Piece
@@ -33,11 +35,7 @@ def parse(**fields: Any) -> ChatCompletionRequest:
     return DIALECT.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode()).fields
 
 
-def refused(**fields: Any) -> PagemillError:
-    with pytest.raises(PagemillError) as caught:
-        parse(**fields)
-    assert caught.value.status == 400
-    return caught.value
+refused = partial(refusal_of, parse)
 
 
 def request() -> GenerateRequest:

@@ -472,8 +472,9 @@ class Scheduler:
     def _jump(self, seq: Sequence) -> str:
         """Take the tokens that follow without a choice; the next step computes them together. Not where log
         probabilities of each are reported."""
-        is_alone = seq.state is not SequenceState.RUNNING or self._probing or self._held.fork_is_due(seq)
-        if is_alone or not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
+        if not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
+            return ""
+        if seq.state is not SequenceState.RUNNING or self._probing or self._held.fork_is_due(seq):
             return ""
         num_tokens = len(seq.token_ids)
         fault = take_forced(seq)

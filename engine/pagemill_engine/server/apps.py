@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 
 import orjson
 from starlette.applications import Starlette
@@ -15,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagemill_engine.server import health, internal_routes, openai_routes, sleep_routes
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
+from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.traces import TraceRequests
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
@@ -38,16 +38,16 @@ async def show_version(request: Request) -> Response:
     context: ServerContext = request.app.state.context
     ready = None if context.client is None else context.client.ready_info
     compute = {"compute": ready.compute} if ready is not None and ready.compute else {}
-    return Response(orjson.dumps({"version": version("pagemill-engine"), **compute}), media_type="application/json")
+    return Response(orjson.dumps({"version": VERSION, **compute}), media_type="application/json")
 
 
 async def show_openapi(request: Request) -> Response:
-    described = document("Pagemill engine", version("pagemill-engine"), with_metrics=True)
+    described = document("Pagemill engine", VERSION, with_metrics=True)
     return Response(described, media_type="application/json")
 
 
 async def show_docs(request: Request) -> Response:
-    return docs_page(document("Pagemill engine", version("pagemill-engine"), with_metrics=True))
+    return docs_page(document("Pagemill engine", VERSION, with_metrics=True))
 
 
 async def show_load(request: Request) -> Response:
@@ -61,7 +61,7 @@ async def show_server_info(request: Request) -> Response:
     ready = None if context.client is None else context.client.ready_info
     shown = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_dtype", "device", "compute")
     loaded = {} if ready is None else {name: getattr(ready, name) for name in shown}
-    return JSONResponse({"version": version("pagemill-engine"), "models": context.names, **loaded})
+    return JSONResponse({"version": VERSION, "models": context.names, **loaded})
 
 
 COMMON_ROUTES = [

@@ -20,6 +20,7 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.metrics import ENGINE_METRICS, Metrics, Scrape
 from pagemill_protocol.state import EngineLoad
 
+VERSION = version("pagemill-engine")
 NO_PART_OF_THE_START = ("ready", "draining", "sleeping", "waking")
 
 
@@ -98,7 +99,7 @@ class ServerMetrics:
         ).set(1)
         self._metrics.gauge(
             names.ENGINE_INFO,
-            version=version("pagemill-engine"),
+            version=VERSION,
             weights_digest=ready.weights_digest,
             kv_dtype=ready.kv_dtype,
             device=ready.device,

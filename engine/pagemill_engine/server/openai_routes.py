@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Container
 from functools import partial
-from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
+from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_engine.server.traces import RequestRecord, record_of
 from pagemill_protocol.dialects.base import Dialect, Preparation
@@ -72,7 +72,7 @@ def page_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
         context: ServerContext = request.app.state.context
         raw = await _read(request) if page.method == "POST" else b""
         cards = [_card(context, name) for name in context.names]
-        return _json(page.body(Asked(cards, _place(request, context), raw, version("pagemill-engine"))))
+        return _json(page.body(Asked(cards, _place(request, context), raw, VERSION)))
 
     return route
 

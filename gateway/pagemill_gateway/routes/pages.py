@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.health import VERSION
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.http.door import check_json_content_type
 from pagemill_protocol.http.errors import with_errors
-
-VERSION = version("pagemill-gateway")
 
 
 def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Response]]:

@@ -17,7 +17,7 @@ from pagemill_protocol.dialects.open_inference.request import INPUTS, GenerateBo
 from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.translation import TranslatedCompletion, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
-from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
+from pagemill_protocol.errors import invalid_field, unavailable
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
@@ -36,6 +36,8 @@ class KserveGenerateDialect(TranslatedDialect):
     more_paths: tuple[str, ...] = (f"{MODEL}/generate_stream",)
     operation = "text_completion"
     prompt_field = "text_input"
+    error_body = staticmethod(render.error_body)
+    error_event = staticmethod(render.error_event)
 
     def new_request_id(self) -> str:
         return f"infer-{new_id()}"
@@ -54,12 +56,6 @@ class KserveGenerateDialect(TranslatedDialect):
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> AnswerRenderer:
         return render.GenerateRenderer(request)
-
-    def error_body(self, error: PagemillError) -> bytes:
-        return render.error_body(error)
-
-    def error_event(self, error: PagemillError) -> bytes:
-        return render.error_event(error)
 
 
 class KserveInferDialect(KserveGenerateDialect):

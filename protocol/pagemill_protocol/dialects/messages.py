@@ -6,7 +6,6 @@ from pagemill_protocol.dialects.anthropic import render
 from pagemill_protocol.dialects.anthropic.request import CountRequest, MessagesRequest
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NOWHERE, Place
-from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
@@ -40,6 +39,8 @@ class MessagesDialect(TranslatedDialect):
     name = "messages"
     path = "/v1/messages"
     prompt_field = "messages"
+    error_body = staticmethod(render.error_body)
+    error_event = staticmethod(render.error_event)
 
     def new_request_id(self) -> str:
         return f"msg_{new_id()}"
@@ -50,9 +51,3 @@ class MessagesDialect(TranslatedDialect):
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.MessagesRenderer:
         return render.MessagesRenderer(request)
-
-    def error_body(self, error: PagemillError) -> bytes:
-        return render.error_body(error)
-
-    def error_event(self, error: PagemillError) -> bytes:
-        return render.error_event(error)

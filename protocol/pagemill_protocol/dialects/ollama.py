@@ -16,7 +16,6 @@ from pagemill_protocol.dialects.ollama_api.request import LATEST, OllamaChatRequ
 from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NDJSON, NOWHERE, Place
-from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.fields import Name, RequestModel
@@ -42,6 +41,8 @@ class OllamaChatDialect(TranslatedDialect):
     path = "/api/chat"
     prompt_field = "messages"
     transport = NDJSON
+    error_body = staticmethod(render.error_body)
+    error_event = staticmethod(render.error_event)
 
     def new_request_id(self) -> str:
         return f"ollama-{new_id()}"
@@ -53,12 +54,6 @@ class OllamaChatDialect(TranslatedDialect):
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.OllamaRenderer:
         return render.OllamaRenderer(request, is_chat=True)
-
-    def error_body(self, error: PagemillError) -> bytes:
-        return render.error_body(error)
-
-    def error_event(self, error: PagemillError) -> bytes:
-        return render.error_event(error)
 
 
 class OllamaGenerateDialect(OllamaChatDialect):

@@ -8,7 +8,6 @@ from pagemill_protocol.dialects.openai_responses import render
 from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NOWHERE, Place
-from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
@@ -27,6 +26,8 @@ class ResponsesDialect(TranslatedDialect):
     name = "responses"
     path = "/v1/responses"
     prompt_field = "input"
+    error_body = staticmethod(error_body)
+    error_event = staticmethod(render.error_event)
 
     def new_request_id(self) -> str:
         return f"resp_{new_id()}"
@@ -38,12 +39,6 @@ class ResponsesDialect(TranslatedDialect):
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.ResponsesRenderer:
         return render.ResponsesRenderer(request)
-
-    def error_body(self, error: PagemillError) -> bytes:
-        return error_body(error)
-
-    def error_event(self, error: PagemillError) -> bytes:
-        return render.error_event(error)
 
 
 class ItemsChat(ChatCompletionRequest):

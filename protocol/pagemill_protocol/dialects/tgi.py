@@ -15,7 +15,7 @@ from pagemill_protocol.dialects.text_generation import render
 from pagemill_protocol.dialects.text_generation.request import TgiRequest
 from pagemill_protocol.dialects.translation import Renamed, TranslatedCompletion, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NOWHERE, Place, Transport
-from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
@@ -41,6 +41,8 @@ class TgiDialect(TranslatedDialect):
     operation = "text_completion"
     prompt_field = "inputs"
     transport = Transport(may_omit_model=True)
+    error_body = staticmethod(render.error_body)
+    error_event = staticmethod(render.error_event)
 
     def new_request_id(self) -> str:
         return f"tgi-{new_id()}"
@@ -55,12 +57,6 @@ class TgiDialect(TranslatedDialect):
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.TgiRenderer:
         return render.TgiRenderer(request)
-
-    def error_body(self, error: PagemillError) -> bytes:
-        return render.error_body(error)
-
-    def error_event(self, error: PagemillError) -> bytes:
-        return render.error_event(error)
 
 
 class TgiBody(TranslatedCompletion):
