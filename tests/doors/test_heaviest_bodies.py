@@ -197,7 +197,7 @@ def routes() -> Iterator[tuple[str, str, Route]]:
 
 def cases_of(server: str, port: str, route: Route) -> Iterator[Case]:
     """None: the route has no case yet."""
-    path = route.path.replace("{name:path}", "{}").replace("{model:path}", "{}")
+    path = route.path.replace("{name:path}", "{}").replace("{model:path}", "{}").replace("{model:text}", "{}")
     for method in sorted((route.methods or set()) - {"HEAD"}):
         if method == "GET" and path in BODILESS:
             yield Case(server, port, method, path.replace("{}", MODEL), "8 MB that are not asked for", lambda: JUNK)

@@ -542,6 +542,7 @@ async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[...
                 "ejection_base_s": 0.2,
                 "outage_wait_s": 0.0,
                 "handover_timeout_s": 0.0,
+                "silence_timeout_s": 30.0,  # unlike engines, these send no state while nothing changes
             }
             config = GatewayConfig(**{**defaults, **settings}).checked()
             data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")

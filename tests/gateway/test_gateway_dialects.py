@@ -120,6 +120,12 @@ async def test_lists_and_descriptions_are_of_the_models_that_the_key_may_use(eng
         assert (await gateway.get(path)).status == 200, "probes have no key"
 
 
+async def test_an_unknown_name_with_a_line_break_is_refused_as_its_dialect_does(engines, gateways) -> None:
+    gateway = await gateways(engines[0])
+    reply = await gateway.post(*of("no%0Asuch", "/v2/models/MODEL/generate"))
+    assert (reply.status, "does not exist" in reply.json["error"]) == (404, True)
+
+
 async def test_lines_of_json_are_a_stream_as_the_engine_sent_them(engines, gateways, fake) -> None:
     gateway = await gateways(engines[0])
     last = encode_frame(FrameMeta(last=True, usage=Usage(1, 1)), b'{"done":true}\n')
@@ -135,8 +141,8 @@ async def test_paths_with_a_model_are_counted_as_one_route(engines, gateways) ->
     await gateway.post("/v2/models/nothing/versions/1/infer", {})
     await gateway.get("/v2/models/nothing/ready")
     metrics = (await gateway.get("/metrics", control=True)).raw.decode()
-    assert 'route="/v2/models/{model:path}/infer"' in metrics
-    assert 'route="/v2/models/{model:path}/ready"' in metrics
+    assert 'route="/v2/models/{model:text}/infer"' in metrics
+    assert 'route="/v2/models/{model:text}/ready"' in metrics
     assert "nothing" not in metrics
 
 

@@ -24,7 +24,8 @@ from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.render import ModelCard
 from pagemill_protocol.openai.schemas import CompletionRequest
 
-MODEL = "/v2/models/{model:path}"
+MODEL = "/v2/models/{model:text}"
+"""`text` is registered by `http.route_names`."""
 LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
 RENAMED = (("`prompt", "`text_input"),)
 HEADER_LENGTH = "inference-header-content-length"

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.routing import compile_path
+
+
+class _AnyText(PathConvertor):
+    """As Starlette's `path`, with line breaks: an unknown name is answered as its dialect does, whatever is in it."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("text", _AnyText())
 
 
 class RouteNames:
     def __init__(self, routes: Collection[str]) -> None:
         """`routes`: as Starlette writes them, with or without parameters."""
         self._exact = frozenset(routes)
-        # Of routes with the same beginning, the longer ones first: `/v2/models/{model:path}` matches the others too.
+        # Of routes with the same beginning, the longer ones first: `/v2/models/{model:text}` matches the others too.
         self._patterns = [(compile_path(route)[0], route) for route in sorted(routes, reverse=True) if "{" in route]
 
     def find(self, path: str) -> str | None:
