@@ -8,13 +8,18 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagemill_gateway.config import BatchesConfig
 from pagemill_gateway.control_process import ControlProcess
+from pagemill_gateway.routes import responses
 from pagemill_gateway.routes.access import AccessLog
+from pagemill_gateway.routes.batches import BATCHES, FILES, BatchRoutes
 from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.generate import GenerateRoute
 from pagemill_gateway.routes.health import HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
+from pagemill_gateway.routes.multipart import OVERHEAD_BYTES
 from pagemill_gateway.routes.pages import page_route
+from pagemill_gateway.routes.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
@@ -31,12 +36,16 @@ MAX_CATALOG_BYTES = 16 * 1024 * 1024
 
 def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
     """The dialects' routes, by path; those with parameters in it as well."""
-    return {path: GenerateRoute(worker, each) for path, each in generating_routes().items()}
+    routes: dict[str, ASGIApp] = {path: GenerateRoute(worker, each) for path, each in generating_routes().items()}
+    if worker.config.stored_responses is not None:
+        routes[responses.PATH] = ResponsesRoute(worker, worker.config.stored_responses)
+    return routes
 
 
 def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
     """All of the data port."""
-    models, tokens = ModelRoutes(worker), TokenRoutes(worker)
+    models, tokens, stored = ModelRoutes(worker), TokenRoutes(worker), StoredResponseRoutes(worker)
+    batches = BatchRoutes(worker)
     health = HealthRoutes(worker.control, lambda: worker.draining)
     return [
         *(Route(path, route, methods=["POST"]) for path, route in hot.items()),
@@ -46,6 +55,18 @@ def data_routes(worker: Worker, hot: Mapping[str, ASGIApp]) -> list[Route]:
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.get),
         *(Route(each.path, tokens.count_route(each), methods=["POST"]) for each in TOKEN_COUNTS),
+        Route(f"{responses.PATH}/{{id}}", stored.get),
+        Route(f"{responses.PATH}/{{id}}", stored.delete, methods=["DELETE"]),
+        Route(f"{responses.PATH}/{{id}}/input_items", stored.input_items),
+        Route(FILES, batches.upload, methods=["POST"]),
+        Route(FILES, batches.list_files),
+        Route(f"{FILES}/{{id}}", batches.get_file),
+        Route(f"{FILES}/{{id}}", batches.delete_file, methods=["DELETE"]),
+        Route(f"{FILES}/{{id}}/content", batches.content),
+        Route(BATCHES, batches.create, methods=["POST"]),
+        Route(BATCHES, batches.list),
+        Route(f"{BATCHES}/{{id}}", batches.get),
+        Route(f"{BATCHES}/{{id}}/cancel", batches.cancel, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/health", health.readyz),
         Route("/livez", health.livez),
@@ -65,6 +86,7 @@ def data_app(worker: Worker) -> ASGIApp:
     app = Starlette(routes=data_routes(worker, hot))
     install_error_handlers(app)
     config = worker.config
+    worker.run_batches(AccessLog(_HotPaths(hot, app), worker))
     routed: ASGIApp = _HotPaths(hot, app)
     if worker.keys.open and is_loopback_address(config.host):
         routed = HostGuard(routed, config.allowed_hosts)
@@ -73,8 +95,13 @@ def data_app(worker: Worker) -> ASGIApp:
         max_body_bytes=config.max_body_bytes,
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,
+        uploads=_uploads(config.batches) if config.batches is not None else None,
     )
     return AccessLog(Cors(door, config.allowed_origins) if config.allowed_origins else door, worker)
+
+
+def _uploads(config: BatchesConfig) -> dict[str, tuple[int, float]]:
+    return {FILES: (config.max_file_bytes + OVERHEAD_BYTES, config.upload_timeout_s)}
 
 
 class _HotPaths:

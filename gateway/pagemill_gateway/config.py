@@ -24,6 +24,7 @@ from pagemill_protocol.settings import SettingsError as SettingsError
 from pagemill_protocol.tracing.config import TracingConfig
 
 MAX_WORKERS = 64
+MAX_REDIS_VALUE_BYTES = 512 * 1024 * 1024
 
 
 class KeysSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +70,42 @@ class RedisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """An answer that takes longer counts as none. After three in a row no request asks until Redis answers again."""
     expected_gateways: int = 1
     """Gateways that share the limits, for a start while Redis is away; later they count themselves."""
+
+
+class StoredResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keep the answers of `/v1/responses`: in Redis where `redis` is set, else in the memory of this gateway."""
+
+    max_age_s: float = 24 * 3600.0
+    """A response is deleted this long after it was made."""
+    max_per_tenant: int = 1000
+    """Responses of one tenant (of one key that has none); beyond that, its oldest are deleted."""
+    max_bytes: int = 64 * 1024 * 1024
+    """In memory: of all responses together; beyond that, the oldest of the tenant that has most are deleted."""
+    max_response_bytes: int = 4 * 1024 * 1024
+    """A response that is larger with its whole input is not stored."""
+
+
+class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files and batches (`/v1/files`, `/v1/batches`), run with capacity that live requests leave idle."""
+
+    directory: str = ""
+    """Where they are kept; gateways that share it need file locks there that hold for all of them. Empty: in Redis."""
+    max_file_bytes: int = 100 * 1024 * 1024
+    """Of one uploaded file; at most 512 MiB in Redis."""
+    max_files: int = 10_000
+    """Files of one tenant (of one key that has none); one more is refused until some are deleted."""
+    max_tenant_bytes: int = 1024 * 1024 * 1024
+    """Of all files of one tenant; an upload beyond it is refused."""
+    max_batches: int = 100
+    """Batches of one tenant that are not over; one more is refused."""
+    max_lines: int = 50_000
+    """Requests in one batch."""
+    max_load: float = 0.5
+    """Lines are started only while no request waits and an engine has fewer sequences than this share of its most."""
+    max_concurrency: int = 64
+    """Lines that one process of the gateway runs at once."""
+    upload_timeout_s: float = 600.0
+    """An upload that takes longer gets 408."""
 
 
 class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,6 +181,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     redis: RedisConfig | None = None
     """Share the limits with other gateways; `None`: each gateway counts for itself."""
+    stored_responses: StoredResponsesConfig | None = None
+    """Store responses of `/v1/responses`, for `previous_response_id`; `None`: none are stored."""
+    batches: BatchesConfig | None = None
+    """Take files and batches; `None`: their routes say that this is not set."""
     tls: TLSConfig | None = None
     """Serve the data port by HTTPS, TLS 1.2 and later; `None`: by HTTP. The control port is always HTTP."""
     engine_tls: EngineTLSConfig = EngineTLSConfig()
@@ -258,6 +299,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Return self, or raise `SettingsError` for the first setting that must not be used."""
         check_entries(self.api_keys, "api_keys")
         check_redis(self.redis)
+        check_above_zero("stored_responses", self.stored_responses)
+        check_batches(self.batches, self.redis)
         if self.tracing is not None:
             self.tracing.check()
         shares_keys = self.redis is not None and self.redis.keys
@@ -355,6 +398,29 @@ def check_entries(entries: Iterable[str], where: str) -> None:
         fault = fault_of(entry)
         if fault is not None:
             raise SettingsError(f"{where}[{index}]: {fault}")
+
+
+def check_above_zero(where: str, settings: msgspec.Struct | None) -> None:
+    """Raises `SettingsError` for the first number that is not."""
+    for name, value in msgspec.structs.asdict(settings).items() if settings is not None else ():
+        if isinstance(value, int | float) and not value > 0:
+            raise SettingsError(f"{where}.{name}: {value} must be above 0.")
+
+
+def check_batches(batches: BatchesConfig | None, redis: RedisConfig | None) -> None:
+    """Raises `SettingsError` for the first setting that must not be used."""
+    if batches is None:
+        return
+    check_above_zero("batches", batches)
+    if not batches.directory and redis is None:
+        raise SettingsError("batches: they need a place. Set batches.directory, or redis.")
+    if batches.max_load > 1:
+        raise SettingsError(f"batches.max_load: {batches.max_load} is not a share. Use a number up to 1.")
+    if not batches.directory and batches.max_file_bytes > MAX_REDIS_VALUE_BYTES:
+        raise SettingsError(
+            f"batches.max_file_bytes: {batches.max_file_bytes} is more than a value in Redis may have, "
+            f"{MAX_REDIS_VALUE_BYTES}. Use less, or batches.directory."
+        )
 
 
 def check_redis(redis: RedisConfig | None) -> None:

@@ -26,6 +26,7 @@ from pagemill_gateway.limits.recount import Recount
 from pagemill_gateway.limits.sharing import Sharing, open_sharing
 from pagemill_gateway.metrics.control_process import ControlProcessMetrics
 from pagemill_gateway.ports import GatewayStatus, WorkerMeasurements, WorkerPort
+from pagemill_gateway.stored_responses.store import open_responses
 from pagemill_kube.credentials import Credentials, from_kubeconfig, in_cluster
 from pagemill_kube.errors import CredentialsError
 from pagemill_protocol.catalog import Catalog
@@ -82,6 +83,7 @@ class ControlProcess:
         self.sharing: Sharing = open_sharing(
             config.redis, on_fallback=self.metrics.decided_alone, on_keys=self._publish_keys
         )
+        self._responses = open_responses(config.stored_responses, self.sharing.link)
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=trust), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
@@ -117,6 +119,15 @@ class ControlProcess:
             return self.bundles.data(digest)
         except BundleError as error:
             raise unavailable(f"The model's tokenizer cannot be used: {error}", code="model_not_ready") from error
+
+    async def keep_response(self, account: str, response_id: str, value: bytes) -> None:
+        await self._responses.keep(account, response_id, value)
+
+    async def kept_response(self, account: str, response_id: str) -> bytes | None:
+        return await self._responses.get(account, response_id)
+
+    async def forget_response(self, account: str, response_id: str) -> bool:
+        return await self._responses.remove(account, response_id)
 
     # The workers.
 

@@ -41,6 +41,18 @@ class ControlProcessPort(Protocol):
         """The tokenizer bundle of this digest. Raises `PagemillError` 503 when no engine has it any more."""
         ...
 
+    async def keep_response(self, account: str, response_id: str, value: bytes) -> None:
+        """As `stored_responses.store.ResponseStore.keep`."""
+        ...
+
+    async def kept_response(self, account: str, response_id: str) -> bytes | None:
+        """As `ResponseStore.get`."""
+        ...
+
+    async def forget_response(self, account: str, response_id: str) -> bool:
+        """As `ResponseStore.remove`."""
+        ...
+
 
 class WorkerPort(Protocol):
     """Calls of the control process."""

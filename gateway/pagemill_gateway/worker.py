@@ -11,7 +11,14 @@ import asyncio
 import logging
 import sys
 
+from starlette.types import ASGIApp
+
 from pagemill_gateway.admission.gate import Gate, RunningRequests
+from pagemill_gateway.batches.asking import Asker
+from pagemill_gateway.batches.idle import IdleCapacity
+from pagemill_gateway.batches.opening import open_batch_store
+from pagemill_gateway.batches.runner import BatchRunner
+from pagemill_gateway.batches.service import Batches
 from pagemill_gateway.brain.interface import Brain
 from pagemill_gateway.config import GatewayConfig, open_keys_file
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
@@ -77,6 +84,22 @@ class Worker:
             journal_tokens=bounds.journal_tokens,
         )
 
+        self._batch_store = open_batch_store(config.batches, config.redis) if config.batches is not None else None
+        self.batches: Batches | None = None
+        """`None`: this gateway takes none."""
+        self.batch_runner: BatchRunner | None = None
+        if config.batches is not None and self._batch_store is not None:
+            self.batches = Batches(config.batches, self._batch_store)
+
+    def run_batches(self, app: ASGIApp) -> None:
+        """`app`: the generating routes."""
+        config = self.config.batches
+        if config is None or self._batch_store is None:
+            return
+        idle = IdleCapacity(self.brain, config.max_load, lambda: self.draining)
+        asker = Asker(app, self.keys)
+        self.batch_runner = BatchRunner(config, self._batch_store, asker, idle, self.config.max_body_bytes)
+
     # Calls of the control process.
 
     async def measure(self, endpoint_ids: frozenset[str]) -> WorkerMeasurements:
@@ -107,6 +130,10 @@ class Worker:
         self.keys.replace_shared(callers)
 
     async def close(self) -> None:
+        if self.batch_runner is not None:
+            await self.batch_runner.close()
+        if self._batch_store is not None:
+            await self._batch_store.close()
         for task in self._loading:
             task.cancel()
         await asyncio.gather(*self._loading, return_exceptions=True)

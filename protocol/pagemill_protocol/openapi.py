@@ -51,6 +51,7 @@ from pagemill_protocol.dialects.openai_responses.request import (
 )
 from pagemill_protocol.dialects.registry import LIVE_PATHS, READY_PATHS
 from pagemill_protocol.dialects.text_generation.request import Grammar, Parameters, TgiRequest
+from pagemill_protocol.openai.batches import BatchRequest
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.schemas import (
     ChatCompletionRequest,
@@ -75,6 +76,7 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     MessagesRequest,
     CountRequest,
     ResponsesRequest,
+    BatchRequest,
 )
 _PARTS: tuple[type[RequestModel], ...] = (
     *(ChatMessage, StreamOptions),
@@ -129,13 +131,16 @@ _USAGE: Schema = {
 
 
 @cache
-def document(title: str, version: str, *, with_metrics: bool = False) -> bytes:
-    """The document as JSON. `with_metrics`: of a data port that has `/metrics`."""
+def document(title: str, version: str, *, with_metrics: bool = False, with_stores: bool = False) -> bytes:
+    """The document as JSON. `with_metrics`: of a data port that has `/metrics`. `with_stores`: of a gateway's, which
+    stores responses, files and batches.
+    """
+    metrics = {"/metrics": {"get": _shows("text/plain")}} if with_metrics else {}
     return orjson.dumps(
         {
             "openapi": "3.1.0",
             "info": {"title": title, "version": version},
-            "paths": {**_paths(), "/metrics": {"get": _shows("text/plain")}} if with_metrics else _paths(),
+            "paths": {**_paths(), **metrics, **(_stored_paths() if with_stores else {})},
             "components": {
                 "schemas": {**_request_schemas(), "Error": _ERROR, "PlainError": _PLAIN_ERROR},
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -165,6 +170,26 @@ def _paths() -> Schema:
         "/server_info": {"get": _answers(_object("version", "models"))},
         "/docs": {"get": _public(_shows("text/html"))},
         OPENAPI_PATH: {"get": _public(_answers(_object("openapi")))},
+    }
+
+
+def _stored_paths() -> Schema:
+    listing, deleted = _answers(_object("object", "data", "has_more")), _answers(_object("id", "deleted"))
+    file, batch, found = _answers(_object("id", "bytes")), _answers(_object("id", "status")), _answers(_object("id"))
+    form = {"type": "object", "required": ["file", "purpose"], "properties": {"purpose": {"const": "batch"}}}
+    upload = {**file, "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": form}}}}
+    by_id = {
+        "/v1/responses/{id}": {"get": found, "delete": deleted},
+        "/v1/responses/{id}/input_items": {"get": listing},
+        "/v1/files/{id}": {"get": file, "delete": deleted},
+        "/v1/files/{id}/content": {"get": _shows("application/octet-stream")},
+        "/v1/batches/{id}": {"get": batch},
+        "/v1/batches/{id}/cancel": {"post": batch},
+    }
+    return {
+        "/v1/files": {"get": listing, "post": upload},
+        "/v1/batches": {"get": listing, "post": _takes(BatchRequest, batch)},
+        **{path: {method: _named(each) for method, each in methods.items()} for path, methods in by_id.items()},
     }
 
 
@@ -267,6 +292,10 @@ def _probe() -> Schema:
 
 def _object(*required: str) -> Schema:
     return {"type": "object", "required": list(required)} if required else {"type": "object"}
+
+
+def _named(operation: Schema) -> Schema:
+    return {**operation, "parameters": [_in_path("id")]}
 
 
 def _in_path(name: str) -> Schema:

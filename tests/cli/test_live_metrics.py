@@ -26,6 +26,7 @@ from waiting import WAIT_LIMIT_S, wait_until
 
 from observability.dashboards import all_pages
 from observability.rules import burn
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.plan.types import Group, Plan, Process
 from pagemill_operator.status.observation import Observation, ReplicaObservation
@@ -54,7 +55,8 @@ def operator_metrics() -> Iterator[int]:
     metrics.leads(True)
     metrics.watch(depth=lambda: 1, deployments=lambda: 1, watch_age_s=lambda kind: 2.0, kinds=["Pod"])
     group = Group("sim", 1, Process("pagemill_engine.server", {}, gpus=1), digest="a")
-    plan = Plan("default", "sim", 1, ("sim",), "hf://sim", (group,), gpu_hour_price=2.0)
+    scaling = ScalingSettings("Active", min_replicas=1, max_replicas=1, slo=Slo(ttft_ms=500))
+    plan = Plan("default", "sim", 1, ("sim",), "hf://sim", (group,), autoscaling=scaling, gpu_hour_price=2.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -39,6 +39,7 @@ Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llmdeployment.yaml"
+BATCHES = Path(__file__).parents[2] / "docs" / "how-to" / "run-batches.md"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -301,6 +302,23 @@ def test_what_is_shown_to_try_works_as_it_stands(
             assert json.loads(answer.read())["models"][0]["name"] == body["model"] == "sim"
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(status, timeout=WAIT_LIMIT_S)
+        shown.press(b"\x03")
+        assert shown.wait() == 0
+
+
+def test_the_batch_of_the_how_to_runs_behind_up(
+    write: Write, simulated: Simulated, environment: dict[str, str], tmp_path: Path
+) -> None:
+    (snippet,) = re.findall(r"^```python\n(.*?)^```$", BATCHES.read_text(), re.MULTILINE | re.DOTALL)
+    file = write("sim.yaml", simulated())
+    with terminal(environment, "up", "-f", file, "--port", "0", "--batches-directory", tmp_path / "batches") as shown:
+        url = f"http://127.0.0.1:{base_port(shown.until('sim 1/1 ready'))}"
+        code = snippet.replace("http://127.0.0.1:8080", url).replace('"smollm2"', '"sim"')
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_LIMIT_S
+        )
+        assert done.returncode == 0, done.stderr
+        assert sorted(line.split()[0] for line in done.stdout.splitlines()) == ["q0", "q1"]
         shown.press(b"\x03")
         assert shown.wait() == 0
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import openai
@@ -31,6 +32,7 @@ ASK: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": MAX_T
 TEXT = {**ASK, "max_tokens": TEXT_TOKENS}
 ONE_CALL = {**ASK, "parallel_tool_calls": False}
 STRICT_TOOL = {**CITY_TOOL, "function": {**CITY_TOOL["function"], "strict": True}}
+CHAT: Any = "/v1/chat/completions"
 RESPOND: dict[str, Any] = {"model": MODEL, "input": QUESTION, "max_output_tokens": MAX_TOKENS, "temperature": 0}
 NAMED = {"type": "function", "function": {"name": "record_city"}}
 
@@ -125,14 +127,44 @@ def responses() -> None:
     assert isinstance(client.responses.parse(**RESPOND, text_format=City).output_parsed, City)
 
 
-@check(
-    "Responses: `previous_response_id`",
-    limit="responses are not stored; send the whole conversation as `input`",
-    shows="`previous_response_id` is not supported",
-)
+@check("Responses: `previous_response_id`, and stored responses retrieved, listed and deleted")
 def stored_response() -> None:
-    answer = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=1)
-    client.responses.create(model=MODEL, input="Go on.", max_output_tokens=1, previous_response_id=answer.id)
+    first = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=2)
+    ask: dict[str, Any] = {"model": MODEL, "input": "Go on.", "max_output_tokens": 2, "stream": True}
+    *_, last = client.responses.create(**ask, previous_response_id=first.id)
+    second = last.response
+    assert client.responses.retrieve(second.id).output == second.output
+    items = list(client.responses.input_items.list(second.id, order="asc"))
+    assert [getattr(item, "role", "") for item in items] == ["user", "assistant", "user"]
+    client.responses.delete(first.id)
+    for gone in (client.responses.retrieve, client.responses.delete):
+        try:
+            gone(first.id)
+        except openai.NotFoundError:
+            continue
+        raise AssertionError("a deleted response is there")
+
+
+@check("files and batches: uploaded, run, read, listed, cancelled, deleted")
+def batches() -> None:
+    lines = [{"custom_id": str(number), "method": "POST", "url": CHAT, "body": TEXT} for number in range(3)]
+    content = "\n".join([*(json.dumps(line) for line in lines), "{broken"]).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).read() == content
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"})
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.2)
+        batch = client.batches.retrieve(batch.id)
+    assert (batch.status, batch.metadata, batch.request_counts.failed) == ("completed", {"a": "b"}, 1)
+    results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert {result["custom_id"] for result in results} == {"0", "1", "2"}
+    assert all(result["response"]["body"]["choices"][0]["message"]["content"] for result in results)
+    assert json.loads(client.files.content(batch.error_file_id).text)["error"]["line"] == 4
+    assert batch.id in [each.id for each in client.batches.list(limit=1)]
+    other = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    assert client.batches.cancel(other.id).status in ("cancelling", "cancelled")
+    assert client.files.delete(file.id).deleted
+    assert file.id not in [each.id for each in client.files.list()]
 
 
 @check("Responses: a call, streamed")

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,14 @@ def tokenizer_folder() -> Path:
 def served() -> Iterator[str]:
     """The base URL of `pagemill up`, which ends with the block."""
     argv = [sys.executable, "-m", "pagemill", "up", "--file", str(FOLDER / "deployment.yaml"), "--port", "0", "--keep"]
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        yield _base_url(process)
-    finally:
-        process.terminate()
-        process.communicate(timeout=SERVER_LIMIT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        argv += ["--batches-directory", folder]
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        try:
+            yield _base_url(process)
+        finally:
+            process.terminate()
+            process.communicate(timeout=SERVER_LIMIT_S)
 
 
 def _base_url(process: subprocess.Popen[str]) -> str:

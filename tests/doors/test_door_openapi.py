@@ -22,6 +22,8 @@ from pagemill_protocol.openapi import document
 
 AnyOperation = APIOperation[Any, Any, Any, Any]
 DOCUMENT = json.loads(document("doors", "1"))
+GATEWAY = json.loads(document("doors", "1", with_stores=True))
+"""With what only a gateway stores."""
 ALONE = json.loads(document("doors", "1", with_metrics=True))
 """Of an engine, which may be the only server there is."""
 OPERATIONS = [
@@ -106,6 +108,15 @@ def test_methods_that_the_document_does_not_have_get_405(doors: list[Door], meth
                 assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed"), path
 
 
+def test_what_is_stored_is_on_the_data_port_of_a_gateway_only(engine_door: Door, gateway_door: Door) -> None:
+    for path in GATEWAY["paths"].keys() - DOCUMENT["paths"].keys():
+        method = next(iter(GATEWAY["paths"][path])).upper()
+        url = path.replace("{id}", "file-1")
+        assert engine_door.client.request(method, url).json()["error"]["code"] == "not_found"
+        shown = gateway_door.client.request(method, url).json()["error"]["code"]
+        assert shown in ("batches_not_configured", "responses_not_stored", "response_not_found"), path
+
+
 def test_metrics_are_on_the_data_port_of_an_engine_only(engine_door: Door, gateway_door: Door) -> None:
     shown = engine_door.get("/metrics")
     assert (shown.status, shown.headers["content-type"].partition(";")[0]) == (200, "text/plain")
@@ -115,7 +126,7 @@ def test_metrics_are_on_the_data_port_of_an_engine_only(engine_door: Door, gatew
 def test_each_door_serves_its_document_and_no_route_beside_it(doors: list[Door]) -> None:
     for door in doors:
         served = json.loads(door.get("/openapi.json").body)
-        assert served["paths"] == (DOCUMENT["paths"] if door.name == "gateway" else ALONE["paths"])
+        assert served["paths"] == (GATEWAY["paths"] if door.name == "gateway" else ALONE["paths"])
     assert set(ALONE["paths"]) - set(DOCUMENT["paths"]) == {"/metrics"}
     platform = ["/catalog", "/status", "/debug/decisions", "/internal/load", "/internal/state", "/internal/bundle"]
     platform += ["/internal/drain", "/internal/drained", "/redoc", "/pause", "/sleep", "/update_weights"]

@@ -36,11 +36,11 @@ from pagemill_protocol.openapi import document
 KEY, CONTROL_TOKEN, ENGINE_TOKEN = "sk-right", "control-secret", "internal-secret"
 OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/version", "/docs", "/openapi.json"}
 OPEN_PATHS |= {"/v2/health/live", "/v2/health/ready"}
-DOCUMENTED = json.loads(document("doors", "1"))["paths"]
+DOCUMENTED = json.loads(document("doors", "1", with_stores=True))["paths"]
 PLAIN = {path.replace("{model}", MODEL) for path, methods in DOCUMENTED.items() if "PlainError" in json.dumps(methods)}
 """Errors are a text there, without a code."""
 PATHS = [
-    (method.upper(), path.replace("{model}", MODEL))
+    (method.upper(), path.replace("{model}", MODEL).replace("{id}", "file-1"))
     for path, methods in DOCUMENTED.items()
     if path not in OPEN_PATHS
     for method in methods

@@ -27,6 +27,9 @@ def up(
     gateway_workers: Annotated[
         int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
     ] = 1,
+    batches_directory: Annotated[
+        Path | None, typer.Option(help="Take files and batches, and keep them in this directory.")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Go on serving where no terminal is attached.")] = False,
     dashboards: Annotated[
         bool,
@@ -57,6 +60,7 @@ def up(
         port=port,
         api_keys_file=api_keys_file,
         allowed_hosts=tuple(allowed_host or ()),
+        batches_directory=batches_directory,
         gateway_workers=gateway_workers,
     )
     request = UpRequest(files, keep, psutil.Process().create_time(), settings, dashboards)

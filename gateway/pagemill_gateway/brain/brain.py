@@ -30,6 +30,7 @@ from pagemill_gateway.brain.interface import (
     ServedName,
     Target,
 )
+from pagemill_gateway.brain.load.idle import idle_capacity
 from pagemill_gateway.brain.load.measure import measure_load
 from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.placement.eligible import Eligible
@@ -281,6 +282,11 @@ class LocalBrain:
             and (retry.kind not in UNSERVED or bool(retry.engine_failures) or retry.num_tokens > 0),
         )
         return placed._replace(queued_s=queued_s)
+
+    async def idle_capacity(self, model: str, max_load: float) -> int:
+        deployments = self.registry.named(model)
+        # A request for an unknown model is refused at once.
+        return idle_capacity(deployments, self.queues, max_load, self._clock()) if deployments else 1
 
     def accepted(self, assignment: Assignment) -> None:
         sent = self._open.get(assignment.decision)

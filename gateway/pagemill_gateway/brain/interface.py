@@ -235,6 +235,13 @@ class Brain(Protocol):
         """
         ...
 
+    async def idle_capacity(self, model: str, max_load: float) -> int:
+        """Requests without a hurry for `model` that may be started now; 0 while a request waits for it.
+
+        `max_load`: the share of an engine's most sequences up to which it may be filled.
+        """
+        ...
+
     def accepted(self, assignment: Assignment) -> None:
         """The engine has taken the request: its next reports count it."""
         ...

@@ -57,6 +57,9 @@ _seconds: msgspec.msgpack.Decoder[float | None] = msgspec.msgpack.Decoder(float 
 _answer = msgspec.msgpack.Decoder(store.Answer)
 _status = msgspec.msgpack.Decoder(GatewayStatus)
 _bytes = msgspec.msgpack.Decoder(bytes)
+_any_bytes: msgspec.msgpack.Decoder[bytes | None] = msgspec.msgpack.Decoder(bytes | None)
+_nothing = msgspec.msgpack.Decoder(None)
+_bool = msgspec.msgpack.Decoder(bool)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -114,6 +117,9 @@ class ControlProcessClient:
         retry: RetryContext | None = None,
     ) -> Assignment:
         return await self._ask(messages.Choose(target, tried, ask, ticket, retry), _choice, undo=_withdraw)
+
+    async def idle_capacity(self, model: str, max_load: float) -> int:
+        return await self._ask(messages.GetIdleCapacity(model, max_load), _int)
 
     def accepted(self, assignment: Assignment) -> None:
         self._notify(messages.Accepted(assignment.decision))
@@ -187,6 +193,15 @@ class ControlProcessClient:
 
     async def bundle(self, digest: str) -> bytes:
         return await self._ask(messages.GetBundle(digest), _bytes)
+
+    async def keep_response(self, account: str, response_id: str, value: bytes) -> None:
+        await self._ask(messages.KeepResponse(account, response_id, value), _nothing)
+
+    async def kept_response(self, account: str, response_id: str) -> bytes | None:
+        return await self._ask(messages.GetResponse(account, response_id), _any_bytes)
+
+    async def forget_response(self, account: str, response_id: str) -> bool:
+        return await self._ask(messages.ForgetResponse(account, response_id), _bool)
 
     # The connection.
 

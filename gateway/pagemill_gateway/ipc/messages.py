@@ -98,6 +98,13 @@ class Expected(msgspec.Struct, frozen=True, array_like=True, tag="expected"):
     ticket: QueueTicket
 
 
+class GetIdleCapacity(msgspec.Struct, frozen=True, array_like=True, tag="idle_capacity"):
+    """A number of requests."""
+
+    model: str
+    max_load: float
+
+
 class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
     """An `Answer` of `limits.store`."""
 
@@ -118,6 +125,28 @@ class GetBundle(msgspec.Struct, frozen=True, array_like=True, tag="bundle"):
     """Bytes."""
 
     digest: str
+
+
+class KeepResponse(msgspec.Struct, frozen=True, array_like=True, tag="keep_response"):
+    """None."""
+
+    account: str
+    response_id: str
+    value: bytes
+
+
+class GetResponse(msgspec.Struct, frozen=True, array_like=True, tag="get_response"):
+    """Bytes, or None."""
+
+    account: str
+    response_id: str
+
+
+class ForgetResponse(msgspec.Struct, frozen=True, array_like=True, tag="forget_response"):
+    """Whether it was there."""
+
+    account: str
+    response_id: str
 
 
 # Notifications of workers. Decisions are named by their number.
@@ -170,7 +199,9 @@ class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
     asks: list[store.Ask]
 
 
-WorkerQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | Reserve | Extend | GetStatus | GetBundle
+ResponseQuestion = KeepResponse | GetResponse | ForgetResponse
+BrainQuestion = GetNames | LookUp | Find | Choose | GetLiveness | Expected | GetIdleCapacity
+WorkerQuestion = BrainQuestion | Reserve | Extend | GetStatus | GetBundle | ResponseQuestion
 WorkerNote = Accepted | Started | Finished | Failed | Withdrawn | RecordOutcome | PublishMeasurements | Settle | Adopt
 ToControlProcess = Call[WorkerQuestion] | Reply | Refusal | Abandoned | WorkerNote
 

@@ -91,10 +91,19 @@ class WorkerConnection:
                 return await self._brain.liveness(endpoint_id)
             case messages.Expected(model, ticket):
                 return await self._brain.expected_s(model, ticket)
+            case messages.GetIdleCapacity(model, max_load):
+                return await self._brain.idle_capacity(model, max_load)
             case messages.GetStatus():
                 return await self._control.status()
             case messages.GetBundle(digest):
                 return await self._control.bundle(digest)
+            case messages.KeepResponse(account, response_id, value):
+                await self._control.keep_response(account, response_id, value)
+                return None
+            case messages.GetResponse(account, response_id):
+                return await self._control.kept_response(account, response_id)
+            case messages.ForgetResponse(account, response_id):
+                return await self._control.forget_response(account, response_id)
 
     def _note(self, note: messages.WorkerNote) -> None:
         match note:

@@ -14,6 +14,7 @@ from pagemill_gateway.limits.store import Store
 from pagemill_protocol.keys.caller import Caller
 
 if TYPE_CHECKING:
+    from pagemill_gateway.limits.redis.link import Link
     from pagemill_gateway.limits.redis.shared_keys import SharedKeys
     from pagemill_gateway.limits.redis.store import RedisStore
 
@@ -21,8 +22,16 @@ if TYPE_CHECKING:
 class Sharing:
     """What this gateway has in common with others."""
 
-    def __init__(self, store: Store, redis: RedisStore | None = None, keys: SharedKeys | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        redis: RedisStore | None = None,
+        keys: SharedKeys | None = None,
+        link: Link | None = None,
+    ) -> None:
         self.store = store
+        self.link = link
+        """The connection to Redis; open until `close`."""
         self._redis = redis
         self._keys = keys
 
@@ -59,4 +68,4 @@ def open_sharing(
     keys = SharedKeys(link, on_keys) if config.keys else None
     if keys is not None:
         keys.start()
-    return Sharing(store, store, keys)
+    return Sharing(store, store, keys, link)

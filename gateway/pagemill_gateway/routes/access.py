@@ -29,8 +29,10 @@ ROUTES = {
     *generating_routes(),
     *(each.path for each in TOKEN_COUNTS),
     *(each.path for each in PAGES),
-    *("/v1/models", "/detokenize", "/version", "/load", "/server_info", "/docs"),
+    *("/v1/models", "/v1/files", "/v1/batches", "/detokenize", "/version", "/load", "/server_info", "/docs"),
 }
+WITH_IDS = ("/v1/models", "/v1/responses", "/v1/files", "/v1/batches")
+"""Routes whose paths go on with the id of one object."""
 ROUTE_HEADER = b"x-pagemill-route"
 """On every answer that an engine was asked for: policy; endpoint; predicted cached tokens; and for clients
 without a key, the number of the decision. Not on a stream that had to begin with a comment, before the engine was
@@ -111,7 +113,13 @@ def _outcome(record: RequestRecord) -> RequestOutcome:
 
 
 def _route(path: str) -> str:
-    return "/v1/models" if path.startswith("/v1/models/") else NAMES.find(path) or "other"
+    """The route for logs and metrics; unknown paths must not create series."""
+    path = path[:-1] if path.endswith("/") and path != "/" else path
+    if path in PROBES:
+        return path
+    if found := NAMES.find(path):
+        return found
+    return next((route for route in WITH_IDS if path.startswith(f"{route}/")), "other")
 
 
 def _line(record: RequestRecord, method: str, trace_id: str) -> str:

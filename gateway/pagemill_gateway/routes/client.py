@@ -6,7 +6,7 @@ Every write waits until the client has taken the previous one (back-pressure), u
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.types import Send
 
@@ -31,6 +31,8 @@ class ClientResponse:
         self.started = False
         self._starting = asyncio.Lock()
         self._more_headers: list[tuple[bytes, bytes]] = []
+        self.on_answer: Callable[[bytes], Awaitable[None]] | None = None
+        """Awaited with the body of a whole answer, and with each part of a stream, before the client gets it."""
 
     def close(self) -> None:
         """Nothing more is written."""
@@ -42,6 +44,8 @@ class ClientResponse:
 
     async def write(self, data: bytes) -> None:
         """One or more whole events of a stream: comments may come in between. Raises `ClientTooSlow`."""
+        if self.on_answer is not None:
+            await self.on_answer(data)
         if not self.started:
             await self._start_stream()
         await self._send_in_time(data, more=True)
@@ -50,6 +54,8 @@ class ClientResponse:
         await self._send_in_time(b"", more=False)
 
     async def send_body(self, body: bytes) -> None:
+        if self.on_answer is not None:
+            await self.on_answer(body)
         self.started = True
         headers = self._dialect.transport.body_headers(body)
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -47,7 +47,7 @@ class GenerateRoute:
         record = record_of(scope)
         client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect)
         try:
-            caller = worker.keys.authenticate(scope)
+            caller = scope["state"].get("caller") or worker.keys.authenticate(scope)
             record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
             timeout_s = _timeout_s(scope, worker.config.request_timeout_s)
             check_json_content_type(scope, self._dialect.transport.media_types)
@@ -84,7 +84,9 @@ class GenerateRoute:
             try:
                 record.ticket = _ticket(raw, caller, timeout_s, record)
                 async with self._worker.running.limited(timeout_s):
-                    await self._answer(raw, caller, place, client, record)
+                    self._worker.limiter.check(caller)
+                    dialect = await self._dialect_for(raw, caller, client)
+                    await self._answer(raw, dialect, caller, place, client, record)
             except AnswerBroken as broken:
                 record.failed(broken.error)
                 await (client.end() if broken.reported else client.fail(broken.error))
@@ -99,12 +101,21 @@ class GenerateRoute:
             record.failed(internal_error())
             await client.fail(internal_error())
 
+    async def _dialect_for(self, raw: bytes, caller: Caller, client: ClientResponse) -> Dialect:
+        """The dialect of this one request. Raises `PagemillError`."""
+        return self._dialect
+
     async def _answer(
-        self, raw: bytes, caller: Caller, place: Place, client: ClientResponse, record: RequestRecord
+        self,
+        raw: bytes,
+        dialect: Dialect,
+        caller: Caller,
+        place: Place,
+        client: ClientResponse,
+        record: RequestRecord,
     ) -> None:
         worker = self._worker
-        worker.limiter.check(caller)
-        prepared = await worker.preparation.prepare(raw, self._dialect, caller, place, record.ticket, client.write)
+        prepared = await worker.preparation.prepare(raw, dialect, caller, place, record.ticket, client.write)
         record.served_by(prepared.target, prepared.requests)
         worker.metrics.prepared(record)
         reservation = await worker.limiter.reserve(caller, prepared.target, prepared.requests)

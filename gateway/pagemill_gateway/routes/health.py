@@ -40,7 +40,7 @@ class HealthRoutes:
         return JSONResponse({"version": VERSION})
 
     async def openapi(self, request: Request) -> Response:
-        return Response(document("Pagemill gateway", VERSION), media_type="application/json")
+        return Response(document("Pagemill gateway", VERSION, with_stores=True), media_type="application/json")
 
     async def docs(self, request: Request) -> Response:
-        return docs_page(document("Pagemill gateway", VERSION))
+        return docs_page(document("Pagemill gateway", VERSION, with_stores=True))

@@ -1,13 +1,18 @@
-"""OpenAI's Responses API (`POST /v1/responses`): a chat of items, and an answer of items. Nothing is stored."""
+"""OpenAI's Responses API (`POST /v1/responses`): a chat of items, and an answer of items.
+
+The dialect stores nothing. A gateway that stores responses makes a `StoredResponsesDialect` for each request.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from pagemill_protocol.dialects.openai_responses import render
-from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
+from pagemill_protocol.dialects.openai_responses.request import Item, ResponsesRequest
 from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NOWHERE, Place
+from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
@@ -34,11 +39,42 @@ class ResponsesDialect(TranslatedDialect):
 
     def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
         request = parse_body(raw, ResponsesRequest)
-        chat = as_request(request.for_chat, RENAMED, ItemsChat)
-        return TranslatedChat(chat, self.name, (*RENAMED, ("messages", "input")), json.dumps(request.shown()))
+        if request.previous_response_id is not None:
+            raise invalid_field(
+                "previous_response_id",
+                "`previous_response_id` is not supported here: responses are not stored. Gateways whose settings have "
+                "`stored_responses` store them. Send the whole conversation as `input`.",
+                code="unsupported_parameter",
+            )
+        return self._translated(request)
+
+    def _translated(
+        self, request: ResponsesRequest, before: Sequence[Item] = (), *, stored: bool = False
+    ) -> TranslatedChat:
+        chat = as_request(lambda: request.for_chat(before), RENAMED, ItemsChat)
+        shown = json.dumps(request.shown(stored=stored))
+        return TranslatedChat(chat, self.name, (*RENAMED, ("messages", "input")), shown)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.ResponsesRenderer:
         return render.ResponsesRenderer(request)
+
+
+class StoredResponsesDialect(ResponsesDialect):
+    """Of one request to a gateway that stores responses."""
+
+    def __init__(self, before: Sequence[Item] = ()) -> None:
+        """`before`: the items of the previous response, its input included."""
+        self._before = before
+        self.stores = False
+        """Whether the answer is to be stored; known once the body is parsed."""
+        self.input: list[Item] = []
+        """All items that the answer is made from."""
+
+    def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
+        request = parse_body(raw, ResponsesRequest)
+        self.stores = request.store
+        self.input = [*self._before, *request.input]
+        return self._translated(request, self._before, stored=request.store)
 
 
 class ItemsChat(ChatCompletionRequest):

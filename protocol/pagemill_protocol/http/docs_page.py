@@ -31,5 +31,7 @@ def _body_of(operation: dict[str, object]) -> str:
     body = operation.get("requestBody")
     if not isinstance(body, dict):
         return ""
+    if "application/json" not in body["content"]:
+        return f": a body of {escape(next(iter(body['content'])))}"
     name = str(body["content"]["application/json"]["schema"]["$ref"]).rpartition("/")[2]
     return f": a JSON body, {escape(name)}"

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -72,8 +72,11 @@ class Door:
         max_body_bytes: int = 8 * 1024 * 1024,
         max_header_bytes: int = 64 * 1024,
         body_timeout_s: float = 30.0,
+        uploads: Mapping[str, tuple[int, float]] | None = None,
     ) -> None:
+        """`uploads`: bytes and seconds of the bodies of these paths, in place of the general ones."""
         self.app = app
+        self.uploads = uploads or {}
         self.max_body_bytes = max_body_bytes
         self.max_header_bytes = max_header_bytes
         self.body_timeout_s = body_timeout_s
@@ -87,11 +90,12 @@ class Door:
         given = header(scope, REQUEST_ID_HEADER)
         identity = given if given is not None and _SAFE_REQUEST_ID.fullmatch(given) else new_id()
         scope.setdefault("state", {})["request_id"] = identity
-        body = _BoundedBody(receive, self.max_body_bytes, self.body_timeout_s)
+        max_bytes, timeout_s = self.uploads.get(scope["path"], (self.max_body_bytes, self.body_timeout_s))
+        body = _BoundedBody(receive, max_bytes, timeout_s)
         answer = _Answer(send, body, identity.encode("latin-1"), accepts_gzip(scope))
         try:
             self._check_headers(scope, body)
-            body.inflater = inflater_of(scope, self.max_body_bytes)
+            body.inflater = inflater_of(scope, max_bytes)
             await self.app(scope, body.receive, answer.send)
         except PagemillError as error:
             await answer.fail(error)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, get_args
 PriorityClass = Literal["high", "normal", "low"]
 PRIORITY_CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 _CLASS_OFFSET: dict[PriorityClass, int] = {"high": -10_000, "normal": 0, "low": 10_000}
+_BATCH_OFFSET = 100_000
 MAX_OWN_PRIORITY = 999
 """How far a client's own `priority` moves its request inside the class of its key."""
 
@@ -44,6 +45,8 @@ class Caller(NamedTuple):
     """The names, as clients send them, that this key may use; `None`: all."""
     limits: Limits = NO_LIMITS
     priority_class: PriorityClass = "normal"
+    is_batch: bool = False
+    """The request is a line of a batch: it gives way to every live request."""
 
     @property
     def account(self) -> str:
@@ -57,8 +60,10 @@ class Caller(NamedTuple):
 
     def priority(self, asked: int) -> int:
         """The priority of a request whose client asked for `asked`; smaller is served first."""
-        if not self.key_hash:
+        if not self.key_hash and not self.is_batch:
             return asked
+        if self.is_batch:
+            return _BATCH_OFFSET + _CLASS_OFFSET[self.priority_class]
         return _CLASS_OFFSET[self.priority_class] + max(-MAX_OWN_PRIORITY, min(asked, MAX_OWN_PRIORITY))
 
 

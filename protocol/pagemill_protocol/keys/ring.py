@@ -57,14 +57,30 @@ class KeyRing:
         token = api_key(scope)
         if token is None:
             raise unauthorized()
-        if self._file is not None and self._file.lines() is not self._file_lines:
-            self._index()
+        self._follow_file()
         given = self._blind(hash_key(token))
         caller = self._callers.get(given)
         known = self._blind(caller.key_hash) if caller is not None else self._anonymous
         if not hmac.compare_digest(known, given) or caller is None:
             raise self._stranger()
         return caller
+
+    def by_hash(self, key_hash: str) -> Caller | None:
+        """The caller whose key has this hash, for work that it left here; `None`: it is not accepted any more.
+
+        Raises `PagemillError` 503 while not all keys are known.
+        """
+        if self.open:
+            return ANONYMOUS
+        self._follow_file()
+        caller = self._callers.get(self._blind(key_hash))
+        if caller is None and self._waits_for_shared:
+            raise self._stranger()
+        return caller
+
+    def _follow_file(self) -> None:
+        if self._file is not None and self._file.lines() is not self._file_lines:
+            self._index()
 
     def _stranger(self) -> PagemillError:
         if self._waits_for_shared:

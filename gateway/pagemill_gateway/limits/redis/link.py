@@ -85,6 +85,17 @@ class Link:
 
         return await self._ask(evaluate)
 
+    async def call(self, command: Callable[[Redis], Any]) -> Any:
+        """The reply to a command. Raises `Away`."""
+        return await self._ask(lambda: _reply(command(self._client)))
+
+    async def call_or_probe(self, command: Callable[[Redis], Any]) -> Any:
+        """As `call`; while the breaker is open, it probes first. For callers that no request waits for for long."""
+        if not self.breaker.closed:
+            await self._within(lambda: _reply(self._client.ping()), CONNECT_TIMEOUT_S)
+            self.breaker.probed()
+        return await self.call(command)
+
     async def add(self, amounts: dict[str, int], expire_s: int) -> None:
         """Add to counters. Raises `Away`."""
 

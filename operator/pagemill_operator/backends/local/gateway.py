@@ -121,7 +121,10 @@ class Gateway:
             # Streams still open get their error event before this process is killed.
             "drain_timeout_s": self._settings.stop_timeout_s / 2,
             "api_keys": list(self._settings.api_keys),
+            "stored_responses": {},
         }
+        if self._settings.batches_directory is not None:
+            content["batches"] = {"directory": str(self._settings.batches_directory.absolute())}
         if self._settings.api_keys_file is not None:
             content["api_keys_file"] = str(self._settings.api_keys_file.absolute())
         path = self._state_dir.write_json(f"{NAME}.json", content)

@@ -37,6 +37,8 @@ class LocalSettings:
     gpus: tuple[str, ...] = field(default_factory=lambda: visible_gpus(os.environ))
     """NVIDIA devices for engines that ask for one; where all are taken, the next engine shares one."""
     gateway_module: str = "pagemill_gateway"
+    batches_directory: Path | None = None
+    """Where the gateway keeps files and batches; `None`: it takes none."""
     gateway_workers: int = 1
     """Processes of the gateway that serve its data port."""
     stop_timeout_s: float = 5.0

@@ -1,12 +1,12 @@
 """Body of `POST /v1/responses`, and the chat request that means the same.
 
 Items become messages: a function call is one of the assistant's, its output a message of role tool, reasoning belongs
-to the assistant's message behind it. Responses are not stored, so a body holds its whole conversation.
+to the assistant's message behind it. Where a gateway stores responses, the items of the previous one come before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat, PlainValidator, WithJsonSchema
@@ -27,7 +27,6 @@ from pagemill_protocol.openai.tools import MAX_TOOLS
 from pagemill_protocol.openai.unsupported import Unsupported
 
 Item = dict[str, Any]
-_NOT_STORED = "Responses are not stored; send the whole conversation as `input`."
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 ROLES = ("user", "assistant", "system", "developer")
 
@@ -109,9 +108,10 @@ class Reasoning(RequestModel):
 
 class ResponsesRequest(SamplingExtensions):
     UNSUPPORTED: ClassVar = {
-        "previous_response_id": Unsupported(_NOT_STORED),
-        "conversation": Unsupported(_NOT_STORED),
-        "background": Unsupported("Responses are not stored; wait for the answer, or stream it.", (False,)),
+        "conversation": Unsupported("Send `previous_response_id`, or the whole conversation as `input`."),
+        "background": Unsupported(
+            "Wait for the answer, or stream it; for much work without a hurry use batches.", (False,)
+        ),
         "prompt": Unsupported("Prompt templates are kept at OpenAI; send `instructions` and `input`."),
         "truncation": Unsupported("Shorten the input before sending it.", ("disabled",)),
         "top_logprobs": Unsupported("Chat completions have log probabilities.", (0,)),
@@ -131,13 +131,18 @@ class ResponsesRequest(SamplingExtensions):
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
+    store: bool = True
+    previous_response_id: Name | None = None
 
-    def for_chat(self) -> dict[str, Any]:
-        """The body of a chat completion that asks for the same. Raises `PydanticCustomError` for what is refused."""
+    def for_chat(self, before: Sequence[Item] = ()) -> dict[str, Any]:
+        """The body of a chat completion that asks for the same, after the items `before`.
+
+        Raises `PydanticCustomError` for what is refused.
+        """
         messages = [{"role": "developer", "content": self.instructions}] if self.instructions else []
         body = {
             "model": self.model,
-            "messages": messages + _messages(self.input),
+            "messages": messages + _messages([*before, *self.input], num_before=len(before)),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -152,13 +157,14 @@ class ResponsesRequest(SamplingExtensions):
         }
         return {name: value for name, value in body.items() if value is not None}
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self, *, stored: bool = False) -> dict[str, Any]:
         """What a response repeats of its request."""
         given = self.model_dump(
             by_alias=True, mode="json", exclude={"input", "model", "stream", "user", *self.extensions}
         )
         given["text"] = given["text"] or {"format": {"type": "text"}}
         given["metadata"] = given["metadata"] or {}
+        given["store"] = stored
         return given
 
     def _choice(self) -> Any:
@@ -200,10 +206,10 @@ def _tool(tool: FunctionTool, field: str) -> dict[str, Any]:
     return {"type": "function", "function": given | ({"strict": True} if tool.strict else {})}
 
 
-def _messages(items: list[Item]) -> list[dict[str, Any]]:
+def _messages(items: list[Item], *, num_before: int) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     reasoning: list[str] = []
-    for index, item in enumerate(items):
+    for index, item in enumerate(items, -num_before):
         field = f"input[{index}]"
         match item.get("type", "message"):
             case "message":

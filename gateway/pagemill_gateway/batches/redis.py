@@ -1,0 +1,107 @@
+"""Files and batches in the Redis that gateways share: hashes of records, strings of content, leases that run out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from pagemill_gateway.batches.store import Kind, Lease, LeaseLost
+from pagemill_gateway.config import RedisConfig
+from pagemill_gateway.limits.redis.link import Away, Link, Script
+from pagemill_protocol.errors import unavailable
+
+LEASE_MS = 15_000
+"""A gateway that dies holds its batches for this long."""
+TIMEOUT_MS = 10_000.0
+"""No live request waits for these calls."""
+WRITE = Script("write_leased")
+
+
+class RedisBatchStore:
+    def __init__(self, config: RedisConfig) -> None:
+        """Raises `SettingsError`."""
+        self._link = Link(msgspec.structs.replace(config, timeout_ms=TIMEOUT_MS))
+
+    async def put(self, kind: Kind, account: str, object_id: str, value: bytes, lease: Lease | None = None) -> None:
+        await self._write("HSET", self._records(kind, account), lease, object_id, value)
+
+    async def get(self, kind: Kind, account: str, object_id: str) -> bytes | None:
+        value: bytes | None = await self._ask(lambda client: client.hget(self._records(kind, account), object_id))
+        return value
+
+    async def all(self, kind: Kind, account: str) -> dict[str, bytes]:
+        found = await self._ask(lambda client: client.hgetall(self._records(kind, account)))
+        return {object_id.decode(): found[object_id] for object_id in sorted(found)}
+
+    async def remove(self, kind: Kind, account: str, object_id: str) -> bool:
+        return bool(await self._ask(lambda client: client.hdel(self._records(kind, account), object_id)))
+
+    async def append(self, file_id: str, data: bytes, lease: Lease | None = None) -> None:
+        await self._write("APPEND", self._key("content", file_id), lease, data)
+
+    async def read(self, file_id: str, offset: int, size: int) -> bytes:
+        key = self._key("content", file_id)
+        found: bytes = await self._ask(lambda client: client.getrange(key, offset, offset + size - 1))
+        return found
+
+    async def remove_content(self, file_id: str) -> None:
+        await self._ask(lambda client: client.delete(self._key("content", file_id)))
+
+    async def trim(self, file_id: str) -> None:
+        """Redis appends a line as a whole."""
+
+    async def lease(self, batch_id: str) -> Lease | None:
+        key, owner = self._key("lease", batch_id), secrets.token_hex(8)
+        taken = await self._ask(lambda client: client.set(key, owner, nx=True, px=LEASE_MS))
+        return RedisLease(self, key, owner) if taken else None
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def _write(self, command: str, key: str, lease: Lease | None, *arguments: bytes | str) -> None:
+        held = lease if isinstance(lease, RedisLease) else None
+        keys = [key] if held is None else [key, held.key]
+        values = [command, held.owner if held is not None else "", LEASE_MS, *arguments]
+        if not await self._ask(lambda client: client.eval(WRITE.text, len(keys), *keys, *values)):
+            raise LeaseLost
+
+    async def renewed(self, lease: RedisLease) -> None:
+        await self._write("", self._key("lease", ""), lease)
+
+    async def released(self, lease: RedisLease) -> None:
+        await self._write("DEL", lease.key, lease)
+
+    async def _ask(self, command: Callable[[Redis], Awaitable[Any] | Any]) -> Any:
+        try:
+            return await self._link.call_or_probe(command)
+        except Away as away:
+            raise unavailable(
+                "Files and batches lie in Redis, which does not answer. Try again.", code="store_unavailable"
+            ) from away
+
+    def _records(self, kind: Kind, account: str) -> str:
+        return self._key(kind, account)
+
+    def _key(self, kind: str, name: str) -> str:
+        """All in one slot of a Redis cluster, for the script."""
+        return f"{self._link.prefix}:{{batches}}:{kind}:{name}"
+
+
+class RedisLease:
+    def __init__(self, store: RedisBatchStore, key: str, owner: str) -> None:
+        self._store = store
+        self.key = key
+        self.owner = owner
+
+    async def renew(self) -> None:
+        await self._store.renewed(self)
+
+    async def release(self) -> None:
+        try:
+            await self._store.released(self)
+        except LeaseLost:
+            return

@@ -1,0 +1,175 @@
+"""What clients may do with files and batches, without HTTP: each account sees its own only, within its bounds."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from pagemill_gateway.batches.objects import FINAL, Batch, StoredFile, is_object_id, new_object_id
+from pagemill_gateway.batches.store import BatchStore
+from pagemill_gateway.config import BatchesConfig
+from pagemill_protocol.errors import PagemillError, body_too_large, invalid_field
+from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.openai.batches import BatchRequest
+
+MAX_OLD_BATCHES = 1000
+"""Of one account that are over and still shown."""
+PIECE_BYTES = 256 * 1024
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MAX_WINDOW_S = 30 * 86400
+
+
+class Batches:
+    def __init__(self, config: BatchesConfig, store: BatchStore) -> None:
+        self._config = config
+        self._store = store
+
+    async def upload(self, account: str) -> Upload:
+        """Raises `PagemillError` where the account has as many files as it may have."""
+        files = await self.files(account)
+        if len(files) >= self._config.max_files:
+            raise PagemillError(
+                f"There are {len(files)} files already; {self._config.max_files} are allowed (the gateway's setting "
+                "batches.max_files). Delete some.",
+                code="too_many_files",
+            )
+        return Upload(self._config, self._store, account, sum(each.bytes for each in files))
+
+    async def files(self, account: str) -> list[StoredFile]:
+        found = await self._store.all("files", account)
+        return [msgspec.json.decode(raw, type=StoredFile) for raw in found.values()]
+
+    async def file(self, account: str, file_id: str, param: str | None = None) -> StoredFile:
+        raw = await self._store.get("files", account, file_id) if is_object_id(file_id) else None
+        if raw is None:
+            raise _not_found("file", file_id, param)
+        return msgspec.json.decode(raw, type=StoredFile)
+
+    async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
+        offset = 0
+        while piece := await self._store.read(file.id, offset, min(PIECE_BYTES, file.bytes - offset)):
+            yield piece
+            offset += len(piece)
+            if offset >= file.bytes:
+                return
+
+    async def delete_file(self, account: str, file_id: str) -> None:
+        file = await self.file(account, file_id)
+        await self._store.remove("files", account, file.id)
+        await self._store.remove_content(file.id)
+
+    async def create(self, caller: Caller, request: BatchRequest) -> Batch:
+        window_s = _window_s(request.completion_window)
+        await self.file(caller.account, request.input_file_id, "input_file_id")
+        await self._make_place(caller.account)
+        now = int(time.time())
+        batch = Batch(
+            id=new_object_id("batch_"),
+            account=caller.account,
+            key_hash=caller.key_hash,
+            endpoint=request.endpoint,
+            input_file_id=request.input_file_id,
+            output_file_id=new_object_id("file-"),
+            error_file_id=new_object_id("file-"),
+            completion_window=request.completion_window,
+            created_at=now,
+            expires_at=now + window_s,
+            metadata=request.metadata,
+        )
+        await self._store.put("batches", caller.account, batch.id, msgspec.json.encode(batch))
+        await self._store.put("open", "", batch.id, caller.account.encode())
+        return batch
+
+    async def batches(self, account: str) -> list[Batch]:
+        found, cancels = await self._store.all("batches", account), await self._store.all("cancels", account)
+        return [_as_seen(raw, cancelled=batch_id in cancels) for batch_id, raw in found.items()]
+
+    async def batch(self, account: str, batch_id: str) -> Batch:
+        raw = await self._store.get("batches", account, batch_id) if is_object_id(batch_id) else None
+        if raw is None:
+            raise _not_found("batch", batch_id, None)
+        return _as_seen(raw, cancelled=await self._store.get("cancels", account, batch_id) is not None)
+
+    async def cancel(self, account: str, batch_id: str) -> Batch:
+        batch = await self.batch(account, batch_id)
+        if batch.status in FINAL:
+            raise PagemillError(
+                f"The batch is {batch.status} already and cannot be cancelled.", status=409, code="batch_is_over"
+            )
+        await self._store.put("cancels", account, batch_id, b"%d" % int(time.time()))
+        return await self.batch(account, batch_id)
+
+    async def _make_place(self, account: str) -> None:
+        batches = await self.batches(account)
+        over = [each for each in batches if each.status in FINAL]
+        if len(batches) - len(over) >= self._config.max_batches:
+            raise PagemillError(
+                f"{self._config.max_batches} batches are not over yet, and no more are allowed (the gateway's setting "
+                "batches.max_batches). Wait, or cancel some.",
+                status=429,
+                type="requests",
+                code="too_many_batches",
+            )
+        for each in over[: max(0, len(over) - MAX_OLD_BATCHES + 1)]:
+            await self._store.remove("batches", account, each.id)
+
+
+class Upload:
+    """One file on its way in; `discard` it where it does not come to its end."""
+
+    def __init__(self, config: BatchesConfig, store: BatchStore, account: str, num_bytes_before: int) -> None:
+        self._config = config
+        self._store = store
+        self._account = account
+        self._num_bytes_before = num_bytes_before
+        self._num_bytes = 0
+        self._id = new_object_id("file-")
+
+    async def append(self, data: bytes) -> None:
+        """Raises `PagemillError` 413."""
+        self._num_bytes += len(data)
+        if self._num_bytes > self._config.max_file_bytes:
+            raise body_too_large(self._config.max_file_bytes)
+        if self._num_bytes_before + self._num_bytes > self._config.max_tenant_bytes:
+            raise PagemillError(
+                f"All files together would exceed {self._config.max_tenant_bytes} bytes (the gateway's setting "
+                "batches.max_tenant_bytes). Delete some.",
+                status=413,
+                code="too_many_file_bytes",
+            )
+        await self._store.append(self._id, data)
+
+    async def done(self, filename: str, purpose: str) -> StoredFile:
+        file = StoredFile(
+            id=self._id, bytes=self._num_bytes, created_at=int(time.time()), filename=filename[:200], purpose=purpose
+        )
+        await self._store.put("files", self._account, file.id, msgspec.json.encode(file))
+        return file
+
+    async def discard(self) -> None:
+        await self._store.remove_content(self._id)
+
+
+def _as_seen(raw: bytes, *, cancelled: bool) -> Batch:
+    batch = msgspec.json.decode(raw, type=Batch)
+    if cancelled and batch.status not in FINAL:
+        batch.became("cancelling")
+    return batch
+
+
+def _window_s(window: str) -> int:
+    given = re.fullmatch(r"([1-9][0-9]{0,6})([smhd])", window)
+    seconds = int(given[1]) * _UNITS[given[2]] if given else 0
+    if not 0 < seconds <= MAX_WINDOW_S:
+        raise invalid_field(
+            "completion_window",
+            f"`completion_window` must be a time like 24h, 30m or 7d of at most 30 days, got {window[:40]!r}.",
+        )
+    return seconds
+
+
+def _not_found(what: str, object_id: str, param: str | None) -> PagemillError:
+    return PagemillError(f"No such {what}: {object_id[:80]!r}.", status=404, param=param, code=f"{what}_not_found")

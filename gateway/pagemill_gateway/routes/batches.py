@@ -1,0 +1,104 @@
+"""`/v1/files` and `/v1/batches` as OpenAI's API has them; without the setting `batches` they name it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from pagemill_gateway.batches.service import Batches
+from pagemill_gateway.routes.access import record_of
+from pagemill_gateway.routes.body import read_counted
+from pagemill_gateway.routes.listing import page_of
+from pagemill_gateway.routes.multipart import read_form
+from pagemill_gateway.worker import Worker
+from pagemill_protocol.errors import PagemillError, invalid_field
+from pagemill_protocol.http.door import check_json_content_type
+from pagemill_protocol.keys.caller import Caller
+from pagemill_protocol.openai.batches import BatchRequest
+from pagemill_protocol.openai.parse import parse_body
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+MAX_FILES_PAGE = 10_000
+
+
+class BatchRoutes:
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def upload(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        with self._worker.gate.enter():
+            upload = await batches.upload(caller.account)
+            try:
+                form = await read_form(request.scope, request.receive, upload.append)
+                if form.filename is None:
+                    raise invalid_field("file", "The form has no field `file`.", code="missing_required_parameter")
+                if (purpose := form.fields.get("purpose")) != "batch":
+                    raise invalid_field("purpose", f"`purpose` must be batch, got {str(purpose)[:40]!r}.")
+                file = await upload.done(form.filename, purpose)
+            except BaseException:
+                await upload.discard()
+                raise
+        return JSONResponse(file.shown())
+
+    async def list_files(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        purpose = request.query_params.get("purpose")
+        files = [each.shown() for each in await batches.files(caller.account) if purpose in (None, each.purpose)]
+        return _page(files, request, default_limit=MAX_FILES_PAGE, max_limit=MAX_FILES_PAGE)
+
+    async def get_file(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        return JSONResponse((await batches.file(caller.account, request.path_params["id"])).shown())
+
+    async def content(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        file = await batches.file(caller.account, request.path_params["id"])
+        headers = {"content-length": str(file.bytes)}
+        return StreamingResponse(batches.content(file), headers=headers, media_type="application/octet-stream")
+
+    async def delete_file(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        file_id = request.path_params["id"]
+        await batches.delete_file(caller.account, file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def create(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        check_json_content_type(request.scope)
+        with self._worker.gate.enter() as slot:
+            raw = await read_counted(request.scope, request.receive, slot, self._worker.config.max_body_bytes)
+            body = await self._worker.preparation.parse(raw, lambda raw: parse_body(raw, BatchRequest))
+            batch = await batches.create(caller, body)
+        if self._worker.batch_runner is not None:
+            self._worker.batch_runner.wake()
+        return JSONResponse(batch.shown())
+
+    async def list(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        return _page([each.shown() for each in await batches.batches(caller.account)], request, default_limit=20)
+
+    async def get(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        return JSONResponse((await batches.batch(caller.account, request.path_params["id"])).shown())
+
+    async def cancel(self, request: Request) -> Response:
+        caller, batches = self._enter(request)
+        return JSONResponse((await batches.cancel(caller.account, request.path_params["id"])).shown())
+
+    def _enter(self, request: Request) -> tuple[Caller, Batches]:
+        caller = self._worker.keys.authenticate(request.scope)
+        record_of(request.scope).tenant = caller.tenant
+        if self._worker.batches is None:
+            raise PagemillError(
+                "This gateway takes no files and batches: its setting `batches` is not set.",
+                status=404,
+                code="batches_not_configured",
+            )
+        return caller, self._worker.batches
+
+
+def _page(items: list[dict[str, Any]], request: Request, *, default_limit: int, max_limit: int = 100) -> Response:
+    return JSONResponse(page_of(items, request.query_params, default_limit=default_limit, max_limit=max_limit))

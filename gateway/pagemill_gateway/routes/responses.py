@@ -1,0 +1,152 @@
+"""`/v1/responses` of a gateway that stores responses: going on from one, showing it, deleting it.
+
+A stored response is what its client got, with all items that it was made from. Each belongs to an account: all keys of
+a tenant, else the key. To others it does not exist.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pagemill_gateway.config import StoredResponsesConfig
+from pagemill_gateway.routes.access import record_of
+from pagemill_gateway.routes.client import ClientResponse
+from pagemill_gateway.routes.generate import GenerateRoute
+from pagemill_gateway.routes.listing import page_of
+from pagemill_gateway.worker import Worker
+from pagemill_protocol.dialects.base import Dialect
+from pagemill_protocol.dialects.responses import ResponsesDialect, StoredResponsesDialect
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.keys.caller import Caller
+
+logger = logging.getLogger("pagemill.gateway.responses")
+
+PATH = ResponsesDialect.path
+LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
+
+
+class ResponsesRoute(GenerateRoute):
+    """`POST /v1/responses`, with an answer that is stored before the client has all of it."""
+
+    def __init__(self, worker: Worker, config: StoredResponsesConfig) -> None:
+        super().__init__(worker, ResponsesDialect())
+        self._config = config
+
+    async def _dialect_for(self, raw: bytes, caller: Caller, client: ClientResponse) -> Dialect:
+        before = await self._before(raw, caller)
+        dialect = StoredResponsesDialect(before)
+
+        async def keep(data: bytes) -> None:
+            body = _whole_response(data) if dialect.stores else None
+            if body is not None:
+                await self._keep(caller, body, dialect.input)
+
+        client.on_answer = keep
+        return dialect
+
+    async def _before(self, raw: bytes, caller: Caller) -> list[dict[str, Any]]:
+        if b"previous_response_id" not in raw:
+            return []
+        previous = await self._worker.preparation.parse(raw, _previous_id)
+        if previous is None:
+            return []
+        kept = await stored_response(self._worker, caller, previous, "previous_response_id")
+        items: list[dict[str, Any]] = [*kept["input"], *kept["response"]["output"]]
+        return items
+
+    async def _keep(self, caller: Caller, body: bytes, items: list[dict[str, Any]]) -> None:
+        response = orjson.loads(body)
+        response_id: str = response["id"]
+        shown = [_shown(item, f"{response_id.removeprefix('resp_')}_{index}") for index, item in enumerate(items)]
+        value = b'{"input":%s,"response":%s}' % (orjson.dumps(shown), body)
+        if len(value) > self._config.max_response_bytes:
+            logger.warning("a response of %d bytes is not stored: stored_responses.max_response_bytes", len(value))
+            return
+        await self._worker.control.keep_response(caller.account, response_id, value)
+
+
+class StoredResponseRoutes:
+    """`/v1/responses/{id}`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def get(self, request: Request) -> Response:
+        if request.query_params.get("stream") == "true":
+            raise PagemillError("Stored responses are not streamed again. Remove `stream`.", param="stream")
+        return JSONResponse((await self._stored(request))["response"])
+
+    async def delete(self, request: Request) -> Response:
+        caller, response_id = self._caller(request), request.path_params["id"]
+        if not await self._worker.control.forget_response(caller.account, response_id):
+            raise _not_found(response_id, None)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        items = (await self._stored(request))["input"]
+        return JSONResponse(page_of(items, request.query_params, default_limit=20))
+
+    async def _stored(self, request: Request) -> dict[str, Any]:
+        return await stored_response(self._worker, self._caller(request), request.path_params["id"], None)
+
+    def _caller(self, request: Request) -> Caller:
+        caller = self._worker.keys.authenticate(request.scope)
+        record_of(request.scope).tenant = caller.tenant
+        return caller
+
+
+async def stored_response(worker: Worker, caller: Caller, response_id: str, param: str | None) -> dict[str, Any]:
+    """Its `input` and the `response`. Raises `PagemillError`: 404 at `param` where the caller has none of this id."""
+    if worker.config.stored_responses is None:
+        raise PagemillError(
+            "This gateway does not store responses: its setting `stored_responses` is not set.",
+            status=404,
+            param=param,
+            code="responses_not_stored",
+        )
+    value = await worker.control.kept_response(caller.account, response_id)
+    if value is None:
+        raise _not_found(response_id, param)
+    found: dict[str, Any] = orjson.loads(value)
+    return found
+
+
+def _not_found(response_id: str, param: str | None) -> PagemillError:
+    what, code = ("Previous response", "previous_response_not_found") if param else ("Response", "response_not_found")
+    return PagemillError(f"{what} with id '{response_id[:80]}' not found.", status=404, param=param, code=code)
+
+
+def _previous_id(raw: bytes) -> str | None:
+    """`None` where the body has none, or is no object: parsing it reports what is wrong."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+    value = body.get("previous_response_id") if isinstance(body, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _whole_response(data: bytes) -> bytes | None:
+    """The response in a whole answer, or in a part of a stream that ends with its last event."""
+    if data.startswith(b"{"):
+        return data
+    last = data.rstrip(b"\n").rpartition(b"\n\n")[2]
+    if not last.startswith(LAST_EVENTS):
+        return None
+    event = orjson.loads(last.partition(b"data: ")[2])
+    return orjson.dumps(event["response"])
+
+
+def _shown(item: dict[str, Any], number: str) -> dict[str, Any]:
+    """An item of the input as it is listed: with an id and a type, texts as parts."""
+    kind = item.get("type", "message")
+    shown = {"id": f"msg_{number}" if kind == "message" else f"item_{number}", **item, "type": kind}
+    if kind == "message" and isinstance(content := item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        shown["content"] = [{"type": part, "text": content}]
+    return shown

@@ -1,0 +1,104 @@
+"""Reading in pieces: the lines of a file, and the file in a form, wherever the pieces are cut."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill_gateway.batches import lines
+from pagemill_gateway.batches.directory import DirectoryStore
+from pagemill_gateway.routes.multipart import Form, read_form
+from pagemill_protocol.errors import PagemillError
+
+BOUNDARY = b"--frontier"
+
+
+def read_lines(content: bytes, piece: int, max_bytes: int) -> list[tuple[int, bytes | None]]:
+    async def read(offset: int, size: int) -> bytes:
+        return content[offset : offset + piece]
+
+    async def collect() -> list[tuple[int, bytes | None]]:
+        return [each async for each in lines.raw_lines(read, max_bytes)]
+
+    return asyncio.run(collect())
+
+
+@given(st.lists(st.text("ab ", max_size=6)), st.integers(1, 9), st.booleans())
+def test_lines_are_the_same_however_they_are_read(texts: list[str], piece: int, ends: bool) -> None:
+    content = ("\n".join(texts) + ("\n" if ends else "")).encode()
+    expected = [
+        (number, None if len(text) > 4 else text)
+        for number, text in enumerate(content.split(b"\n"), 1)
+        if text.strip() or len(text) > 4
+    ]
+    assert read_lines(content, piece, 4) == expected
+
+
+def form(content: bytes, *, order: bool = True) -> bytes:
+    purpose = b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    file = b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\nContent-Type: x/y\r\n\r\n' + content
+    parts = [purpose, file + b"\r\n"] if order else [file + b"\r\n", purpose]
+    return b"".join(b"--" + BOUNDARY + b"\r\n" + part for part in parts) + b"--" + BOUNDARY + b"--\r\n"
+
+
+def read(body: bytes, cuts: list[int]) -> tuple[Form, bytes]:
+    places = [0, *sorted(cut % (len(body) + 1) for cut in cuts), len(body)]
+    pieces = [body[begin:end] for begin, end in pairwise(places)]
+    found: list[bytes] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    async def write(data: bytes) -> None:
+        found.append(data)
+
+    scope = {"headers": [(b"content-type", b"multipart/form-data; boundary=" + BOUNDARY)]}
+    return asyncio.run(read_form(scope, receive, write)), b"".join(found)
+
+
+@given(
+    st.lists(st.sampled_from([b"\r\n", b"--", BOUNDARY, b"x", b"\n"]), max_size=8).map(b"".join),
+    st.lists(st.integers(0, 10_000), max_size=6),
+    st.booleans(),
+)
+def test_a_file_is_the_same_however_its_form_is_cut(content: bytes, cuts: list[int], order: bool) -> None:
+    if b"\r\n--" + BOUNDARY in b"\r\n" + content:
+        return
+    assert read(form(content, order=order), cuts) == (Form({"purpose": "batch"}, "a.jsonl"), content)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        form(b"x")[:-6],
+        form(b"x").replace(b'name="purpose"', b'name="file"'),
+        form(b"x").replace(b"batch", b"b" * 5000),
+        b"--" + BOUNDARY + b"junk",
+    ],
+)
+def test_a_broken_form_is_refused(body: bytes) -> None:
+    with pytest.raises(PagemillError) as caught:
+        read(body, [])
+    assert caught.value.status == 400
+
+
+@given(
+    whole=st.lists(st.binary(max_size=5).map(lambda raw: raw.replace(b"\n", b"") + b"\n")), torn=st.binary(max_size=5)
+)
+def test_an_unfinished_line_is_cut_off(
+    tmp_path_factory: pytest.TempPathFactory, whole: list[bytes], torn: bytes
+) -> None:
+    torn = torn.replace(b"\n", b"")
+    store = DirectoryStore(str(tmp_path_factory.mktemp("store")))
+
+    async def trimmed() -> bytes:
+        await store.append("file-1", b"".join(whole) + torn)
+        await store.trim("file-1")
+        return await store.read("file-1", 0, 1000)
+
+    assert asyncio.run(trimmed()) == b"".join(whole)
