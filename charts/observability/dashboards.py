@@ -87,7 +87,8 @@ def _work() -> list[Panel]:
         Panel("Tokens served", "Prompt and generated tokens.", "ops", [(recorded(rules.SERVED), MODEL)]),
         Panel(
             "Goodput",
-            f"Requests whose first token came within {rules.FIRST_TOKEN_WITHIN_S} s.",
+            "Requests whose first token came within the objective of their deployment "
+            f"(`spec.autoscaling.slo`; {rules.FIRST_TOKEN_WITHIN_S} s without one).",
             "reqps",
             [(recorded(rules.GOODPUT), MODEL)],
         ),

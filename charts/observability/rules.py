@@ -18,9 +18,10 @@ TARGET = 0.8
 """Share of the KV cache for which `replicas_needed` counts replicas."""
 TREND = "30m"
 FIRST_TOKEN_WITHIN_S = "2.5"
-"""A bucket's bound of `pagemill_gateway_time_to_first_token_seconds`."""
+"""A bound of `pagemill_gateway_time_to_first_token_seconds`: the objective of deployments that declare none."""
 BUDGETS = {"availability": 0.005, "first_token": 0.05}
-"""Share of requests that may miss each objective."""
+"""Share of requests that may miss each objective; that of first tokens where a deployment declares none."""
+FIRST_TOKENS = "pagemill_gateway_time_to_first_token_seconds"
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 MAX_FORECAST_MINUTES = 1440
 
@@ -37,6 +38,7 @@ class Rule(NamedTuple):
         return {"record": self.record, "expr": self.expr, **({"labels": self.labels} if self.labels else {})}
 
 
+OBJECTIVE = "variant_le:pagemill_first_token_budget:ratio"
 USAGE = "model_resource:pagemill_usage:ratio"
 HEADROOM = "model:pagemill_headroom:ratio"
 READY = "model:pagemill_engines_ready:count"
@@ -54,6 +56,11 @@ TOKEN_COST = "model:pagemill_cost:per_million_tokens"
 
 def burn(window: str) -> str:
     return f"model_slo:pagemill_error_budget_burn:rate{window}"
+
+
+def within_objective(window: str) -> str:
+    """First tokens per second of each model that came within the objective of their deployment."""
+    return f"sum by (model) ({rate(f'{FIRST_TOKENS}_bucket', window)} and on (model, variant, le) {OBJECTIVE})"
 
 
 def capacity_rules() -> list[Rule]:
@@ -89,7 +96,6 @@ def capacity_rules() -> list[Rule]:
 def work_rules() -> list[Rule]:
     """What users got for the work and the money."""
     served = 'pagemill_gateway_tokens_total{kind=~"prompt|completion"}'
-    within = f'pagemill_gateway_time_to_first_token_seconds_bucket{{le="{FIRST_TOKEN_WITHIN_S}"}}'
     got = "sum by (model) (" + rate('pagemill_gateway_tokens_total{kind="completion"}', "15m") + ")"
     generated = by_model(rate("vllm:generation_tokens_total", "15m"))
     hourly = f"3600 * (sum by (model) ({rate(served, '1h')}) > 0)"
@@ -98,8 +104,8 @@ def work_rules() -> list[Rule]:
         Rule(SERVED, f"sum by (model) ({rate(served, '5m')})", "Prompt and generated tokens per second."),
         Rule(
             GOODPUT,
-            f"sum by (model) ({rate(within, '5m')})",
-            f"Requests per second whose first token came within {FIRST_TOKEN_WITHIN_S} s.",
+            within_objective("5m"),
+            "Requests per second whose first token came within the objective of their deployment.",
         ),
         Rule(
             WASTE,
@@ -112,23 +118,37 @@ def work_rules() -> list[Rule]:
     ]
 
 
+def objective_rule() -> Rule:
+    declared = "max by (model, variant, le) (pagemill_deployment_first_token_budget_ratio)"
+    served = f"{BUDGETS['first_token']} * group by (model, variant) ({FIRST_TOKENS}_count)"
+    default = f'label_replace({served}, "le", "{FIRST_TOKEN_WITHIN_S}", "", "")'
+    return Rule(
+        OBJECTIVE,
+        f"{declared} or on (model, variant) {default}",
+        "Share of the first tokens that may come after more than `le` seconds.",
+    )
+
+
 def slo_rules() -> Iterator[Rule]:
     requests = 'pagemill_gateway_requests_total{model!=""}'
     failed = 'pagemill_gateway_requests_total{model!="",status=~"5.."}'
-    first = "pagemill_gateway_time_to_first_token_seconds"
-    within = f'{first}_bucket{{le="{FIRST_TOKEN_WITHIN_S}"}}'
+    budget = f"on (model) min by (model) ({OBJECTIVE})"
     about = "How many times faster than allowed the error budget is used up."
     for window in WINDOWS:
         total = f"sum by (model) ({rate(requests, window)})"
         errors = f"(sum by (model) ({rate(failed, window)}) or 0 * {total}) / ({total} > 0)"
-        first_tokens = f"sum by (model) ({rate(f'{first}_count', window)})"
-        late = f"1 - sum by (model) ({rate(within, window)}) / ({first_tokens} > 0)"
+        first_tokens = f"sum by (model) ({rate(f'{FIRST_TOKENS}_count', window)})"
+        late = f"1 - {within_objective(window)} / ({first_tokens} > 0)"
         yield Rule(burn(window), f"{errors} / {BUDGETS['availability']}", about, {"slo": "availability"})
-        yield Rule(burn(window), f"({late}) / {BUDGETS['first_token']}", about, {"slo": "first_token"})
+        yield Rule(burn(window), f"({late}) / {budget}", about, {"slo": "first_token"})
 
 
 def recording_groups() -> dict[str, list[Rule]]:
-    return {"pagemill.capacity": capacity_rules(), "pagemill.work": work_rules(), "pagemill.slo": list(slo_rules())}
+    return {
+        "pagemill.capacity": capacity_rules(),
+        "pagemill.work": [objective_rule(), *work_rules()],
+        "pagemill.slo": list(slo_rules()),
+    }
 
 
 def rules_file(alerts: list[dict[str, Any]]) -> str:

@@ -8,6 +8,7 @@ Nothing here measures anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 Kind = Literal["counter", "gauge", "histogram"]
 Wrapped = TypeVar("Wrapped", bound=MetricWrapperBase)
@@ -351,6 +353,12 @@ class Scrape(NamedTuple):
 
     body: bytes
     content_type: str
+
+
+def first_token_bound(seconds: float) -> str:
+    """The lowest bound of `GATEWAY_TTFT_SECONDS` that is not under `seconds`, as its label `le` has it."""
+    bound = next((bound for bound in _FINE_TTFT_S if bound >= seconds), math.inf)
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]  # it writes the labels themselves
 
 
 class Metrics:

@@ -25,7 +25,7 @@ Check = dict[str, Any]
 
 def rule_check(case: RuleCase) -> Check:
     matchers = f"{{{case.labels}}}" if case.labels else ""
-    labels = ",".join(part for part in ('model="tiny"', case.labels) if part)
+    labels = ",".join(part for part in ('model="tiny"', case.labels, case.of_series) if part)
     samples = [] if case.value is None else [{"labels": f"{{{labels}}}", "value": case.value}]
     expression = f"round({case.record}{matchers}, 0.001)"
     return {"expr": expression, "eval_time": f"{case.minutes}m", "exp_samples": samples}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.plan.types import Group, Plan, Process
 from pagemill_operator.status.observation import Observation, ReplicaObservation
@@ -28,6 +30,17 @@ def series(metrics: OperatorMetrics) -> dict[tuple[str, str], float]:
     return {(s.name[len(prefix) :], s.labels["model"]): s.value for s in samples if s.name.startswith(prefix)}
 
 
+def with_slo(ttft_ms: float | None) -> Plan:
+    slo = Slo(ttft_ms, tpot_ms=50, share=0.9)
+    return replace(PLAN, autoscaling=ScalingSettings("Active", min_replicas=1, max_replicas=3, slo=slo))
+
+
+def budgets(metrics: OperatorMetrics) -> dict[str, float]:
+    families = text_string_to_metric_families(metrics.scrape().body.decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {s.labels["le"]: s.value for s in samples if s.name == "pagemill_deployment_first_token_budget_ratio"}
+
+
 def test_replicas_gpus_and_price_are_those_of_the_observation() -> None:
     metrics = OperatorMetrics()
     metrics.observed(Observation(PLAN, REPLICAS))
@@ -47,6 +60,24 @@ def test_a_price_that_is_removed_is_not_exported_any_more() -> None:
     metrics.observed(Observation(replace(PLAN, gpu_hour_price=None), REPLICAS))
     assert ("gpu_hour_price", "tiny") not in series(metrics)
     assert series(metrics)["gpus", "tiny"] == 6
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "bound"), [(400, "0.5"), (500, "0.5"), (501, "0.75"), (900, "1.0"), (9_000_000, "+Inf")]
+)
+def test_the_share_of_late_first_tokens_names_the_bound_of_the_histogram(ttft_ms: float, bound: str) -> None:
+    metrics = OperatorMetrics()
+    metrics.observed(Observation(with_slo(ttft_ms), REPLICAS))
+    assert budgets(metrics) == {bound: 0.1}
+
+
+def test_an_objective_that_changes_or_goes_leaves_no_series_behind() -> None:
+    metrics = OperatorMetrics()
+    metrics.observed(Observation(with_slo(400), REPLICAS))
+    metrics.observed(Observation(with_slo(2000), REPLICAS))
+    assert budgets(metrics) == {"2.5": 0.1}
+    metrics.observed(Observation(with_slo(None), REPLICAS))
+    assert budgets(metrics) == {}
 
 
 def test_another_model_name_replaces_the_series() -> None:

@@ -14,7 +14,9 @@ ASLEEP = {f"pagemill_engine_ready{OF}": "0x60"}
 KV = f"vllm:kv_cache_usage_perc{OF}"
 TOKENS = f'pagemill_gateway_tokens_total{{kind="completion",{MODEL}}}'
 FIRST = "pagemill_gateway_time_to_first_token_seconds"
-WITHIN, FIRST_COUNT = f'{FIRST}_bucket{{le="2.5",{MODEL}}}', f"{FIRST}_count{{{MODEL}}}"
+VARIANT = 'variant="default/chat"'
+WITHIN, FIRST_COUNT = f'{FIRST}_bucket{{le="2.5",{MODEL},{VARIANT}}}', f"{FIRST}_count{{{MODEL},{VARIANT}}}"
+SOON = f'{FIRST}_bucket{{le="0.5",{MODEL},{VARIANT}}}'
 FAILED = f'pagemill_gateway_requests_total{{status="500",{MODEL}}}'
 ANSWERED = f'pagemill_gateway_requests_total{{status="200",{MODEL}}}'
 DEPLOYMENT = f'{{{MODEL},variant="default/chat"}}'
@@ -40,6 +42,8 @@ class RuleCase(NamedTuple):
     labels: str = ""
     """Of the recorded series, besides the model."""
     minutes: int = 60
+    of_series: str = ""
+    """Labels of the recorded series that come from what the rule reads."""
 
 
 class AlertCase(NamedTuple):
@@ -51,7 +55,11 @@ class AlertCase(NamedTuple):
 
 RISING = READY | {KV: "0+0.01x60"}
 FALLING = READY | {KV: "0.9-0.01x60"}
+BUDGET = "variant_le:pagemill_first_token_budget:ratio"
 SLOW_FIRST_TOKENS = {WITHIN: "0+50x60", FIRST_COUNT: "0+100x60"}
+DECLARED = {f'pagemill_deployment_first_token_budget_ratio{{le="0.5",{MODEL},{VARIANT}}}': "0.1x60"}
+"""90 % within half a second; without it 95 % within 2.5 s."""
+STRICT_FIRST_TOKENS = {SOON: "0+80x60", WITHIN: "0+100x60", FIRST_COUNT: "0+100x60"}
 BATCH = READY | {
     f"vllm:num_requests_running{OF}": "8x60",
     f"pagemill_engine_max_num_seqs{OF}": "32x60",
@@ -89,9 +97,13 @@ RULE_CASES = [
         {f'pagemill_gateway_tokens_total{{kind="cached",{MODEL}}}': "0+6x60"},
         None,
     ),
-    RuleCase("model:pagemill_goodput_requests:rate5m", {WITHIN: "0+60x60"}, 1),
-    RuleCase("model:pagemill_goodput_requests:rate5m", {WITHIN.replace("2.5", "0.1"): "0+60x60"}, None),
+    RuleCase("model:pagemill_goodput_requests:rate5m", {WITHIN: "0+60x60", FIRST_COUNT: "0+60x60"}, 1),
+    RuleCase("model:pagemill_goodput_requests:rate5m", {SOON: "0+60x60", FIRST_COUNT: "0+60x60"}, None),
     RuleCase("model:pagemill_waste:ratio", {TOKENS: "0+75x60", f"vllm:generation_tokens_total{OF}": "0+100x60"}, 0.25),
+    RuleCase(BUDGET, STRICT_FIRST_TOKENS, 0.05, of_series=f'le="2.5",{VARIANT}'),
+    RuleCase(BUDGET, STRICT_FIRST_TOKENS | DECLARED, 0.1, of_series=f'le="0.5",{VARIANT}'),
+    RuleCase(BUDGET, {ANSWERED: "0+99x60"}, None),
+    RuleCase("model:pagemill_goodput_requests:rate5m", STRICT_FIRST_TOKENS | DECLARED, 1.333),
     RuleCase("model:pagemill_waste:ratio", {TOKENS: "5x60", f"vllm:generation_tokens_total{OF}": "5x60"}, None),
     RuleCase("model:pagemill_cost:per_hour", PAID, 8),
     RuleCase("model:pagemill_cost:per_hour", {GPUS: "4x60"}, None),
@@ -107,6 +119,8 @@ RULE_CASES = [
             ({FAILED: "0+1x40", ANSWERED: "0+99x40"}, 2, 'slo="availability"'),
             ({ANSWERED: "0+99x40"}, 0, 'slo="availability"'),
             (SLOW_FIRST_TOKENS, 10, 'slo="first_token"'),
+            (STRICT_FIRST_TOKENS, 0, 'slo="first_token"'),
+            (STRICT_FIRST_TOKENS | DECLARED, 2, 'slo="first_token"'),
             ({ANSWERED: "9x40", WITHIN: "9x40", FIRST_COUNT: "9x40"}, None, ""),
         )
     ),
