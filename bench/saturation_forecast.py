@@ -36,7 +36,7 @@ GOAL = 0.2
 STEP_S = 30
 HOURS = 5.0
 WARM_S = 30 * 60
-"""The window of the rule's trend."""
+"""Forecasts count from then on, though the rule's windows are longer."""
 HELD_S = 60.0
 """A request holds its KV cache for so long on average."""
 REPLICAS = 8
@@ -142,9 +142,10 @@ def prometheus(folder: Path, ramps: list[Ramp]) -> Iterator[tuple[str, float]]:
 
 
 def _open_metrics(ramps: list[Ramp], start_s: float) -> Iterator[str]:
-    """The series that the two recording rules would have made of each ramp."""
+    """The series that the three recording rules would have made of each ramp."""
     for name, values in (
         (rules.KV_USED, [ramp.used for ramp in ramps]),
+        (rules.KV_USED_LOG, [[math.log(max(each, 0.001)) for each in ramp.used] for ramp in ramps]),
         (rules.CEILING, [[float(REPLICAS)] * len(ramp.used) for ramp in ramps]),
     ):
         yield f"# TYPE {name} gauge\n"

@@ -32,7 +32,7 @@ def _now() -> list[Panel]:
         ),
         Panel(
             "Minutes until saturation",
-            "Until 90 % of the KV cache of all replicas that there may be is used, at the trend of 30 minutes. Empty: "
+            "Until 90 % of the KV cache of all replicas that there may be is used, at the last hour's trend. Empty: "
             "the use does not grow.",
             "m",
             [(recorded(rules.SATURATION), MODEL)],

@@ -17,6 +17,8 @@ SATURATED = 0.9
 TARGET = 0.8
 """Share of the KV cache for which `replicas_needed` counts replicas."""
 TREND = "30m"
+LINEAR, GROWTH = "45m", "60m"
+"""Windows of the two trends that `SATURATION` chooses from: a straight line, and growth by a constant factor."""
 FIRST_TOKEN_WITHIN_S = "2.5"
 """A bound of `pagemill_gateway_time_to_first_token_seconds`: the objective of deployments that declare none."""
 BUDGETS = {"availability": 0.005, "first_token": 0.05}
@@ -43,6 +45,7 @@ USAGE = "model_resource:pagemill_usage:ratio"
 HEADROOM = "model:pagemill_headroom:ratio"
 READY = "model:pagemill_engines_ready:count"
 KV_USED = "model:pagemill_kv_used:replicas"
+KV_USED_LOG = "model:pagemill_kv_used:ln"
 CEILING = "model:pagemill_replicas_ceiling:count"
 SATURATION = "model:pagemill_kv_saturation:minutes"
 NEEDED = "model:pagemill_replicas_needed:count"
@@ -67,19 +70,21 @@ def capacity_rules() -> list[Rule]:
     running = by_model(serving("vllm:num_requests_running"))
     places = by_model(serving("pagemill_engine_max_num_seqs"))
     usage = by_model(serving("vllm:kv_cache_usage_perc"))
-    room = f"({SATURATED} * {CEILING} - predict_linear({KV_USED}[{TREND}], 0))"
-    minutes = f"{room} / (deriv({KV_USED}[{TREND}]) > 0) / 60"
     return [
         Rule(READY, by_model("pagemill_engine_ready"), "Engines that accept requests."),
         Rule(KV_USED, usage, "KV cache that requests hold, in caches of whole replicas."),
+        Rule(
+            KV_USED_LOG, f"ln(clamp_min({KV_USED}, 0.001))", "Its natural logarithm: a line where growth is a factor."
+        ),
         Rule(USAGE, f"{KV_USED} / ({READY} > 0)", "Share of the KV cache in use.", {"resource": "kv"}),
         Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequences that may run.", {"resource": "sequences"}),
         Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "What is free of the scarcer of KV cache and sequences."),
         Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Replicas that there may be."),
         Rule(
             SATURATION,
-            f"clamp({minutes}, 0, {MAX_FORECAST_MINUTES})",
-            f"Until {SATURATED:.0%} of the KV cache of all replicas that there may be is used; absent while it falls.",
+            f"clamp({_minutes_until_saturation()}, 0, {MAX_FORECAST_MINUTES})",
+            f"Until {SATURATED:.0%} of the KV cache of all replicas that there may be is used, at the better fitting "
+            f"of a linear trend of {LINEAR} and an exponential one of {GROWTH}; absent while it falls.",
         ),
         *(
             Rule(
@@ -91,6 +96,21 @@ def capacity_rules() -> list[Rule]:
             for minutes_ahead in (0, 5, 30)
         ),
     ]
+
+
+def _minutes_until_saturation() -> str:
+    """By the trend that explains more of the variance of the last `GROWTH`: a line, or a line through the logarithms.
+
+    The share explained is the squared slope times the variance of time over that of the values; time's is the same.
+    """
+    linear = f"({SATURATED} * {CEILING} - predict_linear({KV_USED}[{LINEAR}], 0)) / (deriv({KV_USED}[{LINEAR}]) > 0)"
+    target = f"ln({SATURATED} * {CEILING})"
+    growing = f"({target} - predict_linear({KV_USED_LOG}[{GROWTH}], 0)) / (deriv({KV_USED_LOG}[{GROWTH}]) > 0)"
+    return f"(({growing} and {_explained(KV_USED_LOG)} > {_explained(KV_USED)}) or {linear}) / 60"
+
+
+def _explained(series: str) -> str:
+    return f"deriv({series}[{GROWTH}]) ^ 2 / stdvar_over_time({series}[{GROWTH}])"
 
 
 def work_rules() -> list[Rule]:

@@ -55,6 +55,7 @@ class AlertCase(NamedTuple):
 
 RISING = READY | {KV: "0+0.01x60"}
 FALLING = READY | {KV: "0.9-0.01x60"}
+DOUBLING = READY | {KV: " ".join(f"{0.45 * 2 ** ((minute - 60) / 20):.15g}" for minute in range(61))}
 BUDGET = "variant_le:pagemill_first_token_budget:ratio"
 SLOW_FIRST_TOKENS = {WITHIN: "0+50x60", FIRST_COUNT: "0+100x60"}
 DECLARED = {f'pagemill_deployment_first_token_budget_ratio{{le="0.5",{MODEL},{VARIANT}}}': "0.1x60"}
@@ -86,6 +87,10 @@ RULE_CASES = [
     # With one replica more there are 100 minutes more until 0.9 of both.
     RuleCase("model:pagemill_kv_saturation:minutes", RISING | {MAX: "2x60"}, 130, minutes=50),
     RuleCase("model:pagemill_kv_saturation:minutes", FALLING, None, minutes=50),
+    # Doubles every 20 minutes: at 0.45 after 60, so 0.9 is reached once it has doubled again.
+    RuleCase("model:pagemill_kv_saturation:minutes", DOUBLING, 20, minutes=60),
+    RuleCase("model:pagemill_kv_used:ln", ASLEEP, None),
+    RuleCase("model:pagemill_kv_used:ln", RISING, -0.693, minutes=50),
     RuleCase("model:pagemill_replicas_needed:count", RISING, 1, 'horizon="0m"', minutes=50),
     RuleCase("model:pagemill_replicas_needed:count", RISING, 1, 'horizon="30m"', minutes=45),
     RuleCase("model:pagemill_replicas_needed:count", RISING, 2, 'horizon="30m"', minutes=55),
