@@ -23,6 +23,7 @@ SOURCES = (
     "attention_bfloat16.cpp",
     "experts.cpp",
     "fused.cpp",
+    "activation.cpp",
     "layer.cpp",
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")

@@ -45,6 +45,7 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "layer_norm": {
         "reference": "norm.reference:layer_norm",
+        "cpu_native": "norm.native:layer_norm",
         "triton": "norm.triton_launch:layer_norm",
     },
     "store": {
@@ -69,11 +70,15 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "gelu_and_mul": {
         "reference": "activation.reference:gelu_and_mul",
+        "cpu_native": "activation.native:gelu_and_mul",
         "triton": "activation.triton_launch:gelu_and_mul",
     },
-    "activate_and_mul": {"reference": "activation.reference:activate_and_mul"},
-    "activate": {"reference": "activation.reference:activate"},
-    "route": {"reference": "experts.reference:route"},
+    "activate_and_mul": {
+        "reference": "activation.reference:activate_and_mul",
+        "cpu_native": "activation.native:activate_and_mul",
+    },
+    "activate": {"reference": "activation.reference:activate", "cpu_native": "activation.native:activate"},
+    "route": {"reference": "experts.reference:route", "cpu_native": "experts.native:route"},
     "route_by_groups": {"reference": "experts.reference:route_by_groups"},
     "pack_experts": {
         "reference": "experts.reference:pack_experts",

@@ -224,3 +224,25 @@ def test_launches_depend_on_shapes_alone(tokens: int, monkeypatch: pytest.Monkey
     chosen, weights = reference.route(torch.empty(tokens, 5, device=meta), 2, True)
     experts.add_to(torch.empty_like(x), x, chosen, weights)
     assert launched == ["multiply_experts", "gate_and_mul", "multiply_experts", "add_weighted"]
+
+
+@needs_native
+@pytest.mark.parametrize("renormalized", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (5, 8, 2), (90, 64, 8), (3, 4, 4)])
+def test_native_routing_equals_the_formula(tokens: int, experts: int, top_k: int, renormalized: bool) -> None:
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 3
+    chosen, weights = native.route(logits, top_k, renormalized)
+    expected_chosen, expected_weights = reference.route(logits, top_k, renormalized)
+    assert torch.equal(chosen, expected_chosen)
+    torch.testing.assert_close(weights, expected_weights)
+
+
+@needs_native
+@pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (8, 2), (16, 4), (60, 4), (128, 2), (256, 8)])
+def test_of_equal_logits_those_are_chosen_that_torch_takes(experts: int, top_k: int) -> None:
+    logits = torch.randint(0, 3, (50, experts), generator=torch.Generator().manual_seed(top_k)).float()
+    logits[7, 1] = torch.nan
+    chosen, weights = native.route(logits, top_k, True)
+    expected, expected_weights = reference.route(logits, top_k, True)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights, equal_nan=True)

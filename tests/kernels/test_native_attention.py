@@ -135,6 +135,46 @@ def test_rms_norm_reads_heads_inside_wider_rows() -> None:
     )
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(1, 576), (300, 576), (7, 3, 64), (5, 37)])
+def test_layer_norm_equals_the_formula(shape: tuple[int, ...], biased: bool) -> None:
+    x, weight = torch.randn(shape) * 3 + 100, torch.rand(shape[-1])
+    bias = torch.randn(shape[-1]) if biased else None
+    expected = norm_reference.layer_norm(x.double(), weight.double(), bias, 1e-5).float()
+    torch.testing.assert_close(norm.layer_norm(x, weight, bias, 1e-5), expected, rtol=1e-4, atol=1e-4)
+    wide = torch.randn(11, 8, shape[-1])
+    torch.testing.assert_close(
+        norm.layer_norm(wide[:, 2:5], weight, bias, 1e-5), norm_reference.layer_norm(wide[:, 2:5], weight, bias, 1e-5)
+    )
+
+
+@pytest.mark.parametrize("kind", library.ACTIVATIONS)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (300, 40), (3, 13)])
+def test_activations_equal_their_formulas(tokens: int, size: int, kind: str) -> None:
+    x = torch.randn(tokens, 2 * size) * 4
+    wide = x.double()  # float32's own erf cancels where x is negative
+    pairs = (
+        (activation.activate(x, kind), activation_reference.activate(wide.clone(), kind)),
+        (activation.activate_and_mul(x, kind), activation_reference.activate_and_mul(wide.clone(), kind)),
+        (activation.activate_and_mul(x, kind, 0.7), activation_reference.activate_and_mul(wide.clone(), kind, 0.7)),
+    )
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected.float(), rtol=4e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", library.ACTIVATIONS)
+def test_what_is_not_a_number_stays_so(kind: str) -> None:
+    assert activation.activate(torch.tensor([[1.0, torch.nan, -3.0]]), kind).isnan().tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("kind", library.ACTIVATIONS)
+def test_rounded_activations_are_the_references(kind: str) -> None:
+    x = torch.randn(3, 24).bfloat16()
+    assert torch.equal(activation.activate(x.clone(), kind), activation_reference.activate(x.clone(), kind))
+    found = activation.activate_and_mul(x.clone(), kind)
+    assert torch.equal(found, activation_reference.activate_and_mul(x.clone(), kind))
+
+
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1536), (300, 40), (3, 13)])
 def test_silu_and_mul_equals_the_formula(tokens: int, size: int) -> None:
     x = torch.randn(tokens, 2 * size) * 8

@@ -72,7 +72,7 @@ class Branch:
         self.shared = shared
         self.norm = None if shared is not None else builder.norm(spec.norm)
         self.output_norm = builder.norm(spec.output_norm)
-        self._scale = spec.scale
+        self.scale = spec.scale
         self._adds = spec.output_norm is None and spec.scale == 1.0
 
     def layers(self) -> Iterator[Layer]:
@@ -87,7 +87,7 @@ class Branch:
             return
         out = self.block.output(inner).to(hidden.dtype)
         out = out if self.output_norm is None else self.output_norm(out)
-        hidden.add_(out, alpha=self._scale)
+        hidden.add_(out, alpha=self.scale)
 
 
 class Residual:

@@ -71,7 +71,8 @@ class MoE:
         self.router = Linear(spec.router, ops, dtype)
         self.experts = Experts(spec, ops, dtype)
         self.shared = None if spec.shared is None else _SharedExpert(spec.shared, ops, dtype)
-        self._spec, self._ops, self._dtype = spec, ops, dtype
+        self.spec = spec
+        self._ops, self._dtype = ops, dtype
         gating = spec.gating
         bias = None if gating is None else gating.bias
         self.choice_bias = None if bias is None else Vector(bias, len(spec.experts), ops)
@@ -106,7 +107,7 @@ class MoE:
             self.shared.add_to(out, x)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        top_k, renormalized = self._spec.top_k, self._spec.renormalized
+        top_k, renormalized = self.spec.top_k, self.spec.renormalized
         if self.gating is None:
             return self._ops.route(logits, top_k, renormalized)
         bias = None if self.choice_bias is None else self.choice_bias.values

@@ -13,101 +13,130 @@ from torch import Tensor
 
 from pagemill_engine.models.blocks import MLP, Attention
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.decoder import Decoder, DecoderLayer
+from pagemill_engine.models.decoder import Branch, Decoder, DecoderLayer
+from pagemill_engine.models.experts import MoE
 from pagemill_engine.models.layers import Norm
-from pagemill_kernels.decoder_layer.parts import FusedLayers, LayerParts
+from pagemill_kernels.decoder_layer.parts import FusedLayers, LayerParts, MLPParts, MoEParts, NormParts
 from pagemill_kernels.registry import Ops
-from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec
+from pagemill_protocol.models.declaration import (
+    AttentionSpec,
+    BranchSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    RopeSpec,
+)
 
 
 class FusedDecoderLayers:
     """In the place of `plain`, whose weights are loaded."""
 
-    def __init__(self, plain: list[DecoderLayer], fuse: Callable[[Sequence[LayerParts]], FusedLayers]) -> None:
+    def __init__(
+        self,
+        plain: list[DecoderLayer],
+        ropes: list[RopeSpec],
+        fuse: Callable[[Sequence[LayerParts]], FusedLayers],
+    ) -> None:
+        """`ropes`: the model's, in the order of `ForwardContext.rotations`."""
         self.plain = plain
-        parts = [_parts(layer) for layer in plain]
-        self._windows = [attention.spec.window for attention, _, _, _ in parts]
-        self._call = fuse([_layer_parts(each) for each in parts])
+        attentions = [_blocks(layer).attention.spec for layer in plain]
+        self._windows = [spec.window for spec in attentions]
+        self._rotations = [None if spec.rope is None else ropes.index(spec.rope) for spec in attentions]
+        self._call = fuse([_layer_parts(layer) for layer in plain])
 
     def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Adds the layers' contributions to `hidden` in place."""
         plans = [context.attention_plans[window] for window in self._windows]
-        cos, sin = context.rotations[0]
-        self._call(hidden, plans, cos, sin, context.kv_caches, context.kv_slots)
+        rotations = [None if index is None else context.rotations[index] for index in self._rotations]
+        self._call(hidden, plans, rotations, context.kv_caches, context.kv_slots)
         return hidden
 
 
 def fuse_layers(model: Decoder, ops: Ops) -> None:
     """Called once the weights are loaded; does nothing where `ops` has no such call or the model other layers."""
-    if ops.fuse_layers is not None and can_fuse(model.spec.decoder):
-        model.layers = FusedDecoderLayers(model.layers.plain, ops.fuse_layers)
+    declared = model.spec.decoder
+    if ops.fuse_layers is not None and can_fuse(declared):
+        model.layers = FusedDecoderLayers(model.layers.plain, declared.ropes(), ops.fuse_layers)
 
 
 def can_fuse(decoder: DecoderSpec) -> bool:
-    """All layers are of Llama's kind (`LayerParts`) and turn their heads alike."""
-    return len(decoder.ropes()) == 1 and all(map(_is_like_llama, decoder.layers))
+    """All layers are what `LayerParts` can say."""
+    return all(map(_has_parts, decoder.layers))
 
 
-def _is_like_llama(layer: LayerSpec) -> bool:
-    """Attention, then MLP, each behind an RMS norm and added as it is."""
-    if len(layer.residuals) != 2:
+def _has_parts(layer: LayerSpec) -> bool:
+    """Attention, then an MLP or experts, one after the other or side by side, and no norm behind their sum."""
+    branches = _branches(layer)
+    blocks = [branch.block for branch in branches]
+    if len(blocks) != 2 or any(residual.norm is not None for residual in layer.residuals):
         return False
-    for residual in layer.residuals:
-        branch = residual.branches[0]
-        is_plain = branch.output_norm is None and branch.scale == 1.0 and residual.norm is None
-        if len(residual.branches) != 1 or branch.norm is None or not is_plain:
-            return False
-    attention, mlp = layer.blocks()
-    if not isinstance(attention, AttentionSpec) or not isinstance(mlp, MLPSpec):
+    # Side by side they must not read what the other has added, so that their input is a copy.
+    if len(layer.residuals) == 1 and any(branch.norm is None for branch in branches):
         return False
-    norms = [*layer.norms(), *_head_norms(attention)]
-    alike = all(norm.kind == "rms" and norm.eps == norms[0].eps for norm in norms)
-    return alike and _is_plain(attention) and mlp.gated and mlp.activation == "silu"
+    return branches[0].scale == branches[1].scale and _is_plain_attention(blocks[0]) and _is_plain_mlp(blocks[1])
 
 
-def _is_plain(attention: AttentionSpec) -> bool:
-    """Rotated, perhaps normalised by heads, and nothing else."""
-    norms = _head_norms(attention)
-    by_heads = len(norms) != 1 and all(norm.size == attention.head_dim for norm in norms)
-    has_extras = any(each is not None for each in (attention.soft_cap, attention.alibi_slopes, attention.sinks))
-    return attention.rope is not None and by_heads and not has_extras
+def _branches(layer: LayerSpec) -> list[BranchSpec]:
+    return [branch for residual in layer.residuals for branch in residual.branches]
 
 
-def _head_norms(attention: AttentionSpec) -> list[NormSpec]:
-    return [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
+def _is_plain_attention(block: object) -> bool:
+    """Over keys and values, perhaps normalised or with sinks, and nothing else."""
+    return isinstance(block, AttentionSpec) and block.soft_cap is None and block.alibi_slopes is None
 
 
-class _Parts(NamedTuple):
+def _is_plain_mlp(block: object) -> bool:
+    return isinstance(block, MLPSpec) or (isinstance(block, MoESpec) and block.shared is None and block.gating is None)
+
+
+class _Blocks(NamedTuple):
+    """A layer's two branches and what they compute."""
+
+    first: Branch
+    second: Branch
     attention: Attention
-    attention_norm: Norm
-    mlp: MLP
-    mlp_norm: Norm
+    mlp: MLP | MoE
 
 
-def _parts(layer: DecoderLayer) -> _Parts:
-    (first,), (second,) = (residual.branches for residual in layer.residuals)
-    attention, mlp = first.block, second.block
-    assert isinstance(attention, Attention)
-    assert isinstance(mlp, MLP)
-    assert first.norm is not None
-    assert second.norm is not None
-    return _Parts(attention, first.norm, mlp, second.norm)
+def _blocks(layer: DecoderLayer) -> _Blocks:
+    first, second = (branch for residual in layer.residuals for branch in residual.branches)
+    assert isinstance(first.block, Attention)
+    assert isinstance(second.block, MLP | MoE)
+    return _Blocks(first, second, first.block, second.block)
 
 
-def _layer_parts(parts: _Parts) -> LayerParts:
-    attention, spec = parts.attention, parts.attention.spec
+def _layer_parts(layer: DecoderLayer) -> LayerParts:
+    first, second, attention, mlp = _blocks(layer)
+    spec = attention.spec
     return LayerParts(
-        attention_norm=parts.attention_norm.weight,
         qkv=attention.qkv.packed,
-        query_norm=None if attention.query_norm is None else attention.query_norm.weight,
-        key_norm=None if attention.key_norm is None else attention.key_norm.weight,
         output=attention.output.packed,
-        mlp_norm=parts.mlp_norm.weight,
-        gate_up=parts.mlp.up.packed,
-        down=parts.mlp.output.packed,
+        mlp=_mlp_parts(mlp) if isinstance(mlp, MLP) else _moe_parts(mlp),
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        eps=parts.attention_norm.eps,
         scale=spec.scale,
+        attention_norm=_norm_parts(first.norm),
+        mlp_norm=_norm_parts(second.norm),
+        query_norm=_norm_parts(attention.query_norm),
+        key_norm=_norm_parts(attention.key_norm),
+        attention_output_norm=_norm_parts(first.output_norm),
+        mlp_output_norm=_norm_parts(second.output_norm),
+        residual_scale=first.scale,
+        parallel=len(layer.residuals) == 1,
+        sinks=None if attention.sinks is None else attention.sinks.values,
     )
+
+
+def _mlp_parts(mlp: MLP) -> MLPParts:
+    spec = mlp.spec
+    return MLPParts(mlp.up.packed, mlp.output.packed, spec.activation, spec.gated, spec.limit)
+
+
+def _moe_parts(moe: MoE) -> MoEParts:
+    return MoEParts(moe.router.packed, moe.experts.packed, moe.spec.top_k, moe.spec.renormalized)
+
+
+def _norm_parts(norm: Norm | None) -> NormParts | None:
+    return None if norm is None else NormParts(norm.weight, norm.bias, norm.eps, norm.spec.kind == "layer")

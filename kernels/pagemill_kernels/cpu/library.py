@@ -18,11 +18,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS = range(7)
-GATE_SILU, GATE_CLAMPED = range(2)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
+"""Their places are the kernels' numbers."""
 
 _LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)},
@@ -45,25 +46,59 @@ class PackedWeight(ctypes.Structure):
     )
 
 
+class NormWeights(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("size", c_int64),
+        ("eps", c_float),
+        ("centered", c_int32),
+    )
+
+
+class ExpertsWeights(ctypes.Structure):
+    _fields_ = (
+        ("router", c_void_p),
+        ("router_bias", c_void_p),
+        ("ups", c_void_p),
+        ("up_biases", c_void_p),
+        ("downs", c_void_p),
+        ("down_biases", c_void_p),
+        ("num_experts", c_int64),
+        ("top_k", c_int64),
+        ("renormalized", c_int32),
+        ("activation", c_int32),
+        ("limit", c_float),
+    )
+
+
 class LayerWeights(ctypes.Structure):
     _fields_ = (
         ("qkv", c_void_p),
         ("output", c_void_p),
-        ("gate_up", c_void_p),
+        ("up", c_void_p),
         ("down", c_void_p),
         ("qkv_bias", c_void_p),
         ("output_bias", c_void_p),
-        ("gate_up_bias", c_void_p),
+        ("up_bias", c_void_p),
         ("down_bias", c_void_p),
-        ("attention_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("query_norm", c_void_p),
-        ("key_norm", c_void_p),
+        ("sinks", c_void_p),
+        ("experts", c_void_p),
+        ("attention_norm", NormWeights),
+        ("query_norm", NormWeights),
+        ("key_norm", NormWeights),
+        ("attention_output_norm", NormWeights),
+        ("mlp_norm", NormWeights),
+        ("mlp_output_norm", NormWeights),
         ("num_heads", c_int64),
         ("num_kv_heads", c_int64),
         ("head_dim", c_int64),
-        ("eps", c_float),
         ("scale", c_float),
+        ("residual_scale", c_float),
+        ("limit", c_float),
+        ("activation", c_int32),
+        ("gated", c_int32),
+        ("parallel", c_int32),
     )
 
 
@@ -107,6 +142,11 @@ _SIGNATURES = {
     "pagemill_rms_norm": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32, c_int32,
     ),
+    "pagemill_layer_norm": (
+        c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int32,
+    ),
+    "pagemill_activate": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_float, c_void_p, c_int32),
+    "pagemill_route": (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p),
     "pagemill_rope_and_store": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_int64, c_int32,
     ),

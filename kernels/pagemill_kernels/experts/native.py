@@ -13,9 +13,6 @@ from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
 from pagemill_kernels.experts.reference import PlainExperts
 from pagemill_kernels.linear.native import NativeLinear
 
-_ACTIVATIONS = {Gate("silu"): library.GATE_SILU}
-"""The gates that experts.cpp computes."""
-
 
 class NativeExperts:
     def __init__(self, ups: Sequence[NativeLinear], downs: Sequence[NativeLinear], gate: Gate) -> None:
@@ -29,9 +26,26 @@ class NativeExperts:
             _addresses(each.address for each in downs),
             _addresses(each.bias_address for each in downs),
         )
-        self._activation = _ACTIVATIONS.get(gate, library.GATE_CLAMPED)
+        self._activation = library.ACTIVATIONS.index(gate.activation)
         self._limit = gate.limit or 0.0
         self._call = launch.native().pagemill_experts
+
+    def weights(self, router: NativeLinear, top_k: int, renormalized: bool) -> library.ExpertsWeights:
+        """With their router, as layer.cpp takes them; addresses are those of this object and of `router`."""
+        ups, up_biases, downs, down_biases = (ctypes.addressof(each) for each in self._addresses)
+        return library.ExpertsWeights(
+            router=router.address,
+            router_bias=router.bias_address,
+            ups=ups,
+            up_biases=up_biases,
+            downs=downs,
+            down_biases=down_biases,
+            num_experts=self._num_experts,
+            top_k=top_k,
+            renormalized=renormalized,
+            activation=self._activation,
+            limit=self._limit,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -60,12 +74,22 @@ class NativeExperts:
         )
 
 
+def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tensor]:
+    """As in `reference`, also where logits are equal."""
+    logits = logits.float().contiguous()
+    num_tokens, num_experts = logits.shape
+    chosen, weights = torch.empty(num_tokens, top_k, dtype=torch.int64), torch.empty(num_tokens, top_k)
+    launch.native().pagemill_route(
+        logits.data_ptr(), num_tokens, num_experts, top_k, renormalized, chosen.data_ptr(), weights.data_ptr()
+    )
+    return chosen, weights
+
+
 def pack_experts(experts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:
-    """The reference, where the weights are not our own or the gate is another one."""
+    """The reference, where the weights are not our own."""
     ups = [each.up for each in experts if isinstance(each.up, NativeLinear)]
     downs = [each.down for each in experts if isinstance(each.down, NativeLinear)]
-    known = gate in _ACTIVATIONS or (gate.activation == "gelu_quick" and gate.limit is not None)
-    if not known or not len(ups) == len(downs) == len(experts):
+    if not len(ups) == len(downs) == len(experts):
         return PlainExperts(experts, gate)
     return NativeExperts(ups, downs, gate)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch
@@ -15,6 +14,15 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
     cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of a type in `kv_store.storage.NATIVE_TYPES`.
     slots: int64 [tokens], block id * block_size + offset.
     """
+    _store(heads, num_heads, cos.data_ptr(), sin.data_ptr(), cache, slots)
+
+
+def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
+    """The write alone, of keys that do not turn."""
+    _store(heads, num_heads, None, None, cache, slots)
+
+
+def _store(heads: Tensor, num_heads: int, cos: int | None, sin: int | None, cache: Tensor, slots: Tensor) -> None:
     num_tokens, width, head_dim = heads.shape
     launch.native().pagemill_rope_and_store(
         heads.data_ptr(),
@@ -22,20 +30,14 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
         num_heads,
         (width - num_heads) // 2,
         head_dim,
-        cos.data_ptr(),
-        sin.data_ptr(),
+        cos,
+        sin,
         cache.data_ptr(),
         NATIVE_TYPES.index(cache.dtype),
         slots.data_ptr(),
         cache.shape[2],
         launch.num_threads(),
     )
-
-
-def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
-    """The write alone, of keys that do not turn: their angle is zero, and all finite values stay as they are."""
-    angles = (len(heads), 1, heads.shape[2] // 2)
-    rope_and_store(heads, num_heads, torch.ones(angles), torch.zeros(angles), cache, slots)
 
 
 def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:

@@ -13,6 +13,7 @@ from expert_models import MODELS, VARIANTS, make_family
 from greedy_families import NUM_TOKENS, Family, tokens_of
 
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.models.decoder import SingleDecoderLayers
 from pagemill_engine.models.experts import MoE
 from pagemill_kernels.cpu import library
 from pagemill_kernels.experts.reference import route
@@ -147,6 +148,8 @@ def test_without_sinks_or_limits_the_answers_are_others(
     fault: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     runner = runner_loader(gpt_oss.folder)
+    runner.model.layers = SingleDecoderLayers(runner.model.layers.plain)
+    assert tokens_of(make_driver(runner).greedy(gpt_oss.prompts, NUM_TOKENS)) == gpt_oss.expected
     for layer in runner.model.layers.plain:
         attention, mixture = layer.blocks()
         if fault == "sinks":

@@ -16,8 +16,11 @@ from pagemill_engine.models.fusing import FusedDecoderLayers
 from pagemill_kernels import registry
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.native import NativeLayers
-from pagemill_kernels.decoder_layer.parts import LayerParts
+from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
+from pagemill_kernels.experts.parts import ExpertParts, Gate
+from pagemill_kernels.experts.reference import PlainExperts
 from pagemill_kernels.linear import native, onednn, reference
+from pagemill_protocol.models.declaration import AttentionSpec, LayerSpec, MLPSpec, MoESpec
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
@@ -40,7 +43,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral with a window": ("Mistral", {"sliding_window": 24}),
     "qwen2": ("Qwen2", {}),
     "qwen3 with wide heads": ("Qwen3", {"head_dim": 32}),
-}
+    "learned positions, layer norms, gelu_new": ("GPT2", {"n_embd": 64, "n_layer": NUM_LAYERS, "n_head": 4}),
+    "parallel with two norms, gelu, odd inner size": ("GPTNeoX", {"rotary_pct": 0.5, "intermediate_size": 91}),
+    "parallel with one norm, partial rotation": ("Phi", {"partial_rotary_factor": 0.5}),
+    "gelu_tanh behind layer norms": ("Starcoder2", {}),
+    "relu": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "scaled residuals": ("Granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
+    "two rotations, norms before and behind": ("Gemma3Text", {"head_dim": 16, "sliding_window": 24}),
+    "norms behind only, over all heads": ("Olmo2", {}),
+    "experts": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "experts, shares of all": (
+        "Qwen3Moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": False}
+    ),
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
@@ -52,7 +67,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, overrides = MODELS[request.param]
     torch.manual_seed(2)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**BASE, **overrides))
+    name = (
+        "Gemma3ForCausalLM"
+        if kind == "Gemma3Text"
+        else f"{kind}LMHeadModel"
+        if kind == "GPT2"
+        else f"{kind}ForCausalLM"
+    )
+    model = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**BASE | overrides))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -82,7 +104,7 @@ def operation_by_operation(runner: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_one_call_has_the_bits_of_nine_for_each_layer(
+def test_one_call_has_the_bits_of_all_operations_one_by_one(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     fused = runner_loader(folder, **SETTINGS[settings])
@@ -117,11 +139,22 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
     counting = Counting()
     monkeypatch.setattr(launch, "native", lambda: counting)
     runner = runner_loader(folder)
-    # And the norm and the head behind the last layer; an embedding in codes or tied to the head would be one more.
-    assert calls_per_step(runner, counting, make_driver) == 1 + 2
-    has_head_norms = next(runner.model.spec.decoder.attentions()).query_norm is not None
-    single = 11 if has_head_norms else 9
-    assert calls_per_step(operation_by_operation(runner), counting, make_driver) == single * NUM_LAYERS + 2
+    decoder = runner.model.spec.decoder
+    # The norm and the head behind the last layer; an embedding that is tied to the head is read from its packed rows.
+    around = 2 + decoder.head.tied
+    assert calls_per_step(runner, counting, make_driver) == 1 + around
+    in_layers = sum(map(calls_of, decoder.layers))
+    assert calls_per_step(operation_by_operation(runner), counting, make_driver) == in_layers + around
+
+
+def calls_of(layer: LayerSpec) -> int:
+    """The operations of one layer: norms, products, rotation with store, attention, activation or experts."""
+    attention, mlp = layer.blocks()
+    assert isinstance(attention, AttentionSpec)
+    norms = {norm.name for norm in (*layer.norms(), attention.query_norm, attention.key_norm) if norm is not None}
+    in_mlp = 3  # two products and what is between them; or router, choice and experts
+    assert isinstance(mlp, MLPSpec | MoESpec)
+    return len(norms) + 4 + in_mlp
 
 
 def calls_per_step(runner: Any, counting: Counting, make_driver: Drivers) -> float:
@@ -139,19 +172,15 @@ def parts(**changes: Any) -> LayerParts:
         return native.pack_linear(torch.randn(rows, columns), None)
 
     made = LayerParts(
-        attention_norm=torch.ones(32),
         qkv=linear(64, 32),
-        query_norm=None,
-        key_norm=None,
         output=linear(32, 32),
-        mlp_norm=torch.ones(32),
-        gate_up=linear(96, 32),
-        down=linear(32, 48),
+        mlp=MLPParts(linear(96, 32), linear(32, 48), "silu", gated=True, limit=None),
         num_heads=2,
         num_kv_heads=1,
         head_dim=16,
-        eps=1e-5,
         scale=0.25,
+        attention_norm=NormParts(torch.ones(32), None, 1e-5, centered=False),
+        mlp_norm=NormParts(torch.ones(32), None, 1e-5, centered=False),
     )
     return made._replace(**changes)
 
@@ -164,19 +193,22 @@ def parts(**changes: Any) -> LayerParts:
 def test_hidden_states_that_the_kernel_cannot_read_are_refused(hidden: torch.Tensor) -> None:
     unused = torch.zeros(1)
     with pytest.raises(ValueError, match=r"contiguous float32 \[tokens, 32\] is needed"):
-        NativeLayers([parts()])(hidden, [], unused, unused, [], unused)
+        NativeLayers([parts()])(hidden, [], [], [], unused)
 
 
 def test_each_layer_has_its_plan_and_its_cache() -> None:
     unused = torch.zeros(1)
-    with pytest.raises(ValueError, match="0 plans and 1 caches for 2 layers"):
-        NativeLayers([parts(), parts()])(torch.zeros(2, 32), [], unused, unused, [unused], unused)
+    with pytest.raises(ValueError, match="0 plans, 2 rotations and 1 caches for 2 layers"):
+        NativeLayers([parts(), parts()])(torch.zeros(2, 32), [], [None, None], [unused], unused)
 
 
 def test_layers_of_another_kind_are_refused() -> None:
     plain = reference.pack_linear(torch.randn(32, 48), None)
     with pytest.raises(TypeError, match="PlainLinear is not packed by the native kernels"):
-        NativeLayers([parts(), parts(down=plain)])
+        NativeLayers([parts(), parts(output=plain)])
+    experts = PlainExperts([ExpertParts(plain, plain)], Gate("silu"))
+    with pytest.raises(TypeError, match="PlainExperts is not packed by the native kernels"):
+        NativeLayers([parts(mlp=MoEParts(parts().qkv, experts, top_k=1, renormalized=True))])
 
 
 def test_only_the_backend_that_has_it_fuses() -> None:

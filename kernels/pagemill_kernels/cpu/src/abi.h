@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 9;
+constexpr int32_t kAbiVersion = 10;
 
 // The first four are multiplied in float32. The others round what they meet: kDots4 and kDots8 to integers of 16 bits
 // (dots.cpp) or, from PackedWeight::bfloat16_rows on, to bfloat16 (bfloat16.cpp), kPairs always to bfloat16.
@@ -24,8 +24,8 @@ struct PackedWeight {
   const float* scales;
 };
 
-// What lies between an expert's two products; experts.cpp.
-enum Gate : int32_t { kGateSilu = 0, kGateClamped = 1 };
+// What an MLP computes between its two products; activation.cpp.
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5 };
 
 // How keys and values lie in the cache; kv_store.h.
 enum CacheType : int32_t { kCacheFloat32 = 0, kCacheBfloat16 = 1, kCacheInt8 = 2 };
@@ -53,25 +53,57 @@ struct AttentionArgs {
   int32_t bfloat16;         // tiles of many rows are multiplied in bfloat16, unless the cache is in float32
 };
 
-// A decoder layer of Llama's kind; layer.cpp. Absent parts are null.
+// RMS norm, or layer norm where it is centered, over `size` values. weight: null where there is no norm.
+struct NormWeights {
+  const float* weight;
+  const float* bias;  // null: none; of a layer norm
+  int64_t size;
+  float eps;
+  int32_t centered;
+};
+
+// A mixture of experts; experts.cpp. Addresses of each expert's parts, biases perhaps null.
+struct ExpertsWeights {
+  const PackedWeight* router;
+  const float* router_bias;
+  const PackedWeight* const* ups;
+  const float* const* up_biases;
+  const PackedWeight* const* downs;
+  const float* const* down_biases;
+  int64_t num_experts;
+  int64_t top_k;
+  int32_t renormalized;
+  int32_t activation;  // Activation; experts are gated
+  float limit;         // 0: none
+};
+
+// A decoder layer: attention and an MLP, each added to the residual stream; layer.cpp. Absent parts are null.
 struct LayerWeights {
   const PackedWeight* qkv;  // queries, keys, values
   const PackedWeight* output;
-  const PackedWeight* gate_up;
+  const PackedWeight* up;  // where it is gated the gate's rows, then the up projection's
   const PackedWeight* down;
   const float* qkv_bias;
   const float* output_bias;
-  const float* gate_up_bias;
+  const float* up_bias;
   const float* down_bias;
-  const float* attention_norm;
-  const float* mlp_norm;
-  const float* query_norm;  // [head_dim]
-  const float* key_norm;
+  const float* sinks;  // [num_heads]
+  const ExpertsWeights* experts;  // in place of `up` and `down`
+  NormWeights attention_norm;
+  NormWeights query_norm;
+  NormWeights key_norm;
+  NormWeights attention_output_norm;
+  NormWeights mlp_norm;  // none in a parallel layer: the attention's normalised input is the MLP's too
+  NormWeights mlp_output_norm;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  float eps;
-  float scale;  // of the scores
+  float scale;           // of the scores
+  float residual_scale;  // of what is added
+  float limit;           // of the MLP's gate; 0: none
+  int32_t activation;    // Activation
+  int32_t gated;
+  int32_t parallel;  // the MLP reads what the attention reads
 };
 
 }  // namespace pagemill

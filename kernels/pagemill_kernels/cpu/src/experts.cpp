@@ -4,7 +4,9 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "abi.h"
@@ -19,31 +21,6 @@ constexpr int64_t kRows = 192;                  // an expert's rows taken at a t
 constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread costs more than it brings
 
 int threads_for(int64_t elements, int32_t num_threads) { return elements < kParallelElements ? 1 : num_threads; }
-
-// gate * sigmoid(1.702 gate) * (up + 1), the gate at most `limit`, up between -limit and limit.
-template <typename Vector>
-Vector clamped(Vector gate, Vector up, float limit) {
-  const Vector none = {};
-  const Vector g = gate < none + limit ? gate : none + limit;
-  const Vector least = max(up, none - limit), u = least < none + limit ? least : none + limit;
-  return g / (1.0f + exp(g * -1.702f)) * (u + 1.0f);
-}
-
-void clamped_gate_and_mul(const float* gate_up, int64_t rows, int64_t size, float limit, float* out,
-                          int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows* size, num_threads))
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* gate = gate_up + r * 2 * size;
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const int64_t count = std::min<int64_t>(kLanes, size - i);
-      float values[2][kLanes] = {};
-      std::copy_n(gate + i, count, values[0]);
-      std::copy_n(gate + size + i, count, values[1]);
-      store(values[0], clamped(load(values[0]), load(values[1]), limit));
-      std::copy_n(values[0], count, out + r * size + i);
-    }
-  }
-}
 
 // Which rows each expert gets: `slots` of [tokens][top_k] sorted by expert, those of expert e from starts[e] on.
 struct Sorted {
@@ -64,12 +41,42 @@ struct Sorted {
 
 }  // namespace
 
+// The top_k experts with the largest logits of each token, the largest first, and their weights: the softmax over the
+// chosen logits (renormalized) or their shares of the softmax over all. Of equal logits those are chosen that torch's
+// topk takes, which selects and sorts by the same two algorithms; what is not a number is the largest there, too.
+// logits: [tokens][num_experts]; chosen, weights: [tokens][top_k].
+extern "C" void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k,
+                               int32_t renormalized, int64_t* chosen, float* weights) {
+  typedef std::pair<float, int64_t> Choice;
+  const auto precedes = [](const Choice& a, const Choice& b) {
+    return a.first > b.first || (std::isnan(a.first) && !std::isnan(b.first));
+  };
+  std::vector<Choice> order(num_experts);
+  for (int64_t t = 0; t < tokens; ++t, logits += num_experts, chosen += top_k, weights += top_k) {
+    for (int64_t e = 0; e < num_experts; ++e) order[e] = {logits[e], e};
+    const auto last = order.begin() + top_k - 1;
+    if (top_k * 64 <= num_experts) {
+      std::partial_sort(order.begin(), last + 1, order.end(), precedes);
+    } else {
+      std::nth_element(order.begin(), last, order.end(), precedes);
+      std::sort(order.begin(), last, precedes);
+    }
+    const float most = order[0].first;
+    float total = 0.0f;
+    for (int64_t e = 0; e < (renormalized ? top_k : num_experts); ++e) total += std::exp(order[e].first - most);
+    for (int64_t k = 0; k < top_k; ++k) {
+      chosen[k] = order[k].second;
+      weights[k] = std::exp(order[k].first - most) / total;
+    }
+  }
+}
+
 // out[t] += sum over j of weights[t][j] * down(gate(up(x[t]))) by expert chosen[t][j]; no expert twice for a token.
 // chosen, weights: [tokens][top_k]. out: [tokens][outputs of down].
 extern "C" void pagemill_experts(const PackedWeight* const* ups, const float* const* up_biases,
                                  const PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
                                  const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen,
-                                 const float* weights, int64_t top_k, int32_t gate, float limit, float* out,
+                                 const float* weights, int64_t top_k, int32_t activation, float limit, float* out,
                                  int32_t num_threads) {
   const int64_t size = ups[0]->in_features, inner = downs[0]->in_features, width = downs[0]->out_features;
   const Sorted sorted(chosen, tokens * top_k, num_experts);
@@ -85,10 +92,7 @@ extern "C" void pagemill_experts(const PackedWeight* const* ups, const float* co
       const int64_t count = std::min(kRows, sorted.starts[e + 1] - start);
       for (int64_t r = 0; r < count; ++r) std::copy_n(x + slots[r] / top_k * x_stride, size, rows + r * size);
       pagemill_linear(ups[e], rows, count, size, up_biases[e], gate_up, 2 * inner, 0, num_threads);
-      if (gate == kGateSilu)
-        pagemill_silu_and_mul(gate_up, count, inner, activated, 0, num_threads);
-      else
-        clamped_gate_and_mul(gate_up, count, inner, limit, activated, num_threads);
+      pagemill_activate(gate_up, count, inner, activation, 1, limit, activated, num_threads);
       pagemill_linear(downs[e], activated, count, inner, down_biases[e], result, width, 0, num_threads);
 #pragma omp parallel for schedule(static) num_threads(threads_for(count* width, num_threads))
       for (int64_t r = 0; r < count; ++r) {

@@ -1,5 +1,5 @@
-// The small operations between matrices, each in one pass over its rows: normalisation, rotary embedding with the
-// write of keys and values into the paged cache, gated activation.
+// The small operations around attention, each in one pass over its rows: normalisation, rotary embedding with the
+// write of keys and values into the paged cache.
 #include <omp.h>
 
 #include <cmath>
@@ -38,28 +38,23 @@ void rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t coun
       normalize(x + g * group_stride + i * size, weight, size, eps, out + g * out_group_stride + i * size);
 }
 
-template <typename Element>
-void silu_and_mul(const Element* x, int64_t rows, int64_t size, Element* out, int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows* size, num_threads))
-  for (int64_t r = 0; r < rows; ++r) {
-    const Element* gate = x + r * 2 * size;
-    const Element* up = gate + size;
-    Element* to = out + r * size;
-    int64_t i = 0;
-    if constexpr (sizeof(Element) == sizeof(float))
-      for (; i + kWidest <= size; i += kWidest) {
-        const Widest g = load_as<Widest>(gate + i), gated = g / (1.0f + exp(-g)) * load_as<Widest>(up + i);
-        std::memcpy(to + i, &gated, sizeof gated);
-      }
-    for (; i + kLanes <= size; i += kLanes) {
-      const Floats g = load(gate + i);
-      store(to + i, g / (1.0f + exp(-g)) * load(up + i));
-    }
-    for (; i < size; ++i) {
-      const float g = load_one(gate + i);
-      store_one(to + i, g / (1.0f + std::exp(-g)) * load_one(up + i));
-    }
+// (x - mean) / sqrt(variance + eps) * weight + bias; the mean first, so that a large one does not cancel.
+void center(const float* x, const float* weight, const float* bias, int64_t size, float eps, float* out) {
+  Floats totals = zero(), squares = zero();
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) totals += load(x + i);
+  float total = sum(totals);
+  for (; i < size; ++i) total += x[i];
+  const float mean = total / static_cast<float>(size);
+  for (i = 0; i + kLanes <= size; i += kLanes) squares += (load(x + i) - mean) * (load(x + i) - mean);
+  float square = sum(squares);
+  for (; i < size; ++i) square += (x[i] - mean) * (x[i] - mean);
+  const float scale = 1.0f / std::sqrt(square / static_cast<float>(size) + eps);
+  for (i = 0; i + kLanes <= size; i += kLanes) {
+    const Floats scaled = (load(x + i) - mean) * scale * load(weight + i);
+    store(out + i, bias ? scaled + load(bias + i) : scaled);
   }
+  for (; i < size; ++i) out[i] = (x[i] - mean) * scale * weight[i] + (bias ? bias[i] : 0.0f);
 }
 
 }  // namespace
@@ -79,9 +74,19 @@ void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int
              num_threads);
 }
 
+// As pagemill_rms_norm around the mean, plus bias (null: none).
+void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
+                         const float* weight, const float* bias, float eps, float* out, int64_t out_group_stride,
+                         int32_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(groups* count* size, num_threads))
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t i = 0; i < count; ++i)
+      center(x + g * group_stride + i * size, weight, bias, size, eps, out + g * out_group_stride + i * size);
+}
+
 // heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. Rotates queries and keys in place by halves
 // (arXiv 2104.09864, as in Hugging Face's Llama) and writes keys and values to the slot of each token; slot < 0: none.
-// cos, sin: [tokens][head_dim / 2]. cache: kv_store.h.
+// cos, sin: [tokens][head_dim / 2]; null: nothing turns. cache: kv_store.h.
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                              const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
                              const int64_t* slots, int64_t block_size, int32_t num_threads) {
@@ -90,7 +95,7 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
 #pragma omp parallel for schedule(static) num_threads(threads_for(tokens* width* head_dim, num_threads))
   for (int64_t t = 0; t < tokens; ++t) {
     float* row = heads + t * width * head_dim;
-    for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
+    for (int64_t h = 0; cos && h < num_heads + num_kv_heads; ++h) {
       float* left = row + h * head_dim;
       float* right = left + half;
       for (int64_t d = 0; d < half; ++d) {
@@ -105,15 +110,6 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
       write_token(cache_type, row + (num_heads + h) * head_dim, block_size, head_dim, offset,
                   cache + (block * 2 * num_kv_heads + h) * head_size);
   }
-}
-
-// out[r][i] = silu(x[r][i]) * x[r][size + i], both float32 or both bfloat16.
-void pagemill_silu_and_mul(const void* x, int64_t rows, int64_t size, void* out, int32_t bfloat16,
-                           int32_t num_threads) {
-  if (bfloat16)
-    silu_and_mul(static_cast<const uint16_t*>(x), rows, size, static_cast<uint16_t*>(out), num_threads);
-  else
-    silu_and_mul(static_cast<const float*>(x), rows, size, static_cast<float*>(out), num_threads);
 }
 
 }  // extern "C"

@@ -1,4 +1,5 @@
-// The operations that Python calls one by one and layer.cpp calls in a row. Defined in linear.cpp, fused.cpp, attention.cpp.
+// The operations that Python calls one by one and layer.cpp calls in a row. Each is defined in a
+// file of its subject.
 #pragma once
 #include "abi.h"
 
@@ -9,11 +10,22 @@ void pagemill_linear(const pagemill::PackedWeight* weight, const float* x, int64
 void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
                        const float* weight, float eps, void* out, int64_t out_group_stride, int32_t bfloat16,
                        int32_t num_threads);
+void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
+                         const float* weight, const float* bias, float eps, float* out, int64_t out_group_stride,
+                         int32_t num_threads);
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                              const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
                              const int64_t* slots, int64_t block_size, int32_t num_threads);
 void pagemill_silu_and_mul(const void* x, int64_t rows, int64_t size, void* out, int32_t bfloat16,
                            int32_t num_threads);
+void pagemill_activate(const float* x, int64_t rows, int64_t size, int32_t activation, int32_t gated, float limit,
+                       float* out, int32_t num_threads);
+void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k, int32_t renormalized,
+                    int64_t* chosen, float* weights);
+void pagemill_experts(const pagemill::PackedWeight* const* ups, const float* const* up_biases,
+                      const pagemill::PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
+                      const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen, const float* weights,
+                      int64_t top_k, int32_t activation, float limit, float* out, int32_t num_threads);
 void pagemill_paged_attention(const pagemill::AttentionArgs* arguments);
 
 }  // extern "C"
