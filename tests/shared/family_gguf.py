@@ -44,13 +44,18 @@ _ROTATED_APART = ("granite", "llama", "smollm3")
 _AROUND_ONE = ("gemma", "gemma2", "gemma3", "nemotron")
 
 
-def write_family_gguf(path: Path, folder: Path, architecture: str, *, parts: int = 1, **metadata: Any) -> None:
-    """`parts`: files of a split model, the first at `path`. `metadata`: keys beside those of the configuration."""
+def write_family_gguf(
+    path: Path, folder: Path, architecture: str, *, parts: int = 1, tokenizer: str | None = None, **metadata: Any
+) -> None:
+    """`parts`: files of a split model, the first at `path`. `tokenizer`: its kind, `no_vocab` for llama.cpp to read a
+    file without one. `metadata`: keys beside those of the configuration."""
     config: Config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=SPLIT_TENSORS if parts > 1 else 0)
     for key, value in (_common(config, architecture) | _own(config, architecture) | metadata).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[type(value)](f"{architecture}.{key}", value)
+    if tokenizer is not None:
+        writer.add_tokenizer_model(tokenizer)
     for name, tensor in _tensors(folder, config, architecture).items():
         writer.add_tensor(name, tensor.float().contiguous().numpy())
     writer.write_header_to_file()
