@@ -116,7 +116,8 @@ class PeerProcess:
 
     def kill(self) -> None:
         """As a crash would; whatever it started goes too."""
-        os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and so has all that it started
+            os.killpg(self.pid, signal.SIGKILL)
         self.stop()
 
     def stop(self) -> None:
