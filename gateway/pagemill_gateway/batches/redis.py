@@ -27,18 +27,18 @@ class RedisBatchStore:
         self._link = Link(msgspec.structs.replace(config, timeout_ms=TIMEOUT_MS))
 
     async def put(self, kind: Kind, account: str, object_id: str, value: bytes, lease: Lease | None = None) -> None:
-        await self._write("HSET", self._records(kind, account), lease, object_id, value)
+        await self._write("HSET", self._key(kind, account), lease, object_id, value)
 
     async def get(self, kind: Kind, account: str, object_id: str) -> bytes | None:
-        value: bytes | None = await self._ask(lambda client: client.hget(self._records(kind, account), object_id))
+        value: bytes | None = await self._ask(lambda client: client.hget(self._key(kind, account), object_id))
         return value
 
     async def all(self, kind: Kind, account: str) -> dict[str, bytes]:
-        found = await self._ask(lambda client: client.hgetall(self._records(kind, account)))
+        found = await self._ask(lambda client: client.hgetall(self._key(kind, account)))
         return {object_id.decode(): found[object_id] for object_id in sorted(found)}
 
     async def remove(self, kind: Kind, account: str, object_id: str) -> bool:
-        return bool(await self._ask(lambda client: client.hdel(self._records(kind, account), object_id)))
+        return bool(await self._ask(lambda client: client.hdel(self._key(kind, account), object_id)))
 
     async def append(self, file_id: str, data: bytes, lease: Lease | None = None) -> None:
         await self._write("APPEND", self._key("content", file_id), lease, data)
@@ -82,9 +82,6 @@ class RedisBatchStore:
             raise unavailable(
                 "Files and batches lie in Redis, which does not answer. Try again.", code="store_unavailable"
             ) from away
-
-    def _records(self, kind: Kind, account: str) -> str:
-        return self._key(kind, account)
 
     def _key(self, kind: str, name: str) -> str:
         """All in one slot of a Redis cluster, for the script."""

@@ -114,12 +114,7 @@ def _outcome(record: RequestRecord) -> RequestOutcome:
 
 def _route(path: str) -> str:
     """The route for logs and metrics; unknown paths must not create series."""
-    path = path[:-1] if path.endswith("/") and path != "/" else path
-    if path in PROBES:
-        return path
-    if found := NAMES.find(path):
-        return found
-    return next((route for route in WITH_IDS if path.startswith(f"{route}/")), "other")
+    return NAMES.find(path) or next((route for route in WITH_IDS if path.startswith(f"{route}/")), "other")
 
 
 def _line(record: RequestRecord, method: str, trace_id: str) -> str:

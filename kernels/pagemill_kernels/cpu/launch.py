@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -26,3 +27,9 @@ def rows(x: Tensor) -> Tensor:
     """x as [rows, features] with neighbouring features; copies only when it must."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def addresses(values: Iterable[int | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """As an array of pointers; `None`: null."""
+    listed = list(values)
+    return (ctypes.c_void_p * len(listed))(*listed)

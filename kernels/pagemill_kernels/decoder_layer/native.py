@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class NativeLayers:
         made = [_Weights(parts) for parts in layers]
         self._kept = layers, made
         """What the addresses below point to."""
-        self._addresses = _addresses(ctypes.addressof(each.layer) for each in made)
+        self._addresses = launch.addresses(ctypes.addressof(each.layer) for each in made)
         self._hidden_size = made[0].hidden_size
         self._heads = max(each.heads_size for each in made)
         self._inner = max(each.inner_size for each in made)
@@ -57,12 +57,12 @@ class NativeLayers:
         self._call(
             len(self._addresses),
             self._addresses,
-            _addresses(ctypes.addressof(plan.args) for plan in plans),
-            _addresses(cache.data_ptr() for cache in caches),
+            launch.addresses(ctypes.addressof(plan.args) for plan in plans),
+            launch.addresses(cache.data_ptr() for cache in caches),
             hidden.data_ptr(),
             num_tokens,
-            _addresses(None if each is None else each[0].data_ptr() for each in rotations),
-            _addresses(None if each is None else each[1].data_ptr() for each in rotations),
+            launch.addresses(None if each is None else each[0].data_ptr() for each in rotations),
+            launch.addresses(None if each is None else each[1].data_ptr() for each in rotations),
             NATIVE_TYPES.index(caches[0].dtype),
             slots.data_ptr(),
             scratch.data_ptr(),
@@ -131,11 +131,6 @@ def _norm(parts: NormParts | None) -> library.NormWeights:
         eps=parts.eps,
         centered=parts.centered,
     )
-
-
-def _addresses(values: Iterable[int | None]) -> ctypes.Array[ctypes.c_void_p]:
-    listed = list(values)
-    return (ctypes.c_void_p * len(listed))(*listed)
 
 
 def _native(linear: PackedLinear) -> NativeLinear:

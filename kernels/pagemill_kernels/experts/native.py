@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ class NativeExperts:
         self._hidden_size = ups[0].in_features
         self._num_experts = len(ups)
         self._addresses = (
-            _addresses(each.address for each in ups),
-            _addresses(each.bias_address for each in ups),
-            _addresses(each.address for each in downs),
-            _addresses(each.bias_address for each in downs),
+            launch.addresses(each.address for each in ups),
+            launch.addresses(each.bias_address for each in ups),
+            launch.addresses(each.address for each in downs),
+            launch.addresses(each.bias_address for each in downs),
         )
         self._activation = library.ACTIVATIONS.index(gate.activation)
         self._limit = gate.limit or 0.0
@@ -92,8 +92,3 @@ def pack_experts(experts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:
     if not len(ups) == len(downs) == len(experts):
         return PlainExperts(experts, gate)
     return NativeExperts(ups, downs, gate)
-
-
-def _addresses(values: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
-    listed = list(values)
-    return (ctypes.c_void_p * len(listed))(*listed)

@@ -13,10 +13,6 @@ using namespace pagemill;
 
 namespace {
 
-constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread costs more than it brings
-
-int threads_for(int64_t elements, int32_t num_threads) { return elements < kParallelElements ? 1 : num_threads; }
-
 template <typename Vector>
 Vector positive(Vector x) {
   const Vector none = {};

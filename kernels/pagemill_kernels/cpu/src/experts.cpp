@@ -18,10 +18,6 @@ using namespace pagemill;
 namespace {
 
 constexpr int64_t kRows = 192;                  // an expert's rows taken at a time: those for which linear.cpp reads a weight once
-constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread costs more than it brings
-
-int threads_for(int64_t elements, int32_t num_threads) { return elements < kParallelElements ? 1 : num_threads; }
-
 // Which rows each expert gets: `slots` of [tokens][top_k] sorted by expert, those of expert e from starts[e] on.
 struct Sorted {
   std::vector<int64_t> starts, slots;

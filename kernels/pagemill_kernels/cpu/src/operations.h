@@ -3,6 +3,17 @@
 #pragma once
 #include "abi.h"
 
+namespace pagemill {
+
+constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread costs more than it brings
+
+// Threads for work in one pass over so many elements.
+inline int threads_for(int64_t elements, int32_t num_threads) {
+  return elements < kParallelElements ? 1 : num_threads;
+}
+
+}  // namespace pagemill
+
 extern "C" {
 
 void pagemill_linear(const pagemill::PackedWeight* weight, const float* x, int64_t rows, int64_t x_stride,
@@ -16,8 +27,6 @@ void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, i
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                              const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
                              const int64_t* slots, int64_t block_size, int32_t num_threads);
-void pagemill_silu_and_mul(const void* x, int64_t rows, int64_t size, void* out, int32_t bfloat16,
-                           int32_t num_threads);
 void pagemill_activate(const float* x, int64_t rows, int64_t size, int32_t activation, int32_t gated, float limit,
                        float* out, int32_t num_threads);
 void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k, int32_t renormalized,
