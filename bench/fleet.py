@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 
 from report import emit
 
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
-from pagemill_simulator.fleet.exact import simulate_fleet
-from pagemill_simulator.fleet.fast import simulate_fleet_fast
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.figures import figures_of
-from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.fixed import FixedReplicas
 from pagemill_simulator.scaling.policy import Bounds
@@ -38,10 +35,10 @@ def settings(num_pods: int) -> FleetSettings:
     return FleetSettings(engine=engine, bounds=Bounds(num_pods, num_pods))
 
 
-def measure(simulate: Callable[..., Outcome], workload: Workload, num_pods: int) -> dict[str, float]:
+def measure(workload: Workload, num_pods: int, *, fast: bool) -> dict[str, float]:
     fleet = settings(num_pods)
     begun_s = time.process_time()
-    outcome = simulate(workload, fleet, rival(FixedReplicas(), fleet.bounds))
+    outcome = simulate_fleet(workload, fleet, rival(FixedReplicas(), fleet.bounds), fast=fast)
     cpu_s = time.process_time() - begun_s
     figures = figures_of(outcome)
     found = {
@@ -66,9 +63,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     workload = Steady(rate=args.rate, duration_s=60 * args.minutes).workload(args.seed)
-    results = {"fast-forward": measure(simulate_fleet_fast, workload, args.pods)}
+    results = {"fast-forward": measure(workload, args.pods, fast=True)}
     if args.exact:
-        results["exact"] = measure(simulate_fleet, workload, args.pods)
+        results["exact"] = measure(workload, args.pods, fast=False)
         results["ratio"] = {
             name: value / results["exact"][name] if results["exact"][name] else 1.0
             for name, value in results["fast-forward"].items()

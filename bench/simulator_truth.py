@@ -31,7 +31,7 @@ from workload import ORDINARY_TOKENS
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
-from pagemill_simulator.fleet.exact import simulate_fleet
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.fixed import FixedReplicas
 from pagemill_simulator.scaling.policy import Bounds

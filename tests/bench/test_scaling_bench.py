@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import scaling
 
-from pagemill_simulator.fleet.fast import simulate_fleet_fast
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.figures import figures_of
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.workloads.shapes import Ramp
@@ -16,7 +16,7 @@ SETTINGS = FleetSettings(engine=scaling.ENGINE, bounds=scaling.BOUNDS, cold_star
 def test_every_policy_meets_the_same_requests_and_its_row_fits_the_table() -> None:
     workload = SHORT.workload(1)
     for name, make in scaling.policies(workload).items():
-        outcome = simulate_fleet_fast(workload, SETTINGS, make())
+        outcome = simulate_fleet(workload, SETTINGS, make(), fast=True)
         figures = figures_of(outcome, slo_ttft_ms=scaling.SLO.ttft_ms, slo_tpot_ms=scaling.SLO.tpot_ms)
         assert (figures.policy, figures.num_requests) == (name, len(workload.requests))
         assert figures.num_served + figures.num_refused == figures.num_requests

@@ -17,8 +17,7 @@ from pagemill_gateway.routing.policies import PolicyName
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.state import StepTimeParams
-from pagemill_simulator.fleet.exact import simulate_fleet
-from pagemill_simulator.fleet.fast import simulate_fleet_fast
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling import simulated
@@ -28,6 +27,7 @@ from pagemill_simulator.scaling.simulated import SimulatedPolicy, rival
 from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.shapes import Steady
 
+simulate_fleet_fast = partial(simulate_fleet, fast=True)
 STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512], knot_ms=[6.0, 8.0, 22.0], decode_context_ms=1e-4, chunk_context_ms=1e-6
 )

@@ -21,7 +21,7 @@ from pagemill_operator.autoscaler.settings import Direction, ScalingSettings, Sl
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
-from pagemill_simulator.fleet.exact import simulate_fleet
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling import simulated

@@ -11,7 +11,7 @@ import pytest
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.settings import ScalingSettings
 from pagemill_protocol.state import StepTimeParams
-from pagemill_simulator.fleet.exact import simulate_fleet
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling.policy import Bounds

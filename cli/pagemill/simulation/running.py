@@ -10,8 +10,7 @@ import typer
 from pagemill.planning.errors import PlanError
 from pagemill.printable import printable
 from pagemill.simulation.progress import progress_of
-from pagemill_simulator.fleet.exact import simulate_fleet
-from pagemill_simulator.fleet.fast import simulate_fleet_fast
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.report import png
@@ -31,11 +30,10 @@ def run(
     """One outcome for each policy. Raises `PlanError` before anything runs if the report cannot be written."""
     if report is not None:
         _make(report)
-    simulate = simulate_fleet_fast if fast else simulate_fleet
     outcomes = []
     for policy in policies:
         with progress_of(policy.name) as progress:
-            outcomes.append(simulate(workload, settings, policy, progress=progress))
+            outcomes.append(simulate_fleet(workload, settings, policy, fast=fast, progress=progress))
     if report is not None:
         _report(outcomes, report, settings)
     return outcomes

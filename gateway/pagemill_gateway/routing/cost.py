@@ -20,8 +20,9 @@ from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import DEFAULT_STEP_TOKENS, StepTimeSnapshot, take_snapshot
 from pagemill_protocol.step_time import StepTimeModel
 
-NEAR_SHARE = 0.02
-NEAR_MS = 0.5
+import os
+NEAR_SHARE = float(os.environ.get("XNEAR","0.02"))
+NEAR_MS = float(os.environ.get("XNEARMS","0.5"))
 """Costs within this share of the smallest, or this much above it, count as equal."""
 COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "adapter_ms", "ttft_ms", "affinity_ms", "cost_ms")
 
@@ -48,13 +49,14 @@ class CostPolicy:
             costs = [cost if each.session else cost + affinity_ms for each, cost in zip(candidates, costs, strict=True)]
         best = min(costs)
         limit = best + max(NEAR_MS, best * NEAR_SHARE)
-        near = [each for each, cost in zip(candidates, costs, strict=True) if cost <= limit]
+        near = [place for place, cost in enumerate(costs) if cost <= limit]
         if has_session:
             # What a session may cost is bounded to the millisecond: a nearly equal cost is not enough to stay.
-            stays = [each for each, cost in zip(candidates, costs, strict=True) if each.session and cost == best]
-            near = stays or [each for each in near if not each.session]
+            stays = [place for place in near if candidates[place].session and costs[place] == best]
+            near = stays or [place for place in near if not candidates[place].session]
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
-        return RoutingDecision(least_busy(near), why, COLUMNS, _Rows(request, candidates, bases, affinity_ms))
+        chosen = least_busy([candidates[place] for place in near])
+        return RoutingDecision(chosen, why, COLUMNS, _Rows(request, candidates, bases, affinity_ms), near=near)
 
 
 class _Rows(Sequence[Sequence[float]]):

@@ -71,6 +71,8 @@ class RoutingDecision(NamedTuple):
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[float]] = ()
     largest_wins: bool = False
+    near: Sequence[int] = ()
+    """Places of candidates that cost nearly the same as the chosen one, which a finer estimate may choose among."""
 
 
 class RoutingPolicy(Protocol):
@@ -83,8 +85,8 @@ class RoutingPolicy(Protocol):
 
 def least_busy(candidates: Sequence[Candidate]) -> Candidate:
     """The one with the fewest requests; ties go to the one that was chosen longest ago."""
-    return min(candidates, key=_busyness)
+    return min(candidates, key=busyness)
 
 
-def _busyness(candidate: Candidate) -> tuple[int, int]:
+def busyness(candidate: Candidate) -> tuple[int, int]:
     return candidate.in_flight + candidate.external, candidate.last_chosen

@@ -24,6 +24,10 @@ class KVCounts:
         self._caches = caches
         self._cached: OrderedDict[Owner, int] = OrderedDict()
         """Blocks by owner, the least recently used first."""
+        self._held: dict[Owner, int] = {}
+        """Full blocks of prompts that were computed and still run, by owner."""
+        self._changed: dict[int, None] = {}
+        """Sessions of which more or less may be found than before."""
         self._num_nameless = 0
         self._no_owner = self.new_owner()
         """Of neighbours in age that no request will look for."""
@@ -53,6 +57,7 @@ class KVCounts:
         self.num_cached = self.num_free
         while missing:
             owner, count = next(iter(self._cached.items()))
+            self._note(owner)
             if count > missing:
                 self._cached[owner] = count - missing
                 return
@@ -62,6 +67,9 @@ class KVCounts:
     def give_back(self, num_blocks: int, num_computed_tokens: int, owner: Owner | None) -> None:
         """Full blocks stay to be found; `owner` None: no request will look for them, but they age with the others."""
         self.num_free += num_blocks
+        if owner is not None:
+            self._held.pop(owner, None)
+            self._note(owner)
         num_full = num_computed_tokens // self.block_size if self._caches else 0
         if not num_full:
             return
@@ -78,6 +86,22 @@ class KVCounts:
         """Blocks."""
         return self._cached.get(owner, 0)
 
+    def hold(self, owner: Owner, num_computed_tokens: int) -> None:
+        """A row has computed its prompt: others find it while it runs."""
+        if self._caches and isinstance(owner, int):
+            self._held[owner] = num_computed_tokens // self.block_size
+            self._note(owner)
+
+    def num_findable_of(self, owner: Owner) -> int:
+        """Blocks, whether a row holds them or not."""
+        return max(self._held.get(owner, 0), self._cached.get(owner, 0))
+
+    def take_changed(self) -> list[int]:
+        """Sessions of which more or less may be found than when this was called last."""
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
+
     def revive(self, owner: Owner, num_blocks: int) -> None:
         """A row takes the first blocks of what is cached of its owner; the rest is found no more, and ages."""
         self.num_free -= num_blocks
@@ -86,6 +110,11 @@ class KVCounts:
         del self._cached[owner]
         if rest:
             self._cached[self.new_owner()] = rest
+        self.hold(owner, num_blocks * self.block_size)  # what is in use is found all the same
+
+    def _note(self, owner: Owner) -> None:
+        if isinstance(owner, int):
+            self._changed[owner] = None
 
     # -- what decodes will need ----------------------------------------------------------------------------------
 

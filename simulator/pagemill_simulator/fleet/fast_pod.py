@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.policies import POLICIES
+from pagemill_protocol.state import EngineLoad
 from pagemill_simulator.fleet.fast_kv import KVCounts
 from pagemill_simulator.fleet.fast_row import Place, Row
 from pagemill_simulator.fleet.fast_steps import Run, StepTimes
@@ -35,16 +36,14 @@ class PodLoad(NamedTuple):
     num_tokens_waiting: int
     num_blocks_available: int
     num_blocks_active: int
+    num_prefilling: int = 0
+    num_tokens_prefilling: int = 0
+    num_tokens_prefilled: int = 0
 
     def plus(self, num_waiting: int, num_tokens_waiting: int) -> PodLoad:
         """With so many requests more that wait."""
-        return PodLoad(
-            self.num_running,
-            self.num_waiting + num_waiting,
-            self.num_tokens_running,
-            self.num_tokens_waiting + num_tokens_waiting,
-            self.num_blocks_available,
-            self.num_blocks_active,
+        return self._replace(
+            num_waiting=self.num_waiting + num_waiting, num_tokens_waiting=self.num_tokens_waiting + num_tokens_waiting
         )
 
 
@@ -66,6 +65,10 @@ class FastPod:
         self._num_arrivals = 0
         self._launch_s = 0.0
         """When the next step is launched: the one before the last was read then."""
+        self._read_s = 0.0
+        """When the step before the one that runs was read."""
+        self._started: list[Row] = []
+        """Rows whose first step with a token was launched; whoever reads them takes them out."""
         self._end_s: float | None = None
         """Of the step in flight; None: there is none."""
         self._waiting: list[tuple[tuple[int, ...], Row]] = []
@@ -116,19 +119,62 @@ class FastPod:
         return len(self._waiting)
 
     def load(self) -> PodLoad:
-        due = self._num_waiting_tokens
-        num_tokens = self._num_decode_tokens
+        num_tokens_prefilling = num_tokens_prefilled = 0
         for _, row in self._prefilling:
-            num_tokens += row.num_computed_tokens
-            due += row.num_due_tokens
+            num_tokens_prefilled += row.num_computed_tokens
+            num_tokens_prefilling += row.num_due_tokens
+        num_tokens = self._num_decode_tokens + num_tokens_prefilled
         for row in self._leaving:
             num_tokens += row.num_computed_tokens
         kv = self.kv
-        return PodLoad(self.num_running, len(self._waiting), num_tokens, due, kv.num_free, kv.num_active)
+        return PodLoad(
+            self.num_running,
+            len(self._waiting),
+            num_tokens,
+            self._num_waiting_tokens + num_tokens_prefilling,
+            kv.num_free,
+            kv.num_active,
+            len(self._prefilling),
+            num_tokens_prefilling,
+            num_tokens_prefilled,
+        )
 
     def report(self) -> PodLoad:
         """As it was reported last: after the step that was read last, before another one was launched."""
         return self._last_report or self.load().plus(-self._num_new, -self._num_new_tokens)
+
+    def engine_load(self) -> EngineLoad:
+        """`report` as an engine publishes it."""
+        load = self.report()
+        return EngineLoad(
+            num_blocks_total=self.kv.num_blocks,
+            num_blocks_free=load.num_blocks_available,
+            num_blocks_active=load.num_blocks_active,
+            num_requests_running=load.num_running,
+            num_requests_waiting=load.num_waiting,
+            num_tokens_running=load.num_tokens_running,
+            num_tokens_waiting=load.num_tokens_waiting,
+            num_requests_prefilling=load.num_prefilling,
+            num_tokens_prefilling=load.num_tokens_prefilling,
+            num_tokens_prefilled=load.num_tokens_prefilled,
+            step_in_flight_ms=self._step_in_flight_s() * 1000,
+            num_preemptions=self.num_preemptions,
+        )
+
+    def report_age_s(self, now_s: float) -> float:
+        """Since what `report` says was so."""
+        return max(0.0, now_s - self._read_s) if self._step_in_flight_s() else 0.0
+
+    def _step_in_flight_s(self) -> float:
+        """Of the step that began when the latest one was read; 0: none did."""
+        if not self._overlaps or not self.has_work or self._is_starting:
+            return 0.0
+        return max(0.0, self._launch_s - self._read_s)
+
+    def take_started(self) -> list[Row]:
+        """Rows whose first token will be sampled by a step that was launched since this was called last."""
+        started, self._started = self._started, []
+        return started
 
     @property
     def is_starting(self) -> bool:
@@ -215,6 +261,7 @@ class FastPod:
         kv, num_rows = self.kv, len(self._decoding)
         kv.take(kv.needed_by(self.num_steps, num_steps, num_rows))
         end_s = run.end_s(num_steps)
+        self._read_s = run.end_s(num_steps - 2) if num_steps > 1 else self._launch_s
         self._launch_s, self._end_s = (run.end_s(num_steps - 1), end_s) if self._overlaps else (end_s, None)
         self._stepped(num_steps, run.begin_s, end_s)
         return True
@@ -228,6 +275,7 @@ class FastPod:
                     raise RuntimeError("a fast pod has stopped: a request waits and nothing runs")
                 return
         following = self._launch(self._end_s) if self._overlaps else None
+        self._read_s = self._launch_s
         self._launch_s, self._end_s = self._end_s, following
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -355,7 +403,7 @@ class FastPod:
         row.num_computed_tokens += num_tokens
         row.num_unread_tokens = num_tokens
         if row.num_due_tokens == 0:
-            row.first_token_s = min(row.first_token_s, end_s)
+            self._started_at(row, end_s)
             row.num_tokens += 1
             row.num_left -= 1
             self.num_sampled_tokens += 1
@@ -374,8 +422,15 @@ class FastPod:
 
     def _tell_first(self, end_s: float) -> None:
         for row in self._unreported:
-            row.first_token_s = min(row.first_token_s, end_s)
+            self._started_at(row, end_s)
         self._unreported.clear()
+
+    def _started_at(self, row: Row, end_s: float) -> None:
+        if row.first_token_s == math.inf:
+            row.first_token_s = end_s
+            self._started.append(row)
+            if row.session is not None:
+                self.kv.hold(row.session, row.num_computed_tokens)
 
     def _leave(self, row: Row, end_s: float) -> None:
         row.place, row.end_s = Place.LEAVING, end_s

@@ -52,6 +52,8 @@ class Row:
     num_preemptions: int = 0
     place: Place = Place.WAITING
     started: bool = False
+    num_delivered: int = 0
+    """Tokens that its sender has."""
     first_token_s: float = math.inf
     end_s: float = math.inf
     """Of the step that samples its last token."""

@@ -1,7 +1,7 @@
 """One simulated request through as many attempts as it may have, as the gateway's relay takes a real one through.
 
 The brain, the bookkeeping of attempts and of engines' ends are the gateway's own; frames, sockets and clients are left
-out: what an engine has computed is here a millisecond later. Neighbours: `exact` makes the sites and reports when they
+out: what an engine has computed is here a millisecond later. Neighbours: `fleet` makes the sites and reports when they
 end.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import (
     Assignment,
     CompletedRequest,
     FailureKind,
+    HashScheme,
     QueueTicket,
     RequestOutcome,
     RetryContext,
@@ -27,21 +27,23 @@ from pagemill_gateway.brain.interface import (
     Target,
 )
 from pagemill_gateway.relay.engine_failures import EngineFailures
-from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.hashes import token_bytes
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_simulator.events import Events, EventsLoop
+from pagemill_simulator.fleet.engines import Delivery, Engine
 from pagemill_simulator.fleet.outcome import Ending, Served
-from pagemill_simulator.pod import NETWORK_S, RunningPod
+from pagemill_simulator.pod import NETWORK_S
 
 MODEL = "sim"
 KEY_TOKENS = 25
 """About a hundred characters, which `PrefixHash` goes by."""
 BYTES_PER_TOKEN = 4
 """Of a request's body."""
+PrefixChunks = Callable[[Sequence[int], int | None, HashScheme], tuple[bytes, ...]]
+"""Of a prompt and its session (`engines.EngineKind.prefix_chunks`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +51,7 @@ class Site:
     """One start of a pod, as far as requests are concerned."""
 
     pod_name: str
-    running: RunningPod = field(init=False)
+    engine: Engine = field(init=False)
     courses: dict[str, Course] = field(default_factory=dict)
     """Accepted and not ended, by the engine's name for them."""
     takes_more: bool = True
@@ -61,6 +63,7 @@ class Course:
 
     index: int
     """In the workload."""
+    session: int | None
     prompt: list[int]
     max_tokens: int
     arrival_s: float
@@ -98,7 +101,7 @@ class Relay:
         events: Events,
         loop: EventsLoop,
         sites: Mapping[str, Site],
-        hashes: PromptHashes,
+        prefix_chunks: PrefixChunks,
         *,
         max_attempts: int,
         seed: int,
@@ -109,18 +112,19 @@ class Relay:
         self._events = events
         self._loop = loop
         self._sites = sites
-        self._hashes = hashes
+        self._prefix_chunks = prefix_chunks
         self._max_attempts = max_attempts
         self._rng = random.Random(f"{seed} pauses")
         self._on_empty = on_empty
-        self.num_output_tokens = 0
-        """Delivered, of all requests."""
 
-    async def serve(self, index: int, prompt: list[int], num_output_tokens: int) -> tuple[Served, list[int]]:
+    async def serve(
+        self, index: int, session: int | None, prompt: list[int], num_output_tokens: int
+    ) -> tuple[Served, list[int]]:
         """What became of it, and its answer."""
         attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
         engine_failures = EngineFailures(self._rng.uniform)
-        course = Course(index, prompt, max(1, num_output_tokens), self._events.now_s, attempts, engine_failures)
+        now, num_tokens = self._events.now_s, max(1, num_output_tokens)
+        course = Course(index, session, prompt, num_tokens, now, attempts, engine_failures)
         try:
             is_served = await self._serve(course)
         except PagemillError:
@@ -129,22 +133,21 @@ class Relay:
             return course.served("served"), course.output
         return course.served("lost" if course.was_accepted else "refused"), course.output
 
-    def deliver(self, site: Site, outputs: StepOutputs) -> None:
-        """What a step of an engine has computed is here."""
+    def deliver(self, site: Site, deliveries: Sequence[Delivery]) -> None:
+        """What an engine has computed is here."""
         now, courses = self._events.now_s, site.courses
-        for output in outputs.outputs:
-            course = courses.get(output.request_id)
+        for each in deliveries:
+            course = courses.get(each.request_id)
             if course is None:
                 continue
-            if output.error is not None:
-                raise RuntimeError(f"a simulated engine failed request {course.index}: {output.error}")
-            if course.attempt_first_s is None and output.token_ids:
-                self._started(course, output.num_cached_tokens)
-            course.output += output.token_ids
+            if each.error:
+                raise RuntimeError(f"a simulated engine failed request {course.index}: {each.error}")
+            if course.attempt_first_s is None and each.token_ids:
+                self._started(course, each.num_cached_tokens)
+            course.output += each.token_ids
             course.last_token_s = now
-            self.num_output_tokens += len(output.token_ids)
-            if output.finish_reason is not None:
-                del courses[output.request_id]
+            if each.is_last:
+                del courses[each.request_id]
                 self._end(course, None)
         if not courses:
             self._on_empty(site)
@@ -187,7 +190,7 @@ class Relay:
             )
 
     def _ask(self, course: Course, target: Target) -> RoutingRequest:
-        prefix_chunks = self._hashes.hashes(target.scheme, "", course.prompt)
+        prefix_chunks = self._prefix_chunks(course.prompt, course.session, target.scheme)
         return RoutingRequest(
             len(course.prompt),
             prefix_chunks,
@@ -233,14 +236,14 @@ class Relay:
             return
         name = f"{course.index}-{course.attempts.count}"
         try:
-            site.running.enter(_request(name, course))
+            site.engine.enter(_request(name, course), course.session)
         except PagemillError as error:
             is_full = error.status in (429, 503)
             self._events.after(NETWORK_S, partial(self._end, course, "refused" if is_full else error))
             return
         site.courses[name] = course
         course.was_accepted = True
-        course.weights_digest = course.weights_digest or site.running.pod.weights_digest
+        course.weights_digest = course.weights_digest or site.engine.weights_digest
         self._events.after(NETWORK_S, partial(self._brain.accepted, choice))
 
     def _started(self, course: Course, num_cached_tokens: int) -> None:

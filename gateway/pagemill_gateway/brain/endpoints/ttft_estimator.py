@@ -70,22 +70,22 @@ class TtftEstimator:
         """What the engine does is unknown from now on."""
         self._simulation = None
 
-    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
-        """Decision `decision` goes there now: milliseconds to its first token. `None`: unknown.
+    def estimate_ms(self, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
+        """Milliseconds to the first token of a request that would go there now. `None`: unknown.
 
         `held_ms`: it waits this long there for something else, while the steps go on without it.
         """
-        at_s = now_s + self._transfer_s.value + held_ms / 1000
-        steps_ms = None
-        if self._simulation is not None:
-            self._simulation.advance(now_s)
-            pending = self._pending(dispatch, at_s)
-            steps_ms = (self._simulation.first_token_s(pending) - now_s) * 1000
-            if not held_ms:
-                self._simulation.queue.append(pending)
+        steps_ms = self._steps_ms(dispatch, now_s, held_ms)
+        return self._with_overhead(steps_ms) if steps_ms is not None else None
+
+    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
+        """As `estimate_ms` of decision `decision`, which goes there now."""
+        steps_ms = self._steps_ms(dispatch, now_s, held_ms)
+        if self._simulation is not None and not held_ms:
+            self._simulation.queue.append(self._pending(dispatch, now_s + self._transfer_s.value))
         teaches = self._transfer_s.known and not held_ms
         self._sent[decision] = now_s, steps_ms if teaches else None
-        return max(steps_ms / 2, steps_ms + self._overhead_ms.value) if steps_ms is not None else None
+        return self._with_overhead(steps_ms) if steps_ms is not None else None
 
     def accepted(self, decision: int, now_s: float) -> None:
         """The engine has accepted it."""
@@ -104,6 +104,16 @@ class TtftEstimator:
         self._sent.pop(decision, None)
         if self._simulation is not None:
             self._simulation.num_answers = max(0, self._simulation.num_answers - num_answers)
+
+    def _steps_ms(self, dispatch: Dispatch, now_s: float, held_ms: float) -> float | None:
+        if self._simulation is None:
+            return None
+        self._simulation.advance(now_s)
+        pending = self._pending(dispatch, now_s + self._transfer_s.value + held_ms / 1000)
+        return (self._simulation.first_token_s(pending) - now_s) * 1000
+
+    def _with_overhead(self, steps_ms: float) -> float:
+        return max(steps_ms / 2, steps_ms + self._overhead_ms.value)
 
     def _at_s(self, decision: int, now_s: float) -> float:
         sent_s, _ = self._sent.get(decision, (now_s, None))

@@ -20,7 +20,8 @@ from pagemill_gateway.brain.placement.decisions import DecisionLog
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
+from pagemill_gateway.brain.placement.shortlist import dispatch_of, predict_ttft_ms, shortest
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
 from pagemill_protocol.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
@@ -69,6 +70,7 @@ class Placement:
             request.adapter_digest != "",
         )
         decision = policy.choose(view, candidates)
+        decision = shortest(decision, view, candidates, records, num_sequences, now)
         index = _place_of(decision.chosen, candidates)
         if not fits(records[index], decision.chosen.num_cached_tokens):
             # Engines are rarely full, so only now all are checked.
@@ -77,7 +79,7 @@ class Placement:
             if not fitting:
                 return None
             records, candidates = [record for record, _ in fitting], [each for _, each in fitting]
-            decision = policy.choose(view, candidates)
+            decision = shortest(policy.choose(view, candidates), view, candidates, records, num_sequences, now)
             index = _place_of(decision.chosen, candidates)
         chosen = decision.chosen
         dispatch = self._account(number, request, num_sequences, records[index], chosen)
@@ -85,7 +87,7 @@ class Placement:
             records[index].adapters.expect(number, request.adapter_digest, now)
         if request.session:
             self._sessions.chosen(deployment.key, request.session, chosen.endpoint_id)
-        predicted_ttft_ms = _predicted_ttft_ms(decision, index, records[index], number, dispatch, now)
+        predicted_ttft_ms = predict_ttft_ms(decision, index, records[index], number, dispatch, now)
         self.decisions.note(
             number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision, predicted_ttft_ms
         )
@@ -188,8 +190,7 @@ class Placement:
     ) -> Dispatch:
         record.in_flight += 1
         record.last_chosen = number
-        num_uncached = max(1, request.num_prompt_tokens - chosen.num_cached_tokens)
-        dispatch = Dispatch(num_uncached, num_sequences, request.num_prompt_tokens - num_uncached)
+        dispatch = dispatch_of(request.num_prompt_tokens, num_sequences, chosen)
         record.dispatches.sent(number, dispatch)
         record.seen.clear()
         bit = self.index.bit(record.endpoint.id)
@@ -201,21 +202,6 @@ class Placement:
 
 def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
     return next(place for place, each in enumerate(candidates) if each is chosen)
-
-
-def _predicted_ttft_ms(
-    decision: RoutingDecision, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
-) -> float | None:
-    """Where the policy predicts it: simulated for the chosen endpoint, which would cost too much for all candidates."""
-    if "ttft_ms" not in decision.columns:
-        return None
-    chosen, ttft_ms = decision.chosen, None
-    if chosen.believed:
-        ttft_ms = record.ttft_estimator.ttft_ms(number, dispatch, now, held_ms=chosen.adapter_ms)
-    row = decision.rows[index]
-    if ttft_ms is None:
-        return row[decision.columns.index("ttft_ms")]
-    return ttft_ms + row[decision.columns.index("wait_ms")]
 
 
 class Sessions:

@@ -1,9 +1,9 @@
-"""A fleet in which every step of every engine is scheduled by the real scheduler.
+"""A simulated fleet: engines in pods that come and go, behind the gateway's real brain.
 
-Real are the gateway's brain (registry, prefix index, room, queue, routing, load frames) with the relay's attempts, in
-every pod the scheduler and the KV manager, and the autoscaler's signals and learned cold starts. Simulated are time,
-the forward passes, the network, and the cluster (`platform`). The same workload, settings and policy give the same
-outcome, bit for bit, but for the time that it took.
+Real are the brain (registry, prefix index, room, queue, routing, load frames) with the relay's attempts, and the
+autoscaler's signals and learned cold starts; of engines (`engines`) either everything but the forward passes, or in
+fast-forward the decisions of their schedulers. Simulated are time, the network, and the cluster (`platform`). The same
+workload, settings and policy give the same outcome, bit for bit, but for the time that it took.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import random
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import msgspec
-
+from pagemill_engine.config import EngineConfig
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import FailureKind
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.relay.prompt_hashes import PromptHashes
 from pagemill_operator.autoscaler.signals import View, merge
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.load import DeploymentLoad, EngineHeld
@@ -26,17 +24,18 @@ from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.controller import Controller
 from pagemill_simulator.fleet.conversations import Conversations
+from pagemill_simulator.fleet.engines import EngineKind
 from pagemill_simulator.fleet.event_log import EventLog
+from pagemill_simulator.fleet.exact_engines import ExactEngines
+from pagemill_simulator.fleet.fast_engines import FastEngines
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.platform import Platform, Pod
 from pagemill_simulator.fleet.progress import tell_progress
 from pagemill_simulator.fleet.relay import MODEL, Relay, Site
 from pagemill_simulator.fleet.settings import FleetSettings
-from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
+from pagemill_simulator.pod import NETWORK_S
 from pagemill_simulator.scaling.policy import FleetScaler, PodSeen, Seen
 from pagemill_simulator.workloads.request import Workload
-
-VOCAB_SIZE = 32000
 
 
 def simulate_fleet(
@@ -44,16 +43,19 @@ def simulate_fleet(
     settings: FleetSettings,
     policy: FleetScaler,
     *,
+    fast: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Serve `workload` by as many pods as `policy` orders. `progress` gets the share that is done.
 
+    `fast`: engines decide on counters, a hundred pods for an hour in minutes, within a few percent of the exact ones.
+
     Raises `SettingsError`; `RuntimeError` where a request ended twice or never.
     """
-    return _ExactFleet(workload, settings.checked(), policy, progress).run()
+    return _Fleet(workload, settings.checked(), policy, FastEngines if fast else ExactEngines, progress).run()
 
 
-class _ExactFleet:
+class _Fleet:
     """Implements `platform.Engines`."""
 
     def __init__(
@@ -61,14 +63,15 @@ class _ExactFleet:
         workload: Workload,
         settings: FleetSettings,
         policy: FleetScaler,
+        make_kind: Callable[[EngineConfig, Events], EngineKind],
         progress: Callable[[float], None] | None,
     ) -> None:
         self._workload = workload
         self._settings = settings
         self._policy = policy
         self._progress = progress
-        self._engine = msgspec.structs.replace(settings.engine, vocab_size=settings.engine.vocab_size or VOCAB_SIZE)
         self._events = events = Events()
+        self._kind = make_kind(settings.engine, events)
         self._loop = EventsLoop(events)
         self._event_log = EventLog(workload)
         # In a cluster, endpoints that go are named at once, and used while there is no other.
@@ -82,15 +85,15 @@ class _ExactFleet:
             events,
             self._loop,
             self._sites,
-            PromptHashes(config.remembered_prefix_chunks),
+            self._kind.prefix_chunks,
             max_attempts=settings.max_attempts,
             seed=settings.seed,
             on_empty=self._look_whether_empty,
         )
-        self._conversations = Conversations(workload.requests, self._engine.vocab_size or VOCAB_SIZE)
+        self._conversations = Conversations(workload.requests, self._kind.vocab_size)
         self._platform = Platform(events, settings, self, self._event_log)
         self._controller = Controller(events, self._platform, policy, settings.bounds, self._see)
-        self._num_arrived = self._num_ended = self._num_prompt_tokens = 0
+        self._num_arrived = self._num_ended = self._num_prompt_tokens = self._num_made_by_gone = 0
 
     def run(self) -> Outcome:
         """To the end of the traffic and the last token."""
@@ -109,8 +112,8 @@ class _ExactFleet:
             loop.close()
         self._platform.end()
         for site in self._sites.values():
-            site.running.pod.core.check_integrity()
-        return event_log.outcome(self._policy.name, events.now_s, is_exact=True)
+            site.engine.check()
+        return event_log.outcome(self._policy.name, events.now_s, is_exact=self._kind.is_exact)
 
     # What the platform asks and reports.
 
@@ -118,13 +121,12 @@ class _ExactFleet:
         self._events.after(NETWORK_S, self._apply_catalog)
 
     def ready(self, pod: Pod) -> None:
-        simulated = SimulatedPod(pod.name, self._engine, is_calibrated=True)
         site = Site(pod.name)
         observe, deliver = partial(self._observe, site), partial(self._relay.deliver, site)
-        site.running = RunningPod(simulated, self._events, observe=observe, deliver=deliver)
+        site.engine = self._kind.start(pod.name, observe, deliver)
         self._sites[pod.name] = site
         self.listed()
-        self._events.after(NETWORK_S, partial(observe, simulated.frame(snapshot=True)))
+        self._events.after(NETWORK_S, partial(observe, site.engine.snapshot()))
 
     def crashed(self, pod: Pod) -> None:
         self._end(pod, "lost")
@@ -132,8 +134,7 @@ class _ExactFleet:
 
     def drains(self, pod: Pod) -> None:
         site = self._sites[pod.name]
-        site.running.pod.drain()
-        site.running.tell()
+        site.engine.drain()
         self._loop.spawn(self._hand_over(site))
 
     def gone(self, pod: Pod) -> None:
@@ -148,7 +149,8 @@ class _ExactFleet:
     def _end(self, pod: Pod, kind: FailureKind) -> None:
         site = self._sites.pop(pod.name, None)
         if site is not None:
-            site.running.stop()
+            site.engine.stop()
+            self._num_made_by_gone += site.engine.num_output_tokens
             self._events.after(NETWORK_S, partial(self._cut, site, kind))
 
     # What reaches the gateway.
@@ -165,7 +167,7 @@ class _ExactFleet:
         self._brain.apply_catalog(Catalog(models=[model]))
 
     def _observe(self, site: Site, frame: StateFrame) -> None:
-        if site.running.is_up:
+        if site.engine.is_up:
             self._brain.observe(site.pod_name, frame)
 
     def _cut(self, site: Site, kind: FailureKind) -> None:
@@ -212,7 +214,7 @@ class _ExactFleet:
             self._num_prompt_tokens += len(prompt)
             if not self._platform.wanted:
                 self._events.after(0.0, self._wake)
-            served, answer = await self._relay.serve(index, prompt, request.num_output_tokens)
+            served, answer = await self._relay.serve(index, request.session, prompt, request.num_output_tokens)
             self._num_ended += 1
             self._event_log.ended(index, served)
             following = self._conversations.ended(index, prompt, answer)
@@ -238,7 +240,7 @@ class _ExactFleet:
             num_held=load.queue.num_requests,
             num_arrived=self._num_arrived,
             num_prompt_tokens_arrived=self._num_prompt_tokens,
-            num_output_tokens_made=self._relay.num_output_tokens,
+            num_output_tokens_made=self._num_made_by_gone + sum(each.engine.num_output_tokens for each in self._sites.values()),
             signals=merge([View(load)], self._platform.fleet(), num_gateways=1, at_s=now),
         )
 
@@ -246,7 +248,7 @@ class _ExactFleet:
         site = self._sites.get(pod.name)
         if site is None:
             return PodSeen(pod.name, is_ready=False)
-        load = site.running.pod.load
+        load = site.engine.load
         return PodSeen(pod.name, True, load.num_requests_running, load.num_requests_waiting, load.kv_cache_usage)
 
     def _is_live(self, name: str) -> bool:
