@@ -14,8 +14,8 @@ from report import emit
 
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
-from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.figures import figures_of
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.fixed import FixedReplicas
 from pagemill_simulator.scaling.policy import Bounds

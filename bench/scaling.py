@@ -19,8 +19,8 @@ from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_protocol.state import StepTimeParams
-from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.figures import Figures, Span, figures_of
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling.clairvoyant import Clairvoyant
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler
@@ -151,7 +151,9 @@ def main() -> None:
     args = parser.parse_args()
     settings = FleetSettings(engine=ENGINE, bounds=BOUNDS, cold_start=COLD_START, seed=args.seed)
     for name, workload in workloads(args.seed, args.trace).items():
-        outcomes = [simulate_fleet(workload, settings, make(), fast=not args.exact) for make in policies(workload).values()]
+        outcomes = [
+            simulate_fleet(workload, settings, make(), fast=not args.exact) for make in policies(workload).values()
+        ]
         slo = {"slo_ttft_ms": SLO.ttft_ms, "slo_tpot_ms": SLO.tpot_ms}
         found = [figures_of(each, **slo, apart_s=steps_of(name)) for each in outcomes]
         rows = [row(each) for each in found]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import scaling
 
-from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.figures import figures_of
+from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.workloads.shapes import Ramp
 

@@ -71,8 +71,8 @@ class RoutingDecision(NamedTuple):
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[float]] = ()
     largest_wins: bool = False
-    near: Sequence[int] = ()
-    """Places of candidates that cost nearly the same as the chosen one, which a finer estimate may choose among."""
+    shortlist: Sequence[int] = ()
+    """Places of candidates that cost nearly as little as the chosen one: a finer estimate may choose among them."""
 
 
 class RoutingPolicy(Protocol):

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from pagemill_protocol.step_drift import drift_factor
 from pagemill_protocol.step_time import StepTimeModel
 
+FEW_STEPS = 4
+"""So many are simulated one by one."""
 MAX_STEPS = 512
 """Most steps of one simulation: the rest of a prompt counts as full steps like the last one."""
 
@@ -76,8 +78,27 @@ class StepSimulation:
             elif self._end_s > now_s:
                 return
             else:
+                self._skip_decodes(now_s)
                 self._step(self._end_s)
         self._end_s = now_s
+
+    def _skip_decodes(self, now_s: float) -> None:
+        """Nothing waits: of the steps that end before `now_s`, nearly all at once. Each is longer by the same."""
+        if self.queue or not self.num_answers or self._end_s is None or (self._overlaps and not self._next_ms):
+            return
+        left_ms, first_ms = (now_s - self._end_s) * 1000 - self._next_ms, self._decode_ms(0)
+        if not 0 < FEW_STEPS * first_ms < left_ms:
+            return
+        num_steps = int(left_ms / self._decode_ms(int(left_ms / first_ms)))
+        self._end_s += (self._next_ms + num_steps * (first_ms + self._decode_ms(num_steps - 1)) / 2) / 1000
+        self._next_ms = self._decode_ms(num_steps) if self._overlaps else 0.0
+        # With overlap, one step more was scheduled than has ended.
+        self.num_context_tokens += (num_steps + self._overlaps) * self.num_answers
+
+    def _decode_ms(self, num_steps: int) -> float:
+        """Of the step after this many that decode the running answers."""
+        num_context_tokens = self.num_context_tokens + num_steps * self.num_answers
+        return self._decode_factor * self._model.predict_ms(self.num_answers, num_context_tokens)
 
     def first_token_s(self, pending: PendingPrompt) -> float:
         """When this prompt has its first token, if it comes behind all others. Changes nothing."""

@@ -240,7 +240,8 @@ class _Fleet:
             num_held=load.queue.num_requests,
             num_arrived=self._num_arrived,
             num_prompt_tokens_arrived=self._num_prompt_tokens,
-            num_output_tokens_made=self._num_made_by_gone + sum(each.engine.num_output_tokens for each in self._sites.values()),
+            num_output_tokens_made=self._num_made_by_gone
+            + sum(each.engine.num_output_tokens for each in self._sites.values()),
             signals=merge([View(load)], self._platform.fleet(), num_gateways=1, at_s=now),
         )
 

@@ -7,6 +7,7 @@ never makes an endpoint unusable: the brain then uses its own in-flight count.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from pagemill_gateway.brain.interface import HashScheme
@@ -27,6 +28,8 @@ class EndpointReports:
         self._stale_after_s = stale_after_s
         self._connected = False
         self._received_at = 0.0
+        self.fresh_until = -math.inf
+        """The load is current until then: the engine process that has it runs and its server reports."""
         self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.latest: StateFrame | None = None
         """Kept over reconnects: digests and limits stay true while the stream is down."""
@@ -56,20 +59,21 @@ class EndpointReports:
             self.num_identities += 1
         self._connected = True
         self._received_at = now
+        self.fresh_until = -math.inf if frame.frozen_s else now + self._stale_after_s
         self.latest = frame
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
         self._external.append(max(0, reported - in_flight))
 
     def disconnected(self) -> None:
         self._connected = False
+        self.fresh_until = -math.inf
         self._external.clear()
 
     def age_s(self, now: float) -> float | None:
         return now - self._received_at if self.latest is not None else None
 
     def fresh(self, now: float) -> bool:
-        """Whether the load is current: the engine process that has it runs and its server reports."""
-        return self.arriving(now) and self.latest is not None and not self.latest.frozen_s
+        return now <= self.fresh_until
 
     def arriving(self, now: float) -> bool:
         """Engines send a frame at least every second."""

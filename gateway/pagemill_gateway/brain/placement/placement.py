@@ -170,7 +170,7 @@ class Placement:
             ]
         # For most requests: kept candidates, without a call for each.
         return [
-            record.seen.get(PLAIN if record.reports.fresh(now) else STALE) or candidate_of(record, now)
+            record.seen.get(PLAIN if now <= record.reports.fresh_until else STALE) or candidate_of(record, now)
             for record in records
         ]
 

@@ -1,22 +1,18 @@
 """The time to the first token by simulated steps: of the chosen endpoint, and to choose among nearly equal ones.
 
-A policy that predicts times compares all endpoints by a formula that counts tokens. Where that leaves several within
-its accuracy, the few with the fewest requests are simulated step by step, and the smallest cost of those wins. The
-simulation is `brain.endpoints.ttft_estimator`, the formula `routing.cost_terms`; `brain.placement.placement` calls this.
+The policy `Cost` compares all endpoints by a formula that counts tokens. Where that leaves several within its accuracy,
+a few of them are simulated step by step, and the smallest cost of those wins. The simulation is `brain.endpoints.ttft_estimator`, the formula `routing.cost_terms`; `brain.placement.placement` calls this.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, busyness
 
-MAX_SIMULATED = int(os.environ.get("XMAX", 4))
-"""A simulation takes as long as the formula for ten endpoints."""
-EQUAL_MS = float(os.environ.get("XEQ", 0.5))
+EQUAL_MS = 0.5
 """Simulated costs within this much of the smallest count as equal: the fewest requests decide."""
 
 
@@ -35,10 +31,10 @@ def shortest(
     now: float,
 ) -> RoutingDecision:
     """`decision`, or the same with a nearly equal candidate that has the first token earlier."""
-    if len(decision.near) < 2 or "ttft_ms" not in decision.columns or not MAX_SIMULATED:
+    if len(decision.shortlist) < 2:
         return decision
     costs: list[tuple[float, Candidate]] = []
-    for place in sorted(decision.near, key=lambda each: busyness(candidates[each]))[:MAX_SIMULATED]:
+    for place in decision.shortlist:
         candidate = candidates[place]
         dispatch = dispatch_of(request.num_prompt_tokens, num_sequences, candidate)
         ttft_ms = records[place].ttft_estimator.estimate_ms(dispatch, now, candidate.adapter_ms)
