@@ -133,24 +133,6 @@ class StepTimeModel:
         """Whether anything was observed or given; until then predictions are 0."""
         return bool(self._weights.any())
 
-    @property
-    def knots(self) -> Sequence[int]:
-        """Ends of its pieces, in tokens."""
-        return self._knots
-
-    @property
-    def pieces(self) -> Sequence[tuple[int, float, float]]:
-        """Start of each piece in tokens, milliseconds there, and milliseconds per further token."""
-        return self._pieces
-
-    @property
-    def decode_context_ms(self) -> float:
-        return self._decode_context_ms
-
-    @property
-    def chunk_context_ms(self) -> float:
-        return self._chunk_context_ms
-
     def predict_ms(self, num_tokens: int, decode_context_tokens: int = 0, chunk_context_products: int = 0) -> float:
         """Milliseconds of a step with `num_tokens` in all; 0 for an empty step. Never negative."""
         if not num_tokens > 0:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from heapq import nsmallest
 from typing import overload
 
-from pagemill_gateway.routing.cost_table import MANY, CostTable
 from pagemill_gateway.routing.cost_terms import CostBasis, CostTerms, cost_basis_of, cost_terms
 from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, busyness, least_busy
 from pagemill_gateway.routing.report import PodReport
@@ -25,7 +24,6 @@ from pagemill_protocol.step_time import StepTimeModel
 NEAR_SHARE = 0.02
 NEAR_MS = 0.5
 """Costs within this share of the smallest, or this much above it, count as equal."""
-MAX_TABLES = 16
 SHORTLIST = 4
 SHORTLIST_SHARE = 0.1
 SHORTLIST_MS = 3.0
@@ -39,15 +37,14 @@ class CostPolicy:
     def __init__(self, session_ms: float = 50.0) -> None:
         """`session_ms`: most predicted milliseconds that a session may cost for staying on its pod."""
         self._session_ms = session_ms
-        self._tables: dict[tuple[str, int], CostTable] = {}
-        """By the first of many pods and their number: nearly always those of one deployment. They only save time."""
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
         bases = _cost_bases(candidates)
         if bases is None:
             return RoutingDecision(least_busy(candidates), "no engine has reported its step times: fewest requests")
         cached = [each.num_cached_tokens for each in candidates]
-        costs = self._costs(request, candidates, bases, cached)
+        terms = cost_terms(bases, cached, request.num_prompt_tokens, request.num_output_tokens)
+        costs = [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
         if request.is_for_adapter:
             costs = [cost + each.adapter_ms for each, cost in zip(candidates, costs, strict=True)]
         has_session = True in [each.session for each in candidates]
@@ -67,19 +64,6 @@ class CostPolicy:
         shortlist = () if has_session else _shortlist(near, candidates, costs, best)
         rows = _Rows(request, candidates, bases, affinity_ms)
         return RoutingDecision(chosen, why, COLUMNS, rows, shortlist=shortlist)
-
-    def _costs(
-        self, request: RequestView, candidates: Sequence[Candidate], bases: Sequence[CostBasis], cached: Sequence[int]
-    ) -> list[float]:
-        num_prompt_tokens, num_output_tokens = request.num_prompt_tokens, request.num_output_tokens
-        if len(bases) < MANY:
-            terms = cost_terms(bases, cached, num_prompt_tokens, num_output_tokens)
-            return [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
-        key = candidates[0].endpoint_id, len(bases)
-        table = self._tables[key] = self._tables.pop(key, None) or CostTable()
-        if len(self._tables) > MAX_TABLES:
-            del self._tables[next(iter(self._tables))]
-        return table.costs(bases, cached, num_prompt_tokens, num_output_tokens)
 
 
 def _shortlist(

@@ -8,12 +8,11 @@ is the harm to the requests that run there: each of their tokens comes later by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
-from pagemill_protocol.step_time import StepTimeModel
 
 HARM_SHARE = 0.1
 """Weight of a millisecond by which a running answer is delayed, against one of waiting for the first token."""
@@ -37,7 +36,8 @@ class CostTerms(NamedTuple):
 class CostBasis(NamedTuple):
     """What of the cost depends on the pod alone: computed when its state changes, read by every decision."""
 
-    model: StepTimeModel
+    predict_ms: Callable[[int, int, int], float]
+    """Its step-time model."""
     num_running: int
     num_context_tokens: int
     num_ahead: int
@@ -71,7 +71,7 @@ def cost_basis_of(
         step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)
     waits_for_blocks = num_before > 0 and report.num_blocks_active > 0
     return CostBasis(
-        snapshot.model,
+        snapshot.model.predict_ms,
         snapshot.num_running,
         snapshot.num_context_tokens,
         num_ahead,
@@ -95,13 +95,12 @@ def cost_terms(
 ) -> list[tuple[float, float, float, float]]:
     """The four `CostTerms` for each pod, by its basis and its cached tokens.
 
-    In one loop and as plain tuples: decisions among few pods compute them for every pod; those among many pods have
-    the same sums of `routing.cost_table`.
+    In one loop and as plain tuples: every decision computes them for every pod.
     """
     rows = []
     for cost_basis, num_cached in zip(bases, cached, strict=True):
         (
-            model, num_running, num_context_tokens, num_ahead, ahead_products, budget, full_ms, step_ms, decode_ms,
+            predict_ms, num_running, num_context_tokens, num_ahead, ahead_products, budget, full_ms, step_ms, decode_ms,
             harm_ms, num_over_capacity, max_num_seqs, num_tokens_without_wait, block_size, num_blocks_available,
             num_blocks_active,
         ) = cost_basis  # fmt: skip
@@ -120,6 +119,6 @@ def cost_terms(
             num_rest -= num_full * budget
             prefill_ms = num_full * full_ms
         products = num_uncached * (num_uncached / 2 + num_cached) + ahead_products
-        prefill_ms += model.predict_ms(num_running + num_rest, num_context_tokens, int(products))
+        prefill_ms += predict_ms(num_running + num_rest, num_context_tokens, int(products))
         rows.append((step_ms, wait_ms, prefill_ms, harm_ms * (num_uncached + num_output_tokens)))
     return rows

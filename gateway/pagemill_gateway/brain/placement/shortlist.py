@@ -1,7 +1,8 @@
 """The time to the first token by simulated steps: of the chosen endpoint, and to choose among nearly equal ones.
 
-The policy `Cost` compares all endpoints by a formula that counts tokens. Where that leaves several within its accuracy,
-a few of them are simulated step by step, and the smallest cost of those wins. The simulation is `brain.endpoints.ttft_estimator`, the formula `routing.cost_terms`; `brain.placement.placement` calls this.
+The policy `Cost` compares all endpoints by a formula that counts tokens (`routing.cost_terms`). Where that leaves
+several within its accuracy, a few of them are simulated step by step (`brain.endpoints.ttft_estimator`), and the
+smallest cost of those wins. `brain.placement.placement` calls this.
 """
 
 from __future__ import annotations
