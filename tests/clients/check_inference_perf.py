@@ -2,8 +2,8 @@
 # requires-python = ">=3.12"
 # dependencies = ["inference-perf==0.7.0"]
 # ///
-"""The Kubernetes project's inference-perf, with a schedule of requests and prompts counted by the model's tokenizer from
-a folder."""
+"""The Kubernetes project's inference-perf, with a schedule of requests, and prompts counted by the model's tokenizer
+from a folder."""
 
 from __future__ import annotations
 

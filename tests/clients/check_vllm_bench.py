@@ -8,8 +8,8 @@
 #   "torchcodec ; sys_platform == 'never'",
 # ]
 # ///
-"""vLLM's `vllm bench serve`, with random prompts of the model's tokenizer from a folder. Of vLLM only this client runs, so
-its build for CPUs is enough, with any torch."""
+"""vLLM's `vllm bench serve`, with random prompts of the model's tokenizer from a folder. Of vLLM only this client runs,
+so its build for CPUs is enough, with any torch."""
 
 from __future__ import annotations
 

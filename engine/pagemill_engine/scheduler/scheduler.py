@@ -35,7 +35,7 @@ from pagemill_engine.scheduler.outputs import OutputQueue
 from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
+from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key, unhurried_last
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
 from pagemill_protocol.generate import FinishReason, GenerateRequest
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
+UNHURRIED_TOKENS = 32
+"""Of a step's prefills for sequences that give way to others, while one of those is here: its next step comes the later
+the more there are."""
 
 
 class Scheduler:
@@ -56,7 +59,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._admission = Admission(limits)
-        self._rank = POLICIES[limits.policy]
+        self._rank = unhurried_last(POLICIES[limits.policy])
         self._waiting = SortedSequences(self._rank)
         self._running = SortedSequences(serving_key)
         self._held = HeldChoices()
@@ -211,6 +214,8 @@ class Scheduler:
         step.reserved_blocks = sum(
             self.kv.blocks_for(seq.num_tokens) - self.kv.num_table_blocks(seq) for seq in prefills
         )
+        if self._has_hurried():
+            step.unhurried_budget = UNHURRIED_TOKENS
         running = deque(sorted(prefills, key=self._rank))
         beams = deque(self._beams.ready())
         fits = True
@@ -228,6 +233,10 @@ class Scheduler:
             else:
                 return
 
+    def _has_hurried(self) -> bool:
+        """Whether a sequence is here that others give way to. Both orders have those first."""
+        return any(seqs and not seqs.first().is_unhurried for seqs in (self._running, self._waiting))
+
     def _schedule_alone(self, seq: Sequence, step: StepBuilder) -> None:
         if seq.state is SequenceState.RUNNING:
             self._continue(seq, step)
@@ -236,8 +245,8 @@ class Scheduler:
             self._preempt(self._running.last_except(None), step)
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
-        num_tokens = min(seq.num_due_tokens, step.budget)
-        allocation = self._allocate(seq, num_tokens, step)
+        num_tokens = min(seq.num_due_tokens, step.left_for(seq))
+        allocation = self._allocate(seq, num_tokens, step) if num_tokens else None
         if allocation is None:
             return
         if seq.was_jumped:
@@ -266,7 +275,9 @@ class Scheduler:
             reusable = reusable_blocks(seq, kv.block_size)
             computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)[:reusable]
             num_computed_tokens = seq.num_computed_tokens or len(computed_blocks) * kv.block_size
-            num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
+            num_tokens = min(seq.num_tokens - num_computed_tokens, step.left_for(seq))
+            if not num_tokens:
+                return False
             undisturbed = alone or not self._running
             wanted_tokens = num_computed_tokens + num_tokens if undisturbed else seq.num_tokens
             spare = 0 if undisturbed else step.reserved_blocks + self._headroom()
