@@ -17,10 +17,10 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.policies.priority import LEVEL_S
 from pagemill_engine.scheduler.policies.shortest_prefill_first import TOKEN_MS
-from pagemill_engine.scheduler.scheduler import Scheduler
+from pagemill_engine.scheduler.scheduler import UNHURRIED_TOKENS, Scheduler
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -181,3 +181,25 @@ def test_a_long_prompt_stalls_no_stream_for_longer_than_one_step_of_the_budget(p
     assert len(gaps_ms) == 8 * 199
     assert max(gaps_ms) <= bound_ms * 1.001
     assert max(gaps_ms) > bound_ms * 0.9, "the long prompt never filled the budget: nothing was tested"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_without_hurry_come_last_and_in_small_parts_while_others_are_here(policy: str) -> None:
+    clock = Clock()
+    scheduler = make_scheduler(clock, policy, max_num_batched_tokens=256)
+    scheduler.add(request("batch", 200, UNHURRIED_PRIORITY))
+    clock.now += 1000.0
+    scheduler.add(request("live", 400, max_tokens=5))
+    assert run(scheduler).num_scheduled_tokens == {"live/0": 256}
+    assert run(scheduler).num_scheduled_tokens == {"live/0": 144, "batch/0": UNHURRIED_TOKENS}
+    assert run(scheduler).num_scheduled_tokens == {"live/0": 1, "batch/0": UNHURRIED_TOKENS}
+    while scheduler.num_running + scheduler.num_waiting == 2:
+        run(scheduler)
+    assert run(scheduler).num_scheduled_tokens == {"batch/0": 200 - 5 * UNHURRIED_TOKENS}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prompts_without_hurry_have_the_whole_step_where_nothing_else_is_here(policy: str) -> None:
+    scheduler = make_scheduler(Clock(), policy, max_num_batched_tokens=256)
+    scheduler.add(request("batch", 200, UNHURRIED_PRIORITY))
+    assert run(scheduler).num_scheduled_tokens == {"batch/0": 200}
