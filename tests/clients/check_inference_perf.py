@@ -21,17 +21,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 RATE, SECONDS, OUTPUT_TOKENS = 2, 4, 8
 
 
-def summary(kind: str, data: str, *, streaming: bool = True) -> dict[str, Any]:
+def summary(kind: str, data: dict[str, Any], *, streaming: bool = True) -> dict[str, Any]:
     """The report of all requests of one run."""
     folder = Path(tempfile.mkdtemp())
-    lengths = {"type": "fixed", "mean": 32, "min": 32, "max": 32, "total_count": RATE * SECONDS}
     settings = {
         "api": {"type": kind, "streaming": streaming},
-        "data": {
-            "type": data,
-            "input_distribution": lengths,
-            "output_distribution": {**lengths, "mean": OUTPUT_TOKENS, "min": OUTPUT_TOKENS, "max": OUTPUT_TOKENS},
-        },
+        "data": data,
         "load": {"type": "constant", "stages": [{"rate": RATE, "duration": SECONDS}], "num_workers": 1},
         "server": {"type": "vllm", "model_name": MODEL, "base_url": base_url().removesuffix("/v1")},
         "tokenizer": {"pretrained_model_name_or_path": os.environ["PAGEMILL_TOKENIZER"]},
@@ -49,14 +44,21 @@ def summary(kind: str, data: str, *, streaming: bool = True) -> dict[str, Any]:
     return found
 
 
+def fixed(tokens: int) -> dict[str, Any]:
+    return {"type": "fixed", "mean": tokens, "min": tokens, "max": tokens, "total_count": RATE * SECONDS}
+
+
 @check("a schedule of text completions, streamed")
 def text() -> None:
-    assert summary("completion", "random")["successes"]["latency"]["time_to_first_token"]["mean"] > 0
+    lengths = {"input_distribution": fixed(32), "output_distribution": fixed(OUTPUT_TOKENS)}
+    assert (
+        summary("completion", {"type": "random", **lengths})["successes"]["latency"]["time_to_first_token"]["mean"] > 0
+    )
 
 
 @check("a schedule of chat completions")
 def chat() -> None:
-    summary("chat", "mock", streaming=False)
+    summary("chat", {"type": "mock"}, streaming=False)
 
 
 if __name__ == "__main__":

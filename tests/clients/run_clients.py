@@ -29,7 +29,7 @@ ENVIRONMENTS = ROOT / ".pagemill" / "clients"
 RESOLVED_BEFORE = "2026-11-22"
 """What the clients depend on is as it was then; versions of the clients themselves are in the scripts."""
 SERVER_LIMIT_S = 120
-CLIENT_LIMIT_S = 600
+CLIENT_LIMIT_S = 1200
 VARIABLES = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # litellm would download its list of models
     "UV_HTTP_TIMEOUT": "120",

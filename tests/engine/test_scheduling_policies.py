@@ -17,7 +17,7 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.policies.priority import LEVEL_S
 from pagemill_engine.scheduler.policies.shortest_prefill_first import TOKEN_MS
-from pagemill_engine.scheduler.scheduler import UNHURRIED_TOKENS, Scheduler
+from pagemill_engine.scheduler.scheduler import Scheduler
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
@@ -184,22 +184,24 @@ def test_a_long_prompt_stalls_no_stream_for_longer_than_one_step_of_the_budget(p
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_without_hurry_come_last_and_in_small_parts_while_others_are_here(policy: str) -> None:
+def test_prompts_without_hurry_are_computed_behind_all_others(policy: str) -> None:
     clock = Clock()
     scheduler = make_scheduler(clock, policy, max_num_batched_tokens=256)
     scheduler.add(request("batch", 200, UNHURRIED_PRIORITY))
     clock.now += 1000.0
-    scheduler.add(request("live", 400, max_tokens=5))
+    scheduler.add(request("live", 400))
     assert run(scheduler).num_scheduled_tokens == {"live/0": 256}
-    assert run(scheduler).num_scheduled_tokens == {"live/0": 144, "batch/0": UNHURRIED_TOKENS}
-    assert run(scheduler).num_scheduled_tokens == {"live/0": 1, "batch/0": UNHURRIED_TOKENS}
-    while scheduler.num_running + scheduler.num_waiting == 2:
-        run(scheduler)
-    assert run(scheduler).num_scheduled_tokens == {"batch/0": 200 - 5 * UNHURRIED_TOKENS}
+    assert run(scheduler).num_scheduled_tokens == {"live/0": 144, "batch/0": 112}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prompts_without_hurry_have_the_whole_step_where_nothing_else_is_here(policy: str) -> None:
-    scheduler = make_scheduler(Clock(), policy, max_num_batched_tokens=256)
-    scheduler.add(request("batch", 200, UNHURRIED_PRIORITY))
-    assert run(scheduler).num_scheduled_tokens == {"batch/0": 200}
+def test_sequences_without_hurry_leave_a_full_batch_to_those_that_wait() -> None:
+    scheduler = make_scheduler(Clock(), "fcfs", max_num_seqs=2)
+    scheduler.add(request("live-1", 8, max_tokens=5))
+    scheduler.add(request("batch", 8, UNHURRIED_PRIORITY, max_tokens=3))
+    run(scheduler)
+    scheduler.add(request("batch-2", 8, UNHURRIED_PRIORITY))
+    assert run(scheduler).num_scheduled_tokens == {"live-1/0": 1, "batch/0": 1}
+    scheduler.add(request("live-2", 8, max_tokens=2))
+    assert run(scheduler).num_scheduled_tokens == {"live-1/0": 1, "live-2/0": 8}
+    assert order_of_ends(scheduler) == ["live-2", "live-1", "batch", "batch-2"]
+    assert scheduler.num_preemptions == 1

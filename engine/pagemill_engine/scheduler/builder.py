@@ -12,14 +12,8 @@ class StepBuilder:
         self.plan = plan
         self.budget = budget
         """Tokens of the budget that are left."""
-        self.unhurried_budget = budget
-        """Of them, for prefills of sequences that give way to others."""
         self.reserved_blocks = 0
         """Blocks that running prefills still need after this step."""
-
-    def left_for(self, sequence: Sequence) -> int:
-        """Tokens that may still be computed for a prefill."""
-        return min(self.budget, self.unhurried_budget) if sequence.is_unhurried else self.budget
 
     def place(self, sequence: Sequence, num_tokens: int, allocation: Allocation) -> None:
         """Add a sequence that the runner already has."""
@@ -82,8 +76,6 @@ class StepBuilder:
         due = sequence.num_due_tokens
         context = sequence.num_computed_tokens + num_tokens
         self.budget -= sign * num_tokens
-        if sequence.is_unhurried:
-            self.unhurried_budget -= sign * num_tokens
         if due == 1:
             plan.decode_context_tokens += sign * context
         else:

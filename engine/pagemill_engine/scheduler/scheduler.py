@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenStates
 
 Clock = Callable[[], float]
-UNHURRIED_TOKENS = 32
-"""Of a step's prefills for sequences that give way to others, while one of those is here: its next step comes the later
-the more there are."""
 
 
 class Scheduler:
@@ -148,6 +146,7 @@ class Scheduler:
             if not self._in_flight:
                 self._schedule_alone(self._probing[0], step)
         else:
+            self._make_way()
             preemptions = self.num_preemptions
             prefills = self._schedule_decodes(step)
             self._schedule_prefills(prefills, step, preemptions)
@@ -214,8 +213,6 @@ class Scheduler:
         step.reserved_blocks = sum(
             self.kv.blocks_for(seq.num_tokens) - self.kv.num_table_blocks(seq) for seq in prefills
         )
-        if self._has_hurried():
-            step.unhurried_budget = UNHURRIED_TOKENS
         running = deque(sorted(prefills, key=self._rank))
         beams = deque(self._beams.ready())
         fits = True
@@ -233,9 +230,19 @@ class Scheduler:
             else:
                 return
 
-    def _has_hurried(self) -> bool:
-        """Whether a sequence is here that others give way to. Both orders have those first."""
-        return any(seqs and not seqs.first().is_unhurried for seqs in (self._running, self._waiting))
+    def _make_way(self) -> None:
+        """Where no place in the batch is free, sequences that give way are preempted for those that wait.
+
+        What they computed stays in the prefix cache as long as there is space. They start again after all others.
+        """
+        most = self.limits.max_num_seqs
+        if len(self._running) < most or not self._running.last_except(None).is_unhurried:
+            return
+        num_hurried = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
+        for _ in range(num_hurried):
+            if not (self._running and (last := self._running.last_except(None)).is_unhurried):
+                return
+            self._preempt(last)
 
     def _schedule_alone(self, seq: Sequence, step: StepBuilder) -> None:
         if seq.state is SequenceState.RUNNING:
@@ -245,8 +252,8 @@ class Scheduler:
             self._preempt(self._running.last_except(None), step)
 
     def _continue(self, seq: Sequence, step: StepBuilder) -> None:
-        num_tokens = min(seq.num_due_tokens, step.left_for(seq))
-        allocation = self._allocate(seq, num_tokens, step) if num_tokens else None
+        num_tokens = min(seq.num_due_tokens, step.budget)
+        allocation = self._allocate(seq, num_tokens, step)
         if allocation is None:
             return
         if seq.was_jumped:
@@ -275,9 +282,7 @@ class Scheduler:
             reusable = reusable_blocks(seq, kv.block_size)
             computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)[:reusable]
             num_computed_tokens = seq.num_computed_tokens or len(computed_blocks) * kv.block_size
-            num_tokens = min(seq.num_tokens - num_computed_tokens, step.left_for(seq))
-            if not num_tokens:
-                return False
+            num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
             undisturbed = alone or not self._running
             wanted_tokens = num_computed_tokens + num_tokens if undisturbed else seq.num_tokens
             spare = 0 if undisturbed else step.reserved_blocks + self._headroom()
