@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -35,7 +36,7 @@ from pagemill_engine.scheduler.outputs import OutputQueue
 from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
+from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key, unhurried_last
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
 from pagemill_protocol.generate import FinishReason, GenerateRequest
@@ -56,7 +57,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._admission = Admission(limits)
-        self._rank = POLICIES[limits.policy]
+        self._rank = unhurried_last(POLICIES[limits.policy])
         self._waiting = SortedSequences(self._rank)
         self._running = SortedSequences(serving_key)
         self._held = HeldChoices()
@@ -145,6 +146,7 @@ class Scheduler:
             if not self._in_flight:
                 self._schedule_alone(self._probing[0], step)
         else:
+            self._make_way()
             preemptions = self.num_preemptions
             prefills = self._schedule_decodes(step)
             self._schedule_prefills(prefills, step, preemptions)
@@ -227,6 +229,20 @@ class Scheduler:
                     self._continue(seq, step)
             else:
                 return
+
+    def _make_way(self) -> None:
+        """Where no place in the batch is free, sequences that give way are preempted for those that wait.
+
+        What they computed stays in the prefix cache as long as there is space. They start again after all others.
+        """
+        most = self.limits.max_num_seqs
+        if len(self._running) < most or not self._running.last_except(None).is_unhurried:
+            return
+        num_hurried = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
+        for _ in range(num_hurried):
+            if not (self._running and (last := self._running.last_except(None)).is_unhurried):
+                return
+            self._preempt(last)
 
     def _schedule_alone(self, seq: Sequence, step: StepBuilder) -> None:
         if seq.state is SequenceState.RUNNING:
