@@ -127,7 +127,11 @@ def failure(source: str, target: Path) -> FetchError:
 
 def test_a_whole_model_without_what_does_not_belong_to_it(server: Any, target: Path) -> None:
     reported = run(f"hf://{REPOSITORY}", target)
-    assert {path.name for path in target.iterdir()} - {record.NAME} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert {path.name for path in target.iterdir()} - {record.NAME} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
     assert all((target / name).read_bytes() == FILES[name] for name in ("config.json", "model.safetensors"))
     assert reported[-1]["event"] == "loaded"
     assert resolve_source(f"file://{target}") == target

@@ -60,6 +60,10 @@ class Repository(Protocol):
         """Append to `out` what it lacks of the file. May raise with a part appended: the next call goes on there."""
         ...
 
+    def close(self) -> None:
+        """Give connections back."""
+        ...
+
 
 class SourceKind(ABC):
     """One scheme."""

@@ -121,6 +121,9 @@ class HubRepository:
             url = hf_hub_url(self.model.repository, file.path, revision=version)
             http_get(url, out, resume_size=out.tell(), headers=build_hf_headers(), expected_size=file.num_bytes)
 
+    def close(self) -> None:
+        """The library keeps its connections."""
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import Listing, RemoteFile
 
-CHUNK_BYTES = 8 * 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -85,6 +85,9 @@ class BucketRepository:
         with self._explained(file):
             for chunk in self._store.get(file.address, options=options).stream(min_chunk_size=CHUNK_BYTES):
                 out.write(chunk)
+
+    def close(self) -> None:
+        """The library keeps its connections."""
 
     @contextmanager
     def _explained(self, file: RemoteFile | None = None) -> Iterator[None]:

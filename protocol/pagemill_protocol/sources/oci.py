@@ -94,6 +94,9 @@ class OCIRepository:
     def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
         self._client.fetch(file, out)
 
+    def close(self) -> None:
+        self._client.close()
+
     def _for_this_machine(self, manifests: Any) -> str:
         """Of an index; what names no platform suits every machine."""
         entries = [entry for entry in manifests if isinstance(entry, dict)] if isinstance(manifests, list) else []

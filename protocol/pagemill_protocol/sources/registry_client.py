@@ -27,7 +27,6 @@ MANIFEST_TYPES = ", ".join(
     )
 )
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
-CHUNK_BYTES = 1024 * 1024
 TIMEOUT_S = 60.0
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
 _LOGIN = "Give a docker configuration that may pull it: spec.model.credentialsSecretRef names a dockerconfigjson Secret"
@@ -66,12 +65,17 @@ class RegistryClient:
     def fetch(self, file: RemoteFile, out: BinaryIO) -> None:
         """Append what `out` lacks of a blob; a registry that knows no ranges sends it from the beginning."""
         headers = {"Range": f"bytes={out.tell()}-"} if out.tell() else {}
+        headers["Accept-Encoding"] = "identity"
         with self._explained(), self._get(f"/blobs/{file.address}", headers) as response:
-            if headers and response.status_code == 200:
+            if "Range" in headers and response.status_code == 200:
                 out.truncate(0)
                 out.seek(0)
-            for chunk in response.iter_bytes(CHUNK_BYTES):
+            for chunk in response.iter_raw():
                 out.write(chunk)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
 
     @contextmanager
     def _get(self, path: str, headers: dict[str, str]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import orjson
 
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.source_errors import FetchError, SourceError
-from pagemill_protocol.sources.base import RemoteFile, SourceKind
+from pagemill_protocol.sources.base import RemoteFile, Repository, SourceKind
 from pagemill_protocol.sources.selection import INDEX, select_files
 from pagemill_protocol.sources.store.faults import explain_disk
 from pagemill_protocol.sources.store.folder import ModelFolder
@@ -65,6 +65,11 @@ class Fetch:
         """The folder is complete when it returns. Raises `FetchError`, `OSError`."""
         with _as_fetch_error():
             repository = self._kind.open(self._source)
+        with closing(repository):
+            self._run(repository)
+
+    def _run(self, repository: Repository) -> None:
+        with _as_fetch_error():
             listing = repository.list_files()
             files = select_files(repository.name, self._kind.file_of(self._source), listing.files)
         self._repository, self._version = repository, listing.version
