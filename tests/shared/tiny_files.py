@@ -1,4 +1,4 @@
-"""The files of a model that loaders accept: a real configuration, and safetensors of the wanted size with random bytes."""
+"""Files of a model that loaders accept: a real configuration, and safetensors of any size with random bytes."""
 
 from __future__ import annotations
 
