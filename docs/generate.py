@@ -3,8 +3,8 @@
 `docs/reference/configuration.md` from the settings classes, `metrics.md` from the one list of metrics, `cli.md`
 from the command line itself, `simulator.md` from the workloads and scaling policies of simulations, `models.md`
 from the registry of models, `sources.md` from that of model sources, `clients.md` from the scripts of tested clients.
-`llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code is 1 when a page differs
-from the code.
+`llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code
+is 1 when a page differs from the code.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class BucketRepository:
             raise self._explain(error, file) from error
 
     def _explain(self, error: Exception, file: RemoteFile | None) -> FetchError:
-        """The library tells no cause apart but by its text."""
+        """The library distinguishes causes by its text alone."""
         import obstore.exceptions
 
         text = str(error)
