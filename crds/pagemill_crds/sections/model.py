@@ -19,6 +19,7 @@ SOURCE_REMEDY = (
 HF_PATTERN = rf"^(hf://)?{HUB_NAME}$"
 HUB_SOURCE = r"^(hf://|[^:]+$)"
 LOCAL = r"^(package|file|pvc)://"
+LOCAL_SCHEMES = ("package://", "file://", "pvc://")
 """Sources that are read where they lie; every other one is fetched."""
 
 ParserName = Annotated[str, Text(64, r"^[a-z0-9][a-z0-9_-]*$", "must be the name of a parser, auto or none")]
@@ -166,7 +167,7 @@ class ModelSection(Section):
             "revision",
             "revision is for hf:// sources: remove it",
             f"!has(self.revision) || self.source.matches('{HUB_SOURCE}')",
-            lambda m: m.revision is None or bool(re.search(HUB_SOURCE, m.source)),
+            lambda m: m.revision is None or m.source.startswith("hf://") or m.source.find("://") < 0,
         ),
         Rule(
             "revision",
@@ -184,13 +185,13 @@ class ModelSection(Section):
             "credentialsSecretRef",
             "credentials are for sources that are fetched, such as hf:// and s3://: remove credentialsSecretRef",
             f"!has(self.credentialsSecretRef) || !self.source.matches('{LOCAL}')",
-            lambda m: m.credentials_secret_ref is None or not re.search(LOCAL, m.source),
+            lambda m: m.credentials_secret_ref is None or not m.source.startswith(LOCAL_SCHEMES),
         ),
         Rule(
             "cache",
             "a cache is for sources that are fetched, such as hf:// and s3://: remove it",
             f"!has(self.cache) || !self.source.matches('{LOCAL}')",
-            lambda m: m.cache is None or not re.search(LOCAL, m.source),
+            lambda m: m.cache is None or not m.source.startswith(LOCAL_SCHEMES),
         ),
         Rule(
             "cache",

@@ -39,7 +39,7 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
 
 def _source_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     """Sources that no installed kind can read, or that are not written as their kind wants."""
-    source = spec.model.source
+    source = spec.model.source.strip()
     try:
         find_kind(in_full(source)).check(in_full(source), "spec.model.source")
     except SourceError as error:
