@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pagemill.up.changes import describe_changes
 from pagemill.up.documents import FieldPath, path_text, read_documents
 from pagemill.up.loading import load_files
+from pagemill_protocol.sources.registry import forms
 
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
