@@ -2,9 +2,9 @@
 
 `docs/reference/configuration.md` from the settings classes, `metrics.md` from the one list of metrics, `cli.md`
 from the command line itself, `simulator.md` from the workloads and scaling policies of simulations, `models.md`
-from the registry of models, `clients.md` from the scripts of tested clients. `llmdeployment.md` has its own
-generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code is 1 when a page differs
-from the code.
+from the registry of models, `sources.md` from that of model sources, `clients.md` from the scripts of tested clients.
+`llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code
+is 1 when a page differs from the code.
 """
 
 from __future__ import annotations
@@ -55,6 +55,25 @@ MODELS_NOTES = """\
   sample); log probabilities of prompts lie within 1e-4 beside what float32 rounds. Aquila, Baichuan, InternLM and
   Qwen, which transformers does not have, are compared with plain formulas. GGUF files of each architecture give the
   answers of the folder with the same weights. On a published checkpoint Llama's family (SmolLM2) alone was compared.
+"""
+
+SOURCES = (
+    "What `spec.model.source`, `pagemill serve` and `LLM(...)` take, besides a path and `ORG/NAME` of a Hugging Face "
+    "model. The same registry checks a source in the command line, the operator and the loader. "
+    "[Load models from buckets and registries](../how-to/load-models-from-buckets-and-registries.md) shows them in use."
+)
+SOURCES_NOTES = """\
+Credentials are variables of the loader's process. In a cluster `spec.model.credentialsSecretRef` fills them: `AWS_*`
+from keys of the same names, `DOCKER_AUTH_CONFIG` from the key `.dockerconfigjson`, the others from the key that the
+reference names. On a machine they come from the environment, `~/.aws/credentials`, `gcloud`'s default credentials or
+`~/.docker/config.json`. The variables of the last column are set in `spec.engine.env`.
+
+On a machine everything but `hf://` is kept in `~/.cache/pagemill/models`, or, `hf://` too, in `PAGEMILL_MODEL_CACHE`;
+with `PAGEMILL_MODEL_CACHE_SIZE` (such as `200Gi`) the models there are bounded, and the longest unused ones go.
+`PAGEMILL_PLAIN_HTTP_REGISTRIES` names registries without TLS.
+
+An installed package adds a kind with an entry point of the group `pagemill.sources`: the name is the scheme, the object
+a class of `pagemill_protocol.sources.base.SourceKind`. Operator and engine images both need it.
 """
 
 VLLM_HEAD = [
@@ -354,6 +373,18 @@ def models_page() -> str:
     return "\n".join([f"# Models\n\n{NOTE}\n\n{MODELS}\n", *head, *sorted(rows), "", MODELS_NOTES])
 
 
+def sources_page() -> str:
+    from pagemill_protocol.sources import kinds
+
+    rows = []
+    for kind in kinds():
+        secret = ", ".join(f"`{each.variable}`{' (optional)' if each.is_optional else ''}" for each in kind.credentials)
+        other = ", ".join(f"`{name}`" for name in kind.variables) or "-"
+        rows.append(f"| `{kind.form}` | {cell(kind.about)} | {secret or '-'} | {other} |")
+    head = ["| Source | What is read | Credentials | Another server |", "|---|---|---|---|"]
+    return "\n".join([f"# Model sources\n\n{NOTE}\n\n{SOURCES}\n", *head, *rows, "", SOURCES_NOTES])
+
+
 def clients_page() -> str:
     sys.path.append(str(ROOT / "tests" / "clients"))
     from client_catalogue import page
@@ -364,6 +395,7 @@ def clients_page() -> str:
 def pages() -> dict[Path, str]:
     return {
         REFERENCE / "models.md": models_page(),
+        REFERENCE / "sources.md": sources_page(),
         REFERENCE / "clients.md": clients_page(),
         REFERENCE / "configuration.md": configuration_page(),
         REFERENCE / "metrics.md": metrics_page(),

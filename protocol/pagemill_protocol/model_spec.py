@@ -14,7 +14,7 @@ import msgspec
 
 from pagemill_protocol.models.declaration import AnyAttentionSpec, AttentionSpec, DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture as UnsupportedModelArchitecture
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

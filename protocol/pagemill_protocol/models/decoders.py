@@ -12,7 +12,7 @@ from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.known import GROUP, RECURRENT, unsupported
 from pagemill_protocol.models.registry import Found, find_family
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 
 def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.rope_scaling import RopeError, UnsupportedRopeError
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 GROUP = "pagemill.models"
 """Entry points named as in `architectures` of config.json, or as its `model_type`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.text import byte_level
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -14,7 +14,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from pagemill_protocol.errors import context_length_exceeded, invalid_field
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_template import ChatTemplate
 from pagemill_protocol.text.coverage import coverage_of, longest_entry_bytes
