@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -63,4 +64,5 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             partial.replace(target)
         build_data["artifacts"].append("pagemill_kernels/cpu/lib/*.so")
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        # Loaded by ctypes: no Python version matters, the machine does. `make dist` replaces `linux` by the oldest glibc.
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
