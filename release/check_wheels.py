@@ -80,7 +80,7 @@ class Installation:
                 command, cwd=self.folder, env=self.environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
         try:
-            _wait_until_ready(process, f"http://127.0.0.1:{port}", log)
+            _wait_until_ready(process, log)
             yield f"http://127.0.0.1:{port}"
         finally:
             process.send_signal(signal.SIGTERM)
@@ -143,14 +143,12 @@ def _ask(url: str) -> dict[str, Any]:
         return found
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=10):
-                return
-        except OSError:
-            time.sleep(0.2)
+        if "Ready after" in log.read_text():
+            return
+        time.sleep(0.2)
     raise CheckError(f"`pagemill serve` does not become ready:\n{log.read_text()[-3000:]}")
 
 

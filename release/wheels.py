@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 NATIVE = "pagemill_kernels"
 SHARED_WITH_TORCH = "libgomp.so.1"
-"""Left out of the wheel: torch has loaded it before our libraries, and a second one would be a second pool of threads."""
+"""Left out of the wheel: torch has loaded it before our libraries, and a second one would be a second pool."""
 NEWEST_GLIBC = (2, 28)
 """That of torch's own wheels: ours need not run on older systems, and must run on those."""
 
