@@ -59,7 +59,7 @@ def test_a_bump_changes_every_place_and_makes_the_tag_releasable(copy: Path) -> 
     assert VERSIONS.written(copy) == dict.fromkeys(before, "7.8.9rc1")
     assert VERSIONS.check_tag("v7.8.9rc1", copy) == "7.8.9rc1"
     assert "## [7.8.9rc1] - 2030-01-02" in (copy / "CHANGELOG.md").read_text()
-    with pytest.raises(VERSIONS.VersionError, match="is not `v7.8.9rc1`"):
+    with pytest.raises(VERSIONS.VersionError, match=r"is not `v7.8.9rc1`"):
         VERSIONS.check_tag("v7.8.9", copy)
 
 
@@ -67,7 +67,7 @@ def test_a_place_left_behind_is_named(copy: Path) -> None:
     VERSIONS.set_everywhere("7.8.9", copy)
     path = copy / "cli" / "pyproject.toml"
     path.write_text(path.read_text().replace("pagemill-engine==7.8.9", "pagemill-engine==7.8.8"))
-    with pytest.raises(VERSIONS.VersionError, match="cli/pyproject.toml: pagemill-engine"):
+    with pytest.raises(VERSIONS.VersionError, match=r"cli/pyproject.toml: pagemill-engine"):
         VERSIONS.agreed(copy)
 
 
