@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 VOCAB_SIZE = 640
 _SMALL = {
@@ -81,3 +82,43 @@ def write_modules(folder: Path, method: str = "mean", *, normalize: bool = True,
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     if more:
         (folder / "config_sentence_transformers.json").write_text(json.dumps(more))
+
+
+def write_wordpiece(folder: Path) -> None:
+    """A tokenizer as BERT's, of letters and a few words."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = ["paris", "berlin", "is", "the", "capital", "of", "france", "germany", "cats", "sleep", "##ing", "##s"]
+    entries = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{each}" for each in letters), *words]
+    backend = Tokenizer(
+        models.WordPiece(vocab={entry: index for index, entry in enumerate(entries)}, unk_token="[UNK]")
+    )
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    backend.add_special_tokens(entries[:5])
+    _save(backend, folder, {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "unk": "[UNK]", "mask": "[MASK]"}, "Bert")
+
+
+def write_unigram(folder: Path) -> None:
+    """A tokenizer as XLM-RoBERTa's, of letters and a few words."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = ["▁", "▁paris", "▁is", "▁the", "▁capital", "▁of", "▁france", "▁cat", "s"]
+    entries = ["<s>", "<pad>", "</s>", "<unk>", *words, *(each for each in letters if each != "s")]
+    backend = Tokenizer(models.Unigram([(entry, -float(index)) for index, entry in enumerate(entries)], unk_id=3))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    backend.add_special_tokens(entries[:4])
+    _save(backend, folder, {"cls": "<s>", "sep": "</s>", "pad": "<pad>", "unk": "<unk>"}, "PreTrained")
+
+
+def _save(backend: Any, folder: Path, tokens: dict[str, str], kind: str) -> None:
+    backend.save(str(folder / "tokenizer.json"))
+    named = {f"{name}_token": token for name, token in tokens.items()}
+    settings = {**named, "tokenizer_class": f"{kind}TokenizerFast", "model_max_length": 130}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -38,6 +38,11 @@ class Rectangle(NamedTuple):
     num_rows: int
     length: int
 
+    def to(self, device: torch.device) -> Rectangle:
+        return self._replace(
+            tokens=self.tokens.to(device), places=self.places.to(device), lengths=self.lengths.to(device)
+        )
+
     @property
     def is_padded(self) -> bool:
         return len(self.places) < self.num_rows * self.length
@@ -63,10 +68,9 @@ def plan_rectangles(lengths: Sequence[int], device: torch.device) -> EncoderPlan
         is_token = columns < counts
         tokens = torch.where(is_token, firsts + columns, firsts)
         sources.append(tokens[is_token])
-        rectangle = Rectangle(
-            tokens.flatten().to(device), is_token.flatten().nonzero()[:, 0].to(device), counts.to(device), len(rows), length
-        )  # fmt: skip
-        rectangles.append(rectangle)
+        places = is_token.flatten().nonzero()[:, 0]
+        rectangle = Rectangle(tokens.flatten(), places, counts, len(rows), length)
+        rectangles.append(rectangle.to(device))
     together = torch.cat(sources)
     order = together.argsort()
     is_ordered = bool((together[1:] > together[:-1]).all())
@@ -100,7 +104,8 @@ class EncoderAttention:
         """[tokens of the rectangle, heads * head_dim]."""
         spec, (rows, length) = self.spec, (rectangle.num_rows, rectangle.length)
         gathered = heads.index_select(0, rectangle.tokens).view(rows, length, -1, spec.head_dim).transpose(1, 2)
-        query, key, value = gathered.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        first_value = spec.num_heads + spec.num_kv_heads
+        query, key, value = gathered.tensor_split((spec.num_heads, first_value), dim=1)
         if spec.window is None or length <= spec.window:
             attended = self._scaled(query, key, value, _padding(rectangle, 0, length))
         else:

@@ -87,8 +87,8 @@ def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
     if config.device == "cuda":
         raise LoadError(
             "SettingsUnsupported",
-            f"`device` cuda cannot run `{spec.architecture}`: embeddings and scores are computed on the CPU. Set device "
-            "to cpu.",
+            f"`device` cuda cannot run `{spec.architecture}`: embeddings and scores are computed on the CPU. Set "
+            "device to cpu.",
         )
 
 

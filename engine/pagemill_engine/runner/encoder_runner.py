@@ -50,7 +50,8 @@ class EncoderRunner:
             lengths = [len(prompt.token_ids) for prompt in prompts]
             token_ids = np.concatenate([np.array(prompt.token_ids, dtype=np.int64) for prompt in prompts])
             hidden = self.model(self._upload(token_ids), self._context(prompts, lengths))
-            pooled = torch.stack([self._pooler.pool(piece) for piece in hidden.split(lengths)])
+            pieces = hidden.tensor_split(np.cumsum(lengths)[:-1].tolist())
+            pooled = torch.stack([self._pooler.pool(piece) for piece in pieces])
             names = [prompt.request_id for prompt in prompts]
             return self._pooler.finish(names, pooled, [prompt.pooling or PoolingParams() for prompt in prompts])
 

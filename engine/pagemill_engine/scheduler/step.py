@@ -112,10 +112,10 @@ class StepResult:
 
     token_ids: dict[str, int] = field(default_factory=dict)
     """One sampled token for each request in `StepPlan.samples` that did not fail and is not pooled."""
-    pooled: dict[str, bytes] = field(default_factory=dict)
-    """The vector, or the score, of each one that is pooled: float32, little-endian."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     """One for each token of `StepPlan.prompt_targets`."""
     failed: dict[str, str] = field(default_factory=dict)
     """Requests that this step broke (non-finite logits and the like), with the reason; the others go on."""
+    pooled: dict[str, bytes] = field(default_factory=dict)
+    """The vector, or the score, of each request in `StepPlan.samples` that is pooled: float32, little-endian."""

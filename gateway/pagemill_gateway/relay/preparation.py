@@ -88,6 +88,7 @@ class Preparation:
         comment = write if body.fields.stream and dialect.transport.has_comments else None
         target = await self._find(body.fields, caller, ticket, comment)
         tokenizer = await self.tokenizer(target)
+        base.check_kind(body, tokenizer)
         if defaults := tokenizer.bundle.sampling_defaults:
             sampling = body.sampling(defaults)
         sampling = within_vocabulary(sampling, tokenizer)
@@ -95,13 +96,13 @@ class Preparation:
         preparation = base.Preparation(
             target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
-        keys, session = prompt_keys(body), session_key(target, caller.key_hash, place.header)
+        session = session_key(target, caller.key_hash, place.header)
         text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
-            return self._prepared(target, requests, keys, session)
+            return self._prepared(target, requests, prompt_keys(body), session)
 
         if body.renders and text is None:
             return await self.in_thread(job, len(raw))

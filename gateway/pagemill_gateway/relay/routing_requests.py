@@ -20,7 +20,8 @@ def make_routing_request(
     request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes
 ) -> RoutingRequest:
     prefix_chunks: tuple[bytes, ...] = ()
-    if request.num_prompt_logprobs is None:  # otherwise an engine computes all of the prompt, whatever it has cached
+    # Otherwise an engine computes all of the prompt, whatever it has cached.
+    if request.num_prompt_logprobs is None and request.pooling is None:
         prefix_chunks = hashes.hashes(
             target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
         )

@@ -47,7 +47,9 @@ def encoder(
             name=f"{embeddings}.word_embeddings",
             num_rows=vocab_size,
             size=size,
-            positions=PositionsSpec(name=f"{embeddings}.position_embeddings", num_rows=num_rows, offset=position_offset),
+            positions=PositionsSpec(
+                name=f"{embeddings}.position_embeddings", num_rows=num_rows, offset=position_offset
+            ),
             token_types=TokenTypesSpec(
                 name=f"{embeddings}.token_type_embeddings",
                 num_rows=config.size("type_vocab_size", default=2),
@@ -84,9 +86,8 @@ def _layer(config: ConfigValues, name: str, size: int, eps: float) -> LayerSpec:
         config.activation("hidden_act", default="gelu"),
     )
     norms = [layer_norm(f"{name}.{part}.LayerNorm", size, eps) for part in ("attention.output", "output")]
-    return LayerSpec(
-        name, tuple(ResidualSpec((BranchSpec(block=block),), norm) for block, norm in zip((attention, mlp), norms))
-    )
+    branches = (BranchSpec(block=attention),), (BranchSpec(block=mlp),)
+    return LayerSpec(name, tuple(map(ResidualSpec, branches, norms)))
 
 
 def _classifier(config: ConfigValues) -> ClassifierSpec:

@@ -36,9 +36,7 @@ class Names(NamedTuple):
 BUILT_IN: dict[str, Names] = {
     "aquila": Names(("AquilaForCausalLM", "AquilaModel"), "aquila"),
     "baichuan": Names(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan", ("baichuan",)),
-    "bert": Names(
-        ("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"), "bert"
-    ),
+    "bert": Names(("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"), "bert"),
     "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
     "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
     "deepseek_v2": Names(("DeepseekV2ForCausalLM",), "deepseek_v2"),

@@ -30,7 +30,7 @@ _METHODS: dict[str, PoolingMethod] = {
     "pooling_mode_lasttoken": "last",
 }
 """Values of `pooling_mode`, and the flags that older files have in its place."""
-_QUERY_LIMIT = "max_seq_length"
+_LIMIT = "max_seq_length"
 
 
 def pools(architectures: list[str], folder: Path) -> bool:
@@ -78,9 +78,8 @@ def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> 
 
 def most_tokens(folder: Path, decoder: DecoderSpec) -> int:
     """Tokens of a text that the model takes: those of its positions, or what its folder says."""
-    limit = read_optional(folder / "sentence_bert_config.json").get(_QUERY_LIMIT)
-    has_limit = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
-    return min(decoder.max_position_embeddings, limit) if has_limit else decoder.max_position_embeddings
+    limit, most = read_optional(folder / "sentence_bert_config.json").get(_LIMIT), decoder.max_position_embeddings
+    return min(most, limit) if type(limit) is int and limit > 0 else most
 
 
 def _scores(folder: Path, values: dict[str, Any], classifier: ClassifierSpec, whole: bool) -> PoolingSpec:
@@ -125,8 +124,8 @@ def _modules(folder: Path) -> dict[str, str]:
     if others or found.get("Transformer"):
         what = f"the module `{min(others)}`" if others else f"its weights in `{found['Transformer']}`"
         raise UnsupportedModelArchitecture(
-            f"`{folder}` has {what} ({MODULES_FILE}), which is not computed; Transformer (in the folder itself), Pooling "
-            "and Normalize are."
+            f"`{folder}` has {what} ({MODULES_FILE}), which is not computed; Transformer (in the folder itself), "
+            "Pooling and Normalize are."
         )
     return found
 
