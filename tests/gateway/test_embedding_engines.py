@@ -6,7 +6,7 @@ import base64
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(bert: tuple[Path, Any], start_cluster: Callable[..., Cluster]) -> Iterator[Cluster]:
-    yield start_cluster(2, model=str(bert[0]), max_model_len=None, dtype="float32")
+def cluster(bert: tuple[Path, Any], start_cluster: Callable[..., Cluster]) -> Cluster:
+    return start_cluster(2, model=str(bert[0]), max_model_len=None, dtype="float32")
 
 
 @pytest.fixture(scope="module")

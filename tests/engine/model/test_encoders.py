@@ -211,6 +211,13 @@ def test_the_files_say_how_to_pool(tmp_path: Path) -> None:
     write_modules(tmp_path, "cls", prompts={"query": "q: ", "document": ""}, default_prompt_name="query")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 77, "do_lower_case": true}')
     spec = load_model_spec(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken", "include_prompt": true}')
+    newer = "sentence_transformers.base.modules.transformer.Transformer", "sentence_transformers.x.pooling.Pooling"
+    modules = [{"type": kind, "path": path} for kind, path in zip(newer, ("", "1_Pooling"), strict=True)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    latest = load_model_spec(tmp_path).pooling
+    assert latest is not None
+    assert (latest.method, latest.normalized) == ("last", False)
     assert spec.pooling is not None
     assert (spec.pooling.method, spec.pooling.normalized, spec.pooling.default_prompt) == ("cls", True, "q: ")
     assert spec.pooling.lower_case

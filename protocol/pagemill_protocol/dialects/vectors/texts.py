@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field
+from pagemill_protocol.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    PagemillError,
+    beyond_context,
+    context_length_exceeded,
+    invalid_field,
+)
 from pagemill_protocol.pooling import PoolingSpec
 
 if TYPE_CHECKING:
@@ -52,9 +60,9 @@ class TextEncoder:
 
     def pair(self, first: str, second: str, param: str) -> Pair:
         """Both texts in one prompt, as the tokenizer joins them; `param`: of the second one."""
-        pair = self._tokenizer.encode_pair(
-            self._lowered(first), self._lowered(second), self._max_tokens, self._cut, param=param
-        )
+        texts = self._lowered(first), self._lowered(second)
+        with self._cuts_offered(param):
+            pair = self._tokenizer.encode_pair(*texts, self._max_tokens, self._cut, param=param)
         if not pair.ids:
             raise _empty(param)
         types = pair.type_ids
@@ -63,7 +71,19 @@ class TextEncoder:
     def _encoded(self, text: str, param: str) -> list[int]:
         if self._cut:
             return self._tokenizer.encode_cut(text, self._cut)
-        return self._tokenizer.encode_within(text, self._max_tokens, param=param)
+        with self._cuts_offered(param):
+            return self._tokenizer.encode_within(text, self._max_tokens, param=param)
+
+    @contextmanager
+    def _cuts_offered(self, param: str) -> Iterator[None]:
+        """A text that is too long may be cut, unlike a prompt that is to be answered."""
+        try:
+            yield
+        except PagemillError as error:
+            if error.code != CONTEXT_LENGTH_EXCEEDED:
+                raise
+            remedy = "Shorten it, or send `truncate_prompt_tokens` -1 to have it cut."
+            raise beyond_context(self._max_tokens, f"`{param}` has more. {remedy}", param) from None
 
     def _lowered(self, text: str) -> str:
         return text.lower() if self._spec.lower_case else text
@@ -75,7 +95,8 @@ class TextEncoder:
                 param, f"`{param}` has the token id {largest}; this model's token ids go from 0 to {vocab_size - 1}."
             )
         if self._max_tokens and len(token_ids) > self._max_tokens:
-            raise context_length_exceeded(len(token_ids), self._max_tokens, param)
+            with self._cuts_offered(param):
+                raise context_length_exceeded(len(token_ids), self._max_tokens, param)
 
 
 def _empty(param: str) -> PagemillError:
