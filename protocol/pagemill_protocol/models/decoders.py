@@ -10,7 +10,7 @@ from pagemill_protocol.models.by_transformers import class_is_installed, recurre
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.known import GROUP, RECURRENT, unsupported
+from pagemill_protocol.models.known import BUILT_IN, GROUP, RECURRENT, unsupported
 from pagemill_protocol.models.pooling_files import CLASSIFIER, pools, without_head
 from pagemill_protocol.models.registry import Found, find_family
 from pagemill_protocol.sources import UnreadableModelError
@@ -35,12 +35,10 @@ def architectures_of(values: dict[str, Any]) -> list[str]:
 
 
 def _is_headless(names: list[str], found: Found) -> bool:
-    """The files name the class of a family's model without its head, as `Qwen3Model`."""
-    return any(_without_model(name) == found.architecture.partition("For")[0] for name in names)
-
-
-def _without_model(name: str) -> str:
-    return name.removesuffix("Model") if name.endswith("Model") else ""
+    """The files name the class of a family's model without its head, as `Qwen3Model`; not an old spelling of it."""
+    spellings = {spelling for known in BUILT_IN.values() for spelling in known.architectures}
+    headless = found.architecture.partition("For")[0] + "Model"
+    return headless in names and headless not in spellings
 
 
 def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -> Found:
