@@ -1,4 +1,4 @@
-"""sentence-transformers, over our own torch and transformers: only what they lack is installed, into a folder beside."""
+"""sentence-transformers, over our own torch and transformers: only what they lack is installed, beside."""
 
 from __future__ import annotations
 
