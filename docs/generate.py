@@ -40,6 +40,11 @@ MODELS_NOTES = """\
   it is stored or in wider codes of the same values (the engine's start says which: Q2_K takes 12 bits a weight, Q3_K
   10, IQ4_NL, IQ4_XS and MXFP4 9). Split files (`NAME-00001-of-00003.gguf`): name the first, the others lie beside it.
   Files of Aquila, InternLM and InternLM 3 are `llama`, as of Mistral and Mixtral. GGUF has no name for OPT.
+- **Models that pool** give vectors (`/v1/embeddings`) or scores of pairs (`/v1/score`, `/v1/rerank`): BERT, RoBERTa,
+  XLM-RoBERTa and ModernBERT; decoders whose folder has sentence-transformers' `modules.json` or names the class without
+  its head (`Qwen3Model`); and `*ForSequenceClassification` of one label of either kind. Pooling is `cls`, `mean` or
+  `lasttoken`; modules other than Transformer, Pooling and Normalize are refused by name. On the CPU, in safetensors
+  folders; `device` cuda is refused ([how to serve them](../how-to/serve-embeddings.md)).
 - **Any other decoder** that the installed `transformers` has a class for runs by that class, with Pagemill's attention
   and cache: on the CPU, in floats, slower than a family (the log and `/version` say so). Not with windows, recurrent or
   compressed state, `longrope`, or arguments of attention that are not computed; never by code from the model's files.

@@ -283,6 +283,8 @@ class Scheduler:
             computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)[:reusable]
             num_computed_tokens = seq.num_computed_tokens or len(computed_blocks) * kv.block_size
             num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
+            if self.limits.whole_prompts and num_tokens < seq.num_tokens:
+                return False
             undisturbed = alone or not self._running
             wanted_tokens = num_computed_tokens + num_tokens if undisturbed else seq.num_tokens
             spare = 0 if undisturbed else step.reserved_blocks + self._headroom()
@@ -365,7 +367,7 @@ class Scheduler:
         in_flight = self._in_flight.oldest(plan)
         broken = dict(result.failed)
         if len(result.token_ids) < len(plan.samples):
-            for name in plan.samples - result.token_ids.keys() - broken.keys():
+            for name in plan.samples - result.token_ids.keys() - result.pooled.keys() - broken.keys():
                 broken[name] = "The step returned no token for this request."
         if broken:
             self._void(in_flight, broken)
@@ -384,6 +386,9 @@ class Scheduler:
                 seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
             if seq.aborted:
                 self._finish(seq, "abort")
+            elif seq.pooling is not None:
+                if name in samples:
+                    self._take_pooled(seq, result.pooled[name])
             elif name in samples:
                 self._take_token(seq, token_ids[name], logprobs.get(name))
         self._in_flight.complete(plan)
@@ -484,6 +489,13 @@ class Scheduler:
         self._outputs.tokens(seq, taken, logprobs, reason)
         if reason is not None:
             self._leave(seq)
+
+    def _take_pooled(self, seq: Sequence, vector: bytes) -> None:
+        if self._probing and seq in self._probing:
+            self._probing.remove(seq)
+        seq.num_pending_tokens -= 1
+        self._outputs.pooled(seq, vector)
+        self._leave(seq)
 
     def _jump(self, seq: Sequence) -> str:
         """Take the tokens that follow without a choice; the next step computes them together. Not where log

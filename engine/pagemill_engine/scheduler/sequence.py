@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_engine.scheduler.prompt_report import PromptReport
+from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ class Sequence:
     """It has tokens that no step sampled, so that the runner does not know them."""
     prompt_report: PromptReport | None = None
     """What the client request reports of its prompt."""
+    pooling: PoolingParams | None = None
+    """It ends with its prompt, of which a vector or a score is made."""
+    reads_all: bool = False
+    """Every token of its prompt is computed for it, whatever the prefix cache holds."""
 
     @property
     def is_unhurried(self) -> bool:

@@ -132,6 +132,21 @@ class ConfigValues:
             raise self.wrong(key, value, f"one of {', '.join(options)}")
         return str(value)
 
+    def text(self, key: str, default: str) -> str:
+        return str(self._values.get(key) or default)
+
+    @property
+    def is_classifier(self) -> bool:
+        """The files have a classifier in place of a head."""
+        names = self._values.get("architectures")
+        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+    @property
+    def num_labels(self) -> int:
+        """Of a classifier."""
+        labels = self.object("id2label")
+        return len(labels) if labels else self.size("num_labels", default=2)
+
     def quantization(self) -> str | None:
         """How the file says that its weights are quantized."""
         return quantization_of(self._values)
