@@ -17,7 +17,7 @@ from pagemill_protocol.json_file import read_optional, read_text
 from pagemill_protocol.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, LinearSpec, MatrixSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.pooling import PoolingMethod, PoolingSpec
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 MODULES_FILE = "modules.json"
 CLASSIFIER = "ForSequenceClassification"
