@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 
 from pagemill_protocol.json_file import read_optional, read_text
 from pagemill_protocol.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, LinearSpec, MatrixSpec
@@ -116,9 +115,9 @@ def _modules(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {"Transformer": "", "Pooling": "1_Pooling"}
     try:
-        entries = orjson.loads(read_text(path))
+        entries = msgspec.json.decode(read_text(path))
         found = {str(entry["type"]).rpartition(".")[2]: str(entry.get("path", "")) for entry in entries}
-    except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
+    except (msgspec.DecodeError, TypeError, KeyError, AttributeError):
         raise UnreadableModelError(f"`{path}` is no list of modules with their types.") from None
     others = found.keys() - {"Transformer", "Pooling", "Normalize"}
     if others or found.get("Transformer"):
