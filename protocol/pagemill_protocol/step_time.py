@@ -57,6 +57,17 @@ class StepSample(NamedTuple):
     ms: float
 
 
+class StepTimePieces(NamedTuple):
+    """A model's numbers, for callers that evaluate many models in one loop."""
+
+    inner_knots: Sequence[int]
+    """Token counts where a piece ends and the next begins; `bisect_right` in them finds a piece."""
+    values: Sequence[tuple[int, float, float]]
+    """Start, its time and the slope of each piece; the last one continues without end."""
+    decode_context_ms: float
+    chunk_context_ms: float
+
+
 def default_knots(max_num_tokens: int) -> list[int]:
     """1, 8, 32, 64 and further powers of two, up to `max_num_tokens`."""
     knots = [1, 8, 32]
@@ -73,9 +84,8 @@ class StepTimeModel:
         self._knots = list(knots_tokens) if knots_tokens is not None else default_knots(max_num_tokens)
         _check_knots(self._knots)
         self._knot_ms = [0.0] * len(self._knots)
-        self._pieces = _pieces(self._knots, self._knot_ms)
-        self._decode_context_ms = 0.0
-        self._chunk_context_ms = 0.0
+        self.pieces = StepTimePieces(self._knots[:-1], _pieces(self._knots, self._knot_ms), 0.0, 0.0)
+        """What predictions are made of."""
         self._error_p50 = 0.0
         self._error_p95 = 0.0
         self._num_observed = 0
@@ -137,12 +147,13 @@ class StepTimeModel:
         """Milliseconds of a step with `num_tokens` in all; 0 for an empty step. Never negative."""
         if not num_tokens > 0:
             return 0.0
-        low, low_ms, slope_ms = self._pieces[bisect_right(self._knots, num_tokens, 0, len(self._knots) - 1)]
+        knots, values, decode_context_ms, chunk_context_ms = self.pieces
+        low, low_ms, slope_ms = values[bisect_right(knots, num_tokens)]
         ms = (
             low_ms
             + slope_ms * (num_tokens - low)
-            + self._decode_context_ms * decode_context_tokens
-            + self._chunk_context_ms * chunk_context_products
+            + decode_context_ms * decode_context_tokens
+            + chunk_context_ms * chunk_context_products
         )
         return ms if ms > 0 else 0.0
 
@@ -174,8 +185,8 @@ class StepTimeModel:
         return StepTimeParams(
             knots_tokens=list(self._knots),
             knot_ms=list(self._knot_ms),
-            decode_context_ms=self._decode_context_ms,
-            chunk_context_ms=self._chunk_context_ms,
+            decode_context_ms=self.pieces.decode_context_ms,
+            chunk_context_ms=self.pieces.chunk_context_ms,
             num_steps_observed=self._num_observed,
             error_p50=self._error_p50,
             error_p95=self._error_p95,
@@ -235,13 +246,15 @@ class StepTimeModel:
 
     def _publish(self) -> None:
         self._knot_ms = [float(ms) for ms in np.cumsum(self._weights[:-2])]
-        self._pieces = _pieces(self._knots, self._knot_ms)
-        self._decode_context_ms = float(self._weights[-2]) / _CONTEXT_SCALE
-        self._chunk_context_ms = float(self._weights[-1]) / _PRODUCT_SCALE
+        self.pieces = StepTimePieces(
+            self._knots[:-1],
+            _pieces(self._knots, self._knot_ms),
+            float(self._weights[-2]) / _CONTEXT_SCALE,
+            float(self._weights[-1]) / _PRODUCT_SCALE,
+        )
 
 
 def _pieces(knots: Sequence[int], knot_ms: Sequence[float]) -> list[tuple[int, float, float]]:
-    """Start, its time and the slope of each piece; the last one continues without end."""
     pieces = [(knots[0], knot_ms[0], 0.0)]
     for (low, high), (low_ms, high_ms) in zip(itertools.pairwise(knots), itertools.pairwise(knot_ms), strict=True):
         pieces.append((low, low_ms, (high_ms - low_ms) / (high - low)))

@@ -104,6 +104,7 @@ class LocalBrain:
                 self.placement.forget(endpoint_id)
         self.traffic.keep(set(self.registry.deployments))
         self.poison_detection.keep(set(self.registry.deployments))
+        self.placement.keep(set(self.registry.deployments))
         self._announce()
         self.queues.forget(before - self.registry.deployments.keys())
 
@@ -115,6 +116,7 @@ class LocalBrain:
         now = self._clock()
         was_connected, was_usable, slept = record.reports.connected, record.usable, record.sleeping
         num_identities = record.reports.num_identities
+        self.placement.changed(record)
         record.reports.accept(frame, record.reserved.num_sequences, now)
         record.reserved.reported()
         self.placement.observe(record, frame, now)
@@ -150,6 +152,7 @@ class LocalBrain:
         if record.reports.connected and not (record.leaving or record.draining):
             self.poison_detection.stream_lost(record, self._clock())
         record.reports.disconnected()
+        self.placement.changed(record)
 
     def unreachable(self, endpoint_id: str) -> None:
         """No process listens at the endpoint's address: it must not get requests until it reports again."""

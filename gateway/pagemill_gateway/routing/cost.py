@@ -12,11 +12,11 @@ has never reported a step-time model, with the median model of the others. Where
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nsmallest
 from typing import overload
 
-from pagemill_gateway.routing.cost_terms import CostBasis, CostTerms, cost_basis_of, cost_terms
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, busyness, least_busy
+from pagemill_gateway.routing.cost_table import CandidateList
+from pagemill_gateway.routing.cost_terms import CostBasis, cost_basis_of, cost_terms
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import DEFAULT_STEP_TOKENS, StepTimeSnapshot, take_snapshot
 from pagemill_protocol.step_time import StepTimeModel
@@ -24,10 +24,6 @@ from pagemill_protocol.step_time import StepTimeModel
 NEAR_SHARE = 0.02
 NEAR_MS = 0.5
 """Costs within this share of the smallest, or this much above it, count as equal."""
-SHORTLIST = 4
-SHORTLIST_SHARE = 0.1
-SHORTLIST_MS = 3.0
-"""So many costs within so much of the smallest are worth a finer estimate: the formula is off by more than that."""
 COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "adapter_ms", "ttft_ms", "affinity_ms", "cost_ms")
 
 
@@ -39,51 +35,38 @@ class CostPolicy:
         self._session_ms = session_ms
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
-        bases = _cost_bases(candidates)
-        if bases is None:
+        bases, costs = _costs(request, candidates)
+        if costs is None:
             return RoutingDecision(least_busy(candidates), "no engine has reported its step times: fewest requests")
-        cached = [each.num_cached_tokens for each in candidates]
-        terms = cost_terms(bases, cached, request.num_prompt_tokens, request.num_output_tokens)
-        costs = [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
         if request.is_for_adapter:
             costs = [cost + each.adapter_ms for each, cost in zip(candidates, costs, strict=True)]
-        has_session = True in [each.session for each in candidates]
+        is_plain = isinstance(candidates, CandidateList) and candidates.is_plain
+        has_session = not is_plain and True in [each.session for each in candidates]
         affinity_ms = self._session_ms if has_session else 0.0
         if has_session:
             costs = [cost if each.session else cost + affinity_ms for each, cost in zip(candidates, costs, strict=True)]
         best = min(costs)
         limit = best + max(NEAR_MS, best * NEAR_SHARE)
-        near = [place for place, cost in enumerate(costs) if cost <= limit]
+        near = [each for each, cost in zip(candidates, costs, strict=True) if cost <= limit]
         if has_session:
             # What a session may cost is bounded to the millisecond: a nearly equal cost is not enough to stay.
-            stays = [place for place in near if candidates[place].session and costs[place] == best]
-            near = stays or [place for place in near if not candidates[place].session]
+            stays = [each for each, cost in zip(candidates, costs, strict=True) if each.session and cost == best]
+            near = stays or [each for each in near if not each.session]
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
-        chosen = least_busy([candidates[place] for place in near])
-        # A session's pod is left for what the formula says alone, so that what that costs is bounded.
-        shortlist = () if has_session else _shortlist(near, candidates, costs, best)
-        rows = _Rows(request, candidates, bases, affinity_ms)
-        return RoutingDecision(chosen, why, COLUMNS, rows, shortlist=shortlist)
-
-
-def _shortlist(
-    near: Sequence[int], candidates: Sequence[Candidate], costs: Sequence[float], best: float
-) -> Sequence[int]:
-    """Places of the equal costs with the fewest requests, then of the next costs."""
-    places = nsmallest(SHORTLIST, near, key=lambda place: busyness(candidates[place]))
-    if len(places) < SHORTLIST:
-        limit = best + max(SHORTLIST_MS, best * SHORTLIST_SHARE)
-        others = [place for place, cost in enumerate(costs) if cost <= limit and place not in places]
-        places += nsmallest(SHORTLIST - len(places), others, key=costs.__getitem__)
-    return places
+        return RoutingDecision(least_busy(near), why, COLUMNS, _Rows(request, candidates, bases, affinity_ms))
 
 
 class _Rows(Sequence[Sequence[float]]):
     """The terms of each candidate, computed when they are read: hundreds of decisions are kept and few are shown."""
 
     def __init__(
-        self, request: RequestView, candidates: Sequence[Candidate], bases: Sequence[CostBasis], affinity_ms: float
+        self,
+        request: RequestView,
+        candidates: Sequence[Candidate],
+        bases: Sequence[CostBasis] | None,
+        affinity_ms: float,
     ) -> None:
+        """`bases`: where those of the candidates are not used."""
         self._request = request
         self._candidates = candidates
         self._bases = bases
@@ -100,12 +83,31 @@ class _Rows(Sequence[Sequence[float]]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         candidate, request = self._candidates[index], self._request
-        cached = [candidate.num_cached_tokens]
-        rows = cost_terms([self._bases[index]], cached, request.num_prompt_tokens, request.num_output_tokens)
-        terms = CostTerms(*rows[0])
+        num_cached, num_prompt_tokens = candidate.num_cached_tokens, request.num_prompt_tokens
+        basis = self._bases[index] if self._bases is not None else candidate.cost_basis
+        assert basis is not None
+        terms = cost_terms(basis, num_cached, num_prompt_tokens, request.num_output_tokens)
         adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
         cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
         return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, affinity_ms, cost_ms)
+
+
+def _costs(
+    request: RequestView, candidates: Sequence[Candidate]
+) -> tuple[Sequence[CostBasis] | None, Sequence[float] | None]:
+    """Bases, where those of the candidates are not used, and the costs without session and adapter; `None`: unknown."""
+    num_prompt_tokens, num_output_tokens = request.num_prompt_tokens, request.num_output_tokens
+    if isinstance(candidates, CandidateList) and candidates.cost_table.is_complete:
+        cached = None if candidates.is_plain else [each.num_cached_tokens for each in candidates]
+        return None, candidates.cost_table.costs(num_prompt_tokens, num_output_tokens, cached)
+    bases = _cost_bases(candidates)
+    if bases is None:
+        return None, None
+    terms = [
+        cost_terms(basis, each.num_cached_tokens, num_prompt_tokens, num_output_tokens)
+        for basis, each in zip(bases, candidates, strict=True)
+    ]
+    return bases, [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
 
 
 def _cost_bases(candidates: Sequence[Candidate]) -> Sequence[CostBasis] | None:

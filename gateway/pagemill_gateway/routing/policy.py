@@ -71,8 +71,6 @@ class RoutingDecision(NamedTuple):
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[float]] = ()
     largest_wins: bool = False
-    shortlist: Sequence[int] = ()
-    """Places of candidates that cost nearly as little as the chosen one: a finer estimate may choose among them."""
 
 
 class RoutingPolicy(Protocol):
@@ -85,8 +83,8 @@ class RoutingPolicy(Protocol):
 
 def least_busy(candidates: Sequence[Candidate]) -> Candidate:
     """The one with the fewest requests; ties go to the one that was chosen longest ago."""
-    return min(candidates, key=busyness)
+    return min(candidates, key=_busyness)
 
 
-def busyness(candidate: Candidate) -> tuple[int, int]:
+def _busyness(candidate: Candidate) -> tuple[int, int]:
     return candidate.in_flight + candidate.external, candidate.last_chosen

@@ -75,7 +75,7 @@ class _Fleet:
         self._loop = EventsLoop(events)
         self._event_log = EventLog(workload)
         # In a cluster, endpoints that go are named at once, and used while there is no other.
-        config = GatewayConfig(routing_policy=settings.routing_policy, discovery="kubernetes")
+        config = GatewayConfig(routing_policy=settings.routing_policy, discovery="kubernetes", decision_log_size=0)
         self._handover_timeout_s = config.handover_timeout_s
         self._brain = LocalBrain(config, clock=events.now, rng=random.Random(f"{settings.seed} gateway"))
         self._sites: dict[str, Site] = {}

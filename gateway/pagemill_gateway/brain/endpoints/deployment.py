@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -105,6 +106,10 @@ class DeploymentRecord:
             records = [record for record in self.usable() if record.bundle_digest == bundle_digest]
             self._with_bundle[bundle_digest] = records
         return records
+
+    def keeps(self, records: Sequence[EndpointRecord]) -> bool:
+        """Whether `records` is a list of `usable_with`, which stays the same until `changed`."""
+        return any(each is records for each in self._with_bundle.values())
 
     def changed(self) -> None:
         """One of its endpoints may have become usable or unusable, or be another engine than before."""

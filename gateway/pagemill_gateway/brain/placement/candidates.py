@@ -1,15 +1,18 @@
 """An endpoint as routing sees it: made from its record, and kept there until something of it changes.
 
 Most endpoints look the same to one request as to the next, so a decision among many makes few candidates anew. Code
-that changes what they are made of clears `EndpointRecord.seen`; that is `brain.placement.placement`.
+that changes what they are made of clears `EndpointRecord.seen` and reports it to the `KeptCandidates` of the
+deployment; that is `brain.placement.placement`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.placement.pod_reports import with_own_counts
+from pagemill_gateway.routing.cost_table import CandidateList, CostTable
 from pagemill_gateway.routing.cost_terms import CostBasis, cost_basis_of
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
@@ -30,6 +33,43 @@ def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0,
         candidate = _believed(record, num_cached_tokens, session) if believed else _stale(record, session)
         record.seen[key] = candidate
     return candidate
+
+
+class KeptCandidates:
+    """Those of a deployment with many endpoints, for requests that find nothing cached, with the table of their costs.
+
+    Only what changes is made anew: a report, a decision, an end, or reports that become stale.
+    """
+
+    def __init__(self, records: Sequence[EndpointRecord]) -> None:
+        self.records = records
+        self._places = {record: place for place, record in enumerate(records)}
+        self._candidates: list[Candidate | None] = [None] * len(records)
+        self._table = CostTable(len(records))
+        self._changed: set[EndpointRecord] = set()
+        self._fresh_until = -math.inf
+        """Until then no report becomes stale."""
+
+    def changed(self, record: EndpointRecord) -> None:
+        self._changed.add(record)
+
+    def current(self, now: float) -> CandidateList:
+        is_checked = now <= self._fresh_until
+        changed = self._changed if is_checked else self.records
+        if not is_checked:
+            self._fresh_until = math.inf
+        for record in changed:
+            place = self._places.get(record)
+            if place is None:
+                continue
+            candidate = candidate_of(record, now)
+            if candidate is not self._candidates[place]:
+                self._candidates[place] = candidate
+                self._table.update(place, candidate.cost_basis)
+            if candidate.believed:
+                self._fresh_until = min(self._fresh_until, record.reports.fresh_until)
+        self._changed.clear()
+        return CandidateList([each for each in self._candidates if each is not None], self._table)
 
 
 def with_adapter(

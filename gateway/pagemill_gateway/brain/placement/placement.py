@@ -15,13 +15,13 @@ from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import RoutingRequest
-from pagemill_gateway.brain.placement.candidates import PLAIN, STALE, candidate_of, with_adapter
+from pagemill_gateway.brain.placement.candidates import PLAIN, STALE, KeptCandidates, candidate_of, with_adapter
 from pagemill_gateway.brain.placement.decisions import DecisionLog
 from pagemill_gateway.brain.placement.pod_reports import read_report
 from pagemill_gateway.brain.placement.predictions import Predictions
 from pagemill_gateway.brain.placement.prefix_index import PrefixIndex
-from pagemill_gateway.brain.placement.shortlist import dispatch_of, predict_ttft_ms, shortest
-from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingPolicy
+from pagemill_gateway.routing.cost_table import LEAST_PODS, CandidateList
+from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, RoutingPolicy
 from pagemill_protocol.state import StateFrame
 
 Fits = Callable[[EndpointRecord, int], bool]
@@ -45,6 +45,8 @@ class Placement:
         self.index = PrefixIndex()
         self.predictions = Predictions()
         self.decisions = DecisionLog(max_decisions)
+        self._kept: dict[str, KeptCandidates] = {}
+        """By deployment, of those with many endpoints."""
 
     def place(
         self,
@@ -59,7 +61,7 @@ class Placement:
     ) -> PlacementResult | None:
         """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
         self.predictions.expire(now)
-        candidates = self._candidates(request, deployment.key, records, now)
+        candidates = self._candidates(request, deployment, records, now)
         if request.adapter_digest:
             candidates = with_adapter(candidates, records, request.adapter_digest, now)
         view = RequestView(
@@ -70,7 +72,6 @@ class Placement:
             request.adapter_digest != "",
         )
         decision = policy.choose(view, candidates)
-        decision = shortest(decision, view, candidates, records, num_sequences, now)
         index = _place_of(decision.chosen, candidates)
         if not fits(records[index], decision.chosen.num_cached_tokens):
             # Engines are rarely full, so only now all are checked.
@@ -79,7 +80,7 @@ class Placement:
             if not fitting:
                 return None
             records, candidates = [record for record, _ in fitting], [each for _, each in fitting]
-            decision = shortest(policy.choose(view, candidates), view, candidates, records, num_sequences, now)
+            decision = policy.choose(view, candidates)
             index = _place_of(decision.chosen, candidates)
         chosen = decision.chosen
         dispatch = self._account(number, request, num_sequences, records[index], chosen)
@@ -87,11 +88,22 @@ class Placement:
             records[index].adapters.expect(number, request.adapter_digest, now)
         if request.session:
             self._sessions.chosen(deployment.key, request.session, chosen.endpoint_id)
-        predicted_ttft_ms = predict_ttft_ms(decision, index, records[index], number, dispatch, now)
+        predicted_ttft_ms = _predicted_ttft_ms(decision, index, records[index], number, dispatch, now)
         self.decisions.note(
             number, deployment.key, policy.name, request.num_prompt_tokens, candidates, decision, predicted_ttft_ms
         )
         return PlacementResult(number, records[index], chosen, policy.name, predicted_ttft_ms)
+
+    def changed(self, record: EndpointRecord) -> None:
+        """What its candidates are made of has changed."""
+        record.seen.clear()
+        kept = self._kept.get(record.deployment)
+        if kept is not None:
+            kept.changed(record)
+
+    def keep(self, deployments: set[str]) -> None:
+        """Forget the others."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key in deployments}
 
     def most_cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> int:
         """Cached prompt tokens on the endpoint that has most of them."""
@@ -114,7 +126,7 @@ class Placement:
         record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
-        record.seen.clear()
+        self.changed(record)
         self._update_estimator(record, frame, now)
 
     def forget(self, endpoint_id: str) -> None:
@@ -125,7 +137,7 @@ class Placement:
     def computed(self, number: int, record: EndpointRecord, now: float, ttft_ms: float | None) -> None:
         """The first token of decision `number` is here."""
         record.dispatches.computed(number)
-        record.seen.clear()
+        self.changed(record)
         record.ttft_estimator.started(number, ttft_ms)
         if ttft_ms is not None:
             self.decisions.measured(number, ttft_ms)
@@ -135,7 +147,7 @@ class Placement:
     def ended(self, number: int, record: EndpointRecord, now: float, *, failed: bool) -> None:
         num_answers = 0 if failed else record.dispatches.num_answers(number)
         record.dispatches.ended(number)
-        record.seen.clear()
+        self.changed(record)
         record.ttft_estimator.ended(number, num_answers)
         if not num_answers:
             # It failed, or its client left before its prompt was computed: the rest of the prompt will not be.
@@ -159,20 +171,37 @@ class Placement:
         )
 
     def _candidates(
-        self, request: RoutingRequest, deployment: str, records: Sequence[EndpointRecord], now: float
-    ) -> list[Candidate]:
+        self, request: RoutingRequest, deployment: DeploymentRecord, records: Sequence[EndpointRecord], now: float
+    ) -> Sequence[Candidate]:
         cached = self._cached_tokens(request, records, now)
-        session = self._sessions.endpoint(deployment, request.session) if request.session else None
-        if cached or session is not None:
-            return [
-                candidate_of(record, now, cached.get(record.endpoint.id, 0), record.endpoint.id == session)
+        session = self._sessions.endpoint(deployment.key, request.session) if request.session else None
+        kept = self._kept_of(deployment, records) if len(records) >= LEAST_PODS else None
+        # For most requests: kept candidates, without a call for each.
+        candidates: list[Candidate] = (
+            kept.current(now)
+            if kept is not None
+            else [
+                record.seen.get(PLAIN if now <= record.reports.fresh_until else STALE) or candidate_of(record, now)
                 for record in records
             ]
-        # For most requests: kept candidates, without a call for each.
-        return [
-            record.seen.get(PLAIN if now <= record.reports.fresh_until else STALE) or candidate_of(record, now)
-            for record in records
-        ]
+        )
+        if cached or session is not None:
+            for place, record in enumerate(records):
+                endpoint_id = record.endpoint.id
+                if endpoint_id in cached or endpoint_id == session:
+                    candidates[place] = candidate_of(record, now, cached.get(endpoint_id, 0), endpoint_id == session)
+            if isinstance(candidates, CandidateList):
+                candidates.is_plain = False
+        return candidates
+
+    def _kept_of(self, deployment: DeploymentRecord, records: Sequence[EndpointRecord]) -> KeptCandidates | None:
+        kept = self._kept.get(deployment.key)
+        if kept is not None and kept.records is records:
+            return kept
+        if not deployment.keeps(records):
+            return None
+        kept = self._kept[deployment.key] = KeptCandidates(records)
+        return kept
 
     def _cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
         """Cached prompt tokens on each endpoint that has some and whose report is fresh."""
@@ -190,9 +219,10 @@ class Placement:
     ) -> Dispatch:
         record.in_flight += 1
         record.last_chosen = number
-        dispatch = dispatch_of(request.num_prompt_tokens, num_sequences, chosen)
+        num_uncached = max(1, request.num_prompt_tokens - chosen.num_cached_tokens)
+        dispatch = Dispatch(num_uncached, num_sequences, request.num_prompt_tokens - num_uncached)
         record.dispatches.sent(number, dispatch)
-        record.seen.clear()
+        self.changed(record)
         bit = self.index.bit(record.endpoint.id)
         if bit and request.prefix_chunks and record.reports.scheme.prefix_chunk_tokens == request.prefix_chunk_tokens:
             has = self.index.has
@@ -202,6 +232,21 @@ class Placement:
 
 def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
     return next(place for place, each in enumerate(candidates) if each is chosen)
+
+
+def _predicted_ttft_ms(
+    decision: RoutingDecision, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
+) -> float | None:
+    """Where the policy predicts it: simulated for the chosen endpoint, which would cost too much for all candidates."""
+    if "ttft_ms" not in decision.columns:
+        return None
+    chosen, ttft_ms = decision.chosen, None
+    if chosen.believed:
+        ttft_ms = record.ttft_estimator.ttft_ms(number, dispatch, now, held_ms=chosen.adapter_ms)
+    row = decision.rows[index]
+    if ttft_ms is None:
+        return row[decision.columns.index("ttft_ms")]
+    return ttft_ms + row[decision.columns.index("wait_ms")]
 
 
 class Sessions:

@@ -82,7 +82,7 @@ class PoisonDetection:
 
     # Which endpoints a probe may use.
 
-    def allowed(self, records: Sequence[EndpointRecord], probe: Probe, now: float) -> list[EndpointRecord]:
+    def allowed(self, records: list[EndpointRecord], probe: Probe, now: float) -> list[EndpointRecord]:
         """Those of `records` that may get a request with this probe now."""
         if probe == "none":
             return self._open(records, now)
@@ -134,10 +134,10 @@ class PoisonDetection:
         """Requests that must get a token before a probe `alone`; an endpoint that is held already comes first."""
         return record.endpoint.id not in self._held, record.dispatches.num_uncomputed
 
-    def _open(self, records: Sequence[EndpointRecord], now: float) -> list[EndpointRecord]:
+    def _open(self, records: list[EndpointRecord], now: float) -> list[EndpointRecord]:
         """Endpoints that no probe has to itself, or is about to have."""
         if not self._probes and not self._held:
-            return list(records)
+            return records
         self._held = {endpoint_id: until for endpoint_id, until in self._held.items() if until > now}
         closed = {each.endpoint_id for each in self._probes.values() if each.closed_until > now} | self._held.keys()
         return [record for record in records if record.endpoint.id not in closed]

@@ -1,0 +1,129 @@
+"""The costs of many pods at once: `cost_terms` over arrays, whose rows change when a pod does.
+
+A decision among a hundred pods costs little more than one among ten. Below `LEAST_PODS` a call for each is faster.
+Results are equal to the sum of `cost_terms` to the last bit, so that a tie there is a tie here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_gateway.routing.cost_terms import CostBasis, cost_terms
+from pagemill_gateway.routing.policy import Candidate
+from pagemill_protocol.step_time import StepTimePieces
+
+LEAST_PODS = 24
+_ROW_SPAN = 2.0**40
+"""Of the knots of one row among those of all: more tokens than any step has."""
+
+Floats = NDArray[np.float64]
+
+
+class CostTable:
+    def __init__(self, num_pods: int) -> None:
+        self._bases: list[CostBasis | None] = [None] * num_pods
+        self._num_unknown = num_pods
+        self._columns: Floats = np.zeros((9, num_pods))
+        """The numbers of `_row`, by number and pod."""
+        self._pieces: list[StepTimePieces | None] = [None] * num_pods
+        self._rows = np.arange(num_pods)
+        self._set_width(1)
+
+    def update(self, place: int, basis: CostBasis | None) -> None:
+        """`None`: unknown."""
+        self._num_unknown += (basis is None) - (self._bases[place] is None)
+        self._bases[place] = basis
+        if basis is None:
+            return
+        self._columns[:, place] = _row(basis)
+        pieces = basis.model.pieces
+        if self._pieces[place] is not pieces:
+            self._pieces[place] = pieces
+            if len(pieces.values) > self._width:
+                self._set_width(len(pieces.values))
+            else:
+                self._set_pieces(place, pieces)
+
+    @property
+    def is_complete(self) -> bool:
+        """The costs of all pods are known."""
+        return not self._num_unknown
+
+    def costs(self, num_prompt_tokens: int, num_output_tokens: float, cached: Sequence[int] | None) -> list[float]:
+        """Of each pod, for a request that finds `cached` tokens there; `None`: none."""
+        (
+            without_wait, num_ahead, ahead_products, num_running, budget, full_ms, step_ms, harm_ms, context_ms,
+        ) = self._columns  # fmt: skip
+        num_cached: Floats | int = 0 if cached is None else np.array(cached, dtype=np.float64)
+        num_uncached = max(1, num_prompt_tokens) if cached is None else np.maximum(1, num_prompt_tokens - num_cached)
+        num_rest = num_ahead + num_uncached
+        waits = num_rest >= without_wait
+        num_full = np.floor((num_rest - 1) / budget)
+        num_tokens = num_rest - num_full * budget + num_running
+        piece = np.searchsorted(self._knots, num_tokens + self._row_starts, side="right") + self._rows
+        products = np.floor(num_uncached * (num_uncached / 2 + num_cached) + ahead_products)
+        prefill_ms = self._low_ms[piece] + self._slope_ms[piece] * (num_tokens - self._low[piece])
+        prefill_ms += context_ms
+        prefill_ms += self._chunk_context_ms * products
+        costs: list[float] = (
+            step_ms + (num_full * full_ms + prefill_ms) + harm_ms * (num_uncached + num_output_tokens)
+        ).tolist()
+        if waits.any():
+            for place in np.flatnonzero(waits).tolist():
+                basis = self._bases[place]
+                assert basis is not None
+                terms = cost_terms(basis, cached[place] if cached else 0, num_prompt_tokens, num_output_tokens)
+                costs[place] = terms.ttft_ms + terms.harm_ms
+        return costs
+
+    def _set_width(self, width: int) -> None:
+        """Room for models of so many pieces."""
+        self._width, num_pods = width, len(self._rows)
+        self._row_starts = self._rows * _ROW_SPAN
+        # A row without a further knot ends before the next one begins.
+        self._knots: Floats = np.repeat(self._row_starts + _ROW_SPAN / 2, width - 1)
+        # Searching counts the knots before, of which each row has one less than pieces.
+        self._low, self._low_ms, self._slope_ms = np.zeros((3, num_pods * width))
+        self._chunk_context_ms: Floats = np.zeros(num_pods)
+        for place, pieces in enumerate(self._pieces):
+            if pieces is not None:
+                self._set_pieces(place, pieces)
+
+    def _set_pieces(self, place: int, pieces: StepTimePieces) -> None:
+        first_knot, first, num_knots = place * (self._width - 1), place * self._width, len(pieces.inner_knots)
+        self._knots[first_knot : first_knot + self._width - 1] = self._row_starts[place] + _ROW_SPAN / 2
+        self._knots[first_knot : first_knot + num_knots] = np.array(pieces.inner_knots) + self._row_starts[place]
+        low, low_ms, slope_ms = zip(*pieces.values, strict=True)
+        self._low[first : first + len(low)] = low
+        self._low_ms[first : first + len(low)] = low_ms
+        self._slope_ms[first : first + len(low)] = slope_ms
+        self._chunk_context_ms[place] = pieces.chunk_context_ms
+
+
+def _row(basis: CostBasis) -> tuple[float, ...]:
+    return (
+        0.0 if basis.num_over_capacity else basis.num_tokens_without_wait,
+        basis.num_ahead,
+        basis.ahead_products,
+        basis.num_running,
+        basis.budget,
+        basis.full_ms,
+        basis.step_ms,
+        basis.harm_ms,
+        basis.model.pieces.decode_context_ms * basis.num_context_tokens,
+    )
+
+
+class CandidateList(list[Candidate]):
+    """Candidates with the table of their costs."""
+
+    __slots__ = ("cost_table", "is_plain")
+
+    def __init__(self, candidates: Sequence[Candidate], cost_table: CostTable) -> None:
+        super().__init__(candidates)
+        self.cost_table = cost_table
+        self.is_plain = True
+        """None of them has cached tokens or the session."""
