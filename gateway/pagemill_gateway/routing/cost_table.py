@@ -63,15 +63,21 @@ class CostTable:
         waits = num_rest >= without_wait
         num_full = np.floor((num_rest - 1) / budget)
         num_tokens = num_rest - num_full * budget + num_running
-        piece = np.searchsorted(self._knots, num_tokens + self._row_starts, side="right") + self._rows
+        piece = self._knots.searchsorted(num_tokens + self._row_starts, "right")
+        piece += self._rows
         products = np.floor(num_uncached * (num_uncached / 2 + num_cached) + ahead_products)
-        prefill_ms = self._low_ms[piece] + self._slope_ms[piece] * (num_tokens - self._low[piece])
+        num_tokens -= self._low.take(piece)
+        num_tokens *= self._slope_ms.take(piece)
+        prefill_ms = self._low_ms.take(piece)
+        prefill_ms += num_tokens
         prefill_ms += context_ms
         prefill_ms += self._chunk_context_ms * products
-        costs: list[float] = (
-            step_ms + (num_full * full_ms + prefill_ms) + harm_ms * (num_uncached + num_output_tokens)
-        ).tolist()
-        if waits.any():
+        num_full *= full_ms
+        prefill_ms += num_full
+        prefill_ms += step_ms
+        prefill_ms += harm_ms * (num_uncached + num_output_tokens)
+        costs: list[float] = prefill_ms.tolist()
+        if np.count_nonzero(waits):
             for place in np.flatnonzero(waits).tolist():
                 basis = self._bases[place]
                 assert basis is not None

@@ -99,6 +99,8 @@ class Dispatches:
 
     def reported(self, num_missing: int) -> None:
         """A report that lacks this many of the sequences that are there."""
+        if num_missing <= 0 and not self._unreported:
+            return
         self._unreported = {}
         for decision, each in reversed(self._open.items()):
             if num_missing <= 0:

@@ -122,7 +122,7 @@ class EndpointRecord:
         return state.digests.weights if state is not None else ""
 
     def load_elsewhere(self, now: float) -> int:
-        return self.reports.external() if self.reports.fresh(now) else 0
+        return self.reports.external if self.reports.fresh(now) else 0
 
 
 def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
@@ -139,7 +139,7 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     if frame is None:
         return True
     fresh = record.reports.fresh(now)
-    num_there = record.reserved.num_sequences + (record.reports.external() if fresh else 0)
+    num_there = record.reserved.num_sequences + (record.reports.external if fresh else 0)
     if not num_there:
         return True
     if 0 < frame.max_num_seqs < num_there + need.num_sequences:

@@ -31,6 +31,8 @@ class EndpointReports:
         self.fresh_until = -math.inf
         """The load is current until then: the engine process that has it runs and its server reports."""
         self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
+        self.external = 0
+        """Requests there that are not ours, by the latest reports."""
         self.latest: StateFrame | None = None
         """Kept over reconnects: digests and limits stay true while the stream is down."""
         self.scheme = NO_SCHEME
@@ -63,11 +65,13 @@ class EndpointReports:
         self.latest = frame
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
         self._external.append(max(0, reported - in_flight))
+        self.external = min(self._external)
 
     def disconnected(self) -> None:
         self._connected = False
         self.fresh_until = -math.inf
         self._external.clear()
+        self.external = 0
 
     def age_s(self, now: float) -> float | None:
         return now - self._received_at if self.latest is not None else None
@@ -78,10 +82,6 @@ class EndpointReports:
     def arriving(self, now: float) -> bool:
         """Engines send a frame at least every second."""
         return self._connected and now - self._received_at <= self._stale_after_s
-
-    def external(self) -> int:
-        """Requests there that are not ours, by the latest reports."""
-        return min(self._external, default=0)
 
     def _follows(self, frame: StateFrame) -> bool:
         return self._connected and self.latest is not None and frame.sequence == self.latest.sequence + 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch
 from pagemill_gateway.routing.step_simulation import PendingPrompt, StepSimulation
@@ -29,8 +30,22 @@ MAX_TRANSFER_S = 0.1
 LONG_AGO = float("-inf")
 
 
+class _Report(NamedTuple):
+    """A report that was not simulated from so far."""
+
+    load: EngineLoad
+    reported_s: float
+    received_s: float
+    model: StepTimeModel
+    max_step_tokens: int
+    waiting: Sequence[Dispatch] | None
+    unreported: Sequence[tuple[int, Dispatch]]
+
+
 class TtftEstimator:
     def __init__(self) -> None:
+        self._report: _Report | None = None
+        """From which to simulate, when the next request asks: most reports are replaced before."""
         self._simulation: StepSimulation | None = None
         self._overlaps = False
         self._sent: dict[int, tuple[float, float | None]] = {}
@@ -51,41 +66,33 @@ class TtftEstimator:
         """Apply a report. `waiting`: our requests that it counts as waiting, if those are all; `unreported`: those it
         lacks.
         """
-        self._simulation = None
+        self._simulation = self._report = None
         if model is None:
             return
         self._overlaps = self._overlaps or load.step_in_flight_ms > 0
-        reported_s = now_s - age_ms / 1000
-        budget = max_step_tokens or DEFAULT_STEP_TOKENS
-        simulation = StepSimulation(model, budget, overlaps=self._overlaps, drift=_readable(load.step_drift))
-        simulation.num_answers = load.num_requests_running - load.num_requests_prefilling
-        simulation.num_context_tokens = load.num_tokens_running - load.num_tokens_prefilled
-        simulation.queue.extend(_reported(load, waiting))
-        for decision, dispatch in unreported:
-            simulation.queue.append(self._pending(dispatch, max(reported_s, self._at_s(decision, now_s))))
-        simulation.begin(reported_s, load.step_in_flight_ms, now_s)
-        self._simulation = simulation
+        self._report = _Report(load, now_s - age_ms / 1000, now_s, model, max_step_tokens, waiting, unreported)
 
     def forget(self) -> None:
         """What the engine does is unknown from now on."""
-        self._simulation = None
+        self._simulation = self._report = None
 
-    def estimate_ms(self, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
-        """Milliseconds to the first token of a request that would go there now. `None`: unknown.
+    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
+        """Decision `decision` goes there now: milliseconds to its first token. `None`: unknown.
 
         `held_ms`: it waits this long there for something else, while the steps go on without it.
         """
-        steps_ms = self._steps_ms(dispatch, now_s, held_ms)
-        return self._with_overhead(steps_ms) if steps_ms is not None else None
-
-    def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
-        """As `estimate_ms` of decision `decision`, which goes there now."""
-        steps_ms = self._steps_ms(dispatch, now_s, held_ms)
-        if self._simulation is not None and not held_ms:
-            self._simulation.queue.append(self._pending(dispatch, now_s + self._transfer_s.value))
+        at_s = now_s + self._transfer_s.value + held_ms / 1000
+        steps_ms = None
+        simulation = self._current()
+        if simulation is not None:
+            simulation.advance(now_s)
+            pending = self._pending(dispatch, at_s)
+            steps_ms = (simulation.first_token_s(pending) - now_s) * 1000
+            if not held_ms:
+                simulation.queue.append(pending)
         teaches = self._transfer_s.known and not held_ms
         self._sent[decision] = now_s, steps_ms if teaches else None
-        return self._with_overhead(steps_ms) if steps_ms is not None else None
+        return max(steps_ms / 2, steps_ms + self._overhead_ms.value) if steps_ms is not None else None
 
     def accepted(self, decision: int, now_s: float) -> None:
         """The engine has accepted it."""
@@ -101,19 +108,27 @@ class TtftEstimator:
 
     def ended(self, decision: int, num_answers: int) -> None:
         """It is over; `num_answers` of its sequences were running."""
+        simulation = self._current() if num_answers else self._simulation
         self._sent.pop(decision, None)
-        if self._simulation is not None:
-            self._simulation.num_answers = max(0, self._simulation.num_answers - num_answers)
+        if simulation is not None:
+            simulation.num_answers = max(0, simulation.num_answers - num_answers)
 
-    def _steps_ms(self, dispatch: Dispatch, now_s: float, held_ms: float) -> float | None:
-        if self._simulation is None:
-            return None
-        self._simulation.advance(now_s)
-        pending = self._pending(dispatch, now_s + self._transfer_s.value + held_ms / 1000)
-        return (self._simulation.first_token_s(pending) - now_s) * 1000
-
-    def _with_overhead(self, steps_ms: float) -> float:
-        return max(steps_ms / 2, steps_ms + self._overhead_ms.value)
+    def _current(self) -> StepSimulation | None:
+        """From the latest report on."""
+        report, self._report = self._report, None
+        if report is None:
+            return self._simulation
+        load, budget = report.load, report.max_step_tokens or DEFAULT_STEP_TOKENS
+        simulation = StepSimulation(report.model, budget, overlaps=self._overlaps, drift=_readable(load.step_drift))
+        simulation.num_answers = load.num_requests_running - load.num_requests_prefilling
+        simulation.num_context_tokens = load.num_tokens_running - load.num_tokens_prefilled
+        simulation.queue.extend(_reported(load, report.waiting))
+        for decision, dispatch in report.unreported:
+            at_s = self._at_s(decision, report.received_s)
+            simulation.queue.append(self._pending(dispatch, max(report.reported_s, at_s)))
+        simulation.begin(report.reported_s, load.step_in_flight_ms, report.received_s)
+        self._simulation = simulation
+        return simulation
 
     def _at_s(self, decision: int, now_s: float) -> float:
         sent_s, _ = self._sent.get(decision, (now_s, None))

@@ -91,7 +91,7 @@ def _believed(record: EndpointRecord, num_cached_tokens: int, session: bool) -> 
     return Candidate(
         record.endpoint.id,
         record.in_flight,
-        record.reports.external(),
+        record.reports.external,
         record.last_chosen,
         report,
         True,

@@ -123,7 +123,7 @@ class Placement:
             self.predictions.reported(bit, frame.prefixes_removed)
         record.adapters.update(frame.adapters, now, new_engine=frame.snapshot)
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
-        record.dispatches.reported(record.reserved.num_sequences + record.reports.external() - reported)
+        record.dispatches.reported(record.reserved.num_sequences + record.reports.external - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
         self.changed(record)
@@ -159,7 +159,7 @@ class Placement:
 
     def _update_estimator(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
         dispatches, load, report = record.dispatches, frame.load, record.pod_report
-        is_ours = not record.reports.external()
+        is_ours = not record.reports.external
         record.ttft_estimator.received(
             load,
             frame.load_age_ms,

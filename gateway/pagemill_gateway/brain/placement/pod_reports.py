@@ -15,7 +15,8 @@ logger = logging.getLogger("pagemill.gateway.brain")
 def read_report(frame: StateFrame, before: PodReport | None, params_before: StepTimeParams | None) -> PodReport:
     """`before`: the report of the frame before, whose model is kept while its parameters are the same."""
     load = frame.load
-    model = _model_of(before) if frame.step_time == params_before else _model(frame.step_time)
+    is_same = frame.step_time is params_before or frame.step_time == params_before
+    model = _model_of(before) if is_same else _model(frame.step_time)
     return PodReport(
         block_size=max(1, frame.block_size),
         max_step_tokens=frame.max_num_batched_tokens,
