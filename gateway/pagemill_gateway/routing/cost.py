@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from pagemill_gateway.routing.cost_table import CandidateList
-from pagemill_gateway.routing.cost_terms import CostBasis, cost_basis_of, cost_terms
+from pagemill_gateway.routing.cost_terms import CostBasis, CostTerms, cost_basis_of, cost_terms
 from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecision, least_busy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import DEFAULT_STEP_TOKENS, StepTimeSnapshot, take_snapshot
@@ -83,10 +83,11 @@ class _Rows(Sequence[Sequence[float]]):
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         candidate, request = self._candidates[index], self._request
-        num_cached, num_prompt_tokens = candidate.num_cached_tokens, request.num_prompt_tokens
         basis = self._bases[index] if self._bases is not None else candidate.cost_basis
         assert basis is not None
-        terms = cost_terms(basis, num_cached, num_prompt_tokens, request.num_output_tokens)
+        cached = [candidate.num_cached_tokens]
+        rows = cost_terms([basis], cached, request.num_prompt_tokens, request.num_output_tokens)
+        terms = CostTerms(*rows[0])
         adapter_ms, affinity_ms = candidate.adapter_ms, 0.0 if candidate.session else self._affinity_ms
         cost_ms = terms.ttft_ms + terms.harm_ms + adapter_ms + affinity_ms
         return (*terms, adapter_ms, terms.ttft_ms + adapter_ms, affinity_ms, cost_ms)
@@ -103,10 +104,8 @@ def _costs(
     bases = _cost_bases(candidates)
     if bases is None:
         return None, None
-    terms = [
-        cost_terms(basis, each.num_cached_tokens, num_prompt_tokens, num_output_tokens)
-        for basis, each in zip(bases, candidates, strict=True)
-    ]
+    cached = [each.num_cached_tokens for each in candidates]
+    terms = cost_terms(bases, cached, num_prompt_tokens, num_output_tokens)
     return bases, [step_ms + wait_ms + prefill_ms + harm_ms for step_ms, wait_ms, prefill_ms, harm_ms in terms]
 
 

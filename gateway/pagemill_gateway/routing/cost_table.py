@@ -39,7 +39,7 @@ class CostTable:
         if basis is None:
             return
         self._columns[:, place] = _row(basis)
-        pieces = basis.model.pieces
+        pieces = basis.pieces
         if self._pieces[place] is not pieces:
             self._pieces[place] = pieces
             if len(pieces.values) > self._width:
@@ -78,12 +78,23 @@ class CostTable:
         prefill_ms += harm_ms * (num_uncached + num_output_tokens)
         costs: list[float] = prefill_ms.tolist()
         if np.count_nonzero(waits):
-            for place in np.flatnonzero(waits).tolist():
-                basis = self._bases[place]
-                assert basis is not None
-                terms = cost_terms(basis, cached[place] if cached else 0, num_prompt_tokens, num_output_tokens)
-                costs[place] = terms.ttft_ms + terms.harm_ms
+            self._wait(costs, np.flatnonzero(waits).tolist(), num_prompt_tokens, num_output_tokens, cached)
         return costs
+
+    def _wait(
+        self,
+        costs: list[float],
+        places: Sequence[int],
+        num_prompt_tokens: int,
+        num_output_tokens: float,
+        cached: Sequence[int] | None,
+    ) -> None:
+        """The costs where a request waits for others to end."""
+        bases = [basis for place in places if (basis := self._bases[place]) is not None]
+        found = [cached[place] if cached is not None else 0 for place in places]
+        terms = cost_terms(bases, found, num_prompt_tokens, num_output_tokens)
+        for place, (step_ms, wait_ms, prefill_ms, harm_ms) in zip(places, terms, strict=True):
+            costs[place] = step_ms + wait_ms + prefill_ms + harm_ms
 
     def _set_width(self, width: int) -> None:
         """Room for models of so many pieces."""
@@ -119,7 +130,7 @@ def _row(basis: CostBasis) -> tuple[float, ...]:
         basis.full_ms,
         basis.step_ms,
         basis.harm_ms,
-        basis.model.pieces.decode_context_ms * basis.num_context_tokens,
+        basis.pieces.decode_context_ms * basis.num_context_tokens,
     )
 
 
