@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from typing import Any
+from unittest.mock import patch
 
 from hand_clock import Clock
 from hypothesis import given, settings
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Assignment, CompletedRequest, FailureKind, RoutingRequest
+from pagemill_gateway.brain.placement import placement
 from pagemill_gateway.brain.placement.candidates import candidate_of
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.routing.cost import NEAR_MS, NEAR_SHARE, CostPolicy
-from pagemill_gateway.routing.cost_terms import HARM_SHARE, cost_basis_of
+from pagemill_gateway.routing.cost_table import LEAST_PODS, CandidateList, CostTable
+from pagemill_gateway.routing.cost_terms import HARM_SHARE, CostBasis, cost_basis_of
 from pagemill_gateway.routing.policy import Candidate, RequestView, least_busy
 from pagemill_gateway.routing.report import PodReport
 from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot, take_snapshot
@@ -38,7 +41,12 @@ def params(factor: float) -> StepTimeParams:
     )
 
 
-MODELS = [StepTimeModel.from_params(params(1 + number / 50)) for number in range(4)]
+MODELS = [StepTimeModel.from_params(params(1 + number / 50)) for number in range(4)] + [
+    StepTimeModel.from_params(
+        StepTimeParams(knots_tokens=knots, knot_ms=[5.0 + knot / 30 for knot in knots], decode_context_ms=1e-4)
+    )
+    for knots in ([1], [1, 8, 32, 128, 300])
+]
 
 
 def cost(
@@ -145,6 +153,53 @@ def test_the_choice_its_reason_and_all_terms_are_those_of_weighing_one_by_one(
     assert list(decision.rows) == rows
 
 
+def basis_of(candidate: Candidate) -> CostBasis:
+    report = candidate.report
+    assert report is not None
+    assert report.step_time is not None
+    return cost_basis_of(report, report.step_time, candidate.num_unreported, candidate.num_unreported_tokens)
+
+
+@settings(deadline=None)
+@given(
+    drawn=st.lists(st.tuples(candidates(), candidates()), min_size=1, max_size=20),
+    changed=st.sets(st.integers(0, 19)),
+    prompt=st.integers(1, 3000),
+    output=st.floats(0.0, 500.0),
+    session=st.none() | st.integers(0, 19),
+    is_plain=st.booleans(),
+)
+def test_a_table_of_costs_decides_as_a_call_for_each_pod_does(
+    drawn: list[tuple[Candidate, Candidate]],
+    changed: set[int],
+    prompt: int,
+    output: float,
+    session: int | None,
+    is_plain: bool,
+) -> None:
+    """Also where pods have changed since their first row was written, with models of more or fewer pieces."""
+    pods, table = [], CostTable(len(drawn))
+    assert not table.is_complete
+    for place, (before, _) in enumerate(drawn):
+        table.update(place, basis_of(before))
+    for place, pair in enumerate(drawn):
+        pod = pair[place in changed]._replace(endpoint_id=str(place), session=place == session and not is_plain)
+        pod = pod._replace(cost_basis=basis_of(pod), adapter_ms=0.0)
+        pods.append(pod._replace(num_cached_tokens=0) if is_plain else pod)
+        table.update(place, pod.cost_basis)
+    assert table.is_complete
+    request, listed = RequestView(prompt, output), CandidateList(pods, table)
+    listed.is_plain = is_plain
+    decision, expected = (CostPolicy(SESSION_MS).choose(request, each) for each in (listed, pods))
+    assert decision.chosen is expected.chosen
+    assert decision.why == expected.why
+    assert list(decision.rows) == list(expected.rows)
+    cached = None if is_plain else [each.num_cached_tokens for each in pods]
+    assert table.costs(prompt, output, cached) == [sum(row[:3]) + row[3] for row in expected.rows]
+    table.update(0, None)
+    assert not table.is_complete
+
+
 NUM_ENDPOINTS = 5
 FAILURES: list[FailureKind] = ["unreachable", "declined", "lost", "broken", "request"]
 PREFIX = tuple(bytes([number]) * 16 for number in range(4))
@@ -236,10 +291,15 @@ class World:
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32))
-def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_again(seed: int) -> None:
+@given(seed=st.integers(0, 2**32), least_pods=st.sampled_from([1, LEAST_PODS]))
+def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_again(seed: int, least_pods: int) -> None:
     """The twin has the same past, and forgets before each decision whatever it keeps."""
     world, twin = World(seed), World(seed)
+    with patch.object(placement, "LEAST_PODS", least_pods):
+        compare(world, twin)
+
+
+def compare(world: World, twin: World) -> None:
     for _ in range(80):
         world.happen()
         twin.happen()

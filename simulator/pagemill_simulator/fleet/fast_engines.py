@@ -132,7 +132,7 @@ class FastEngine:
         num_output_tokens = min(request.sampling.max_tokens or room, room) - num_made
         self._pod.advance(now)
         self._pod.add(Row(now, num_prompt_tokens + num_made, num_output_tokens, session, request.request_id), now)
-        self._num_owed = REPORTS_UNTIL_SEEN + 1
+        self._num_owed = REPORTS_UNTIL_SEEN
         self._plan()
 
     def drain(self) -> None:

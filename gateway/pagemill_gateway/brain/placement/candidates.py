@@ -44,7 +44,7 @@ class KeptCandidates:
     def __init__(self, records: Sequence[EndpointRecord]) -> None:
         self.records = records
         self._places = {record: place for place, record in enumerate(records)}
-        self._candidates: list[Candidate | None] = [None] * len(records)
+        self._candidates = [_stale(record, session=False) for record in records]
         self._table = CostTable(len(records))
         self._changed: set[EndpointRecord] = set()
         self._fresh_until = -math.inf
@@ -69,7 +69,7 @@ class KeptCandidates:
             if candidate.believed:
                 self._fresh_until = min(self._fresh_until, record.reports.fresh_until)
         self._changed.clear()
-        return CandidateList([each for each in self._candidates if each is not None], self._table)
+        return CandidateList(self._candidates, self._table)
 
 
 def with_adapter(
