@@ -114,9 +114,9 @@ class FastEngine:
 
     @property
     def num_output_tokens(self) -> int:
-        if self.is_up:
-            self._pod.advance(self._events.now_s)
-        return self._pod.num_sampled_tokens
+        now = min(self._events.now_s, self._stopped_s)
+        self._pod.advance(now)
+        return self._pod.num_read_tokens(now)
 
     def snapshot(self) -> StateFrame:
         return self._make_frame(snapshot=True)

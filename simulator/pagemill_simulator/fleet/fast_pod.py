@@ -55,6 +55,9 @@ class FastPod:
         self.num_preemptions = 0
         self.num_steps = 0
         self.num_sampled_tokens = 0
+        """By all steps that were launched."""
+        self._num_latest_tokens = self._num_tokens_before = 0
+        """Of them, by the latest step and the one before it."""
         self.busy_s = 0.0
         self.ended: deque[Row] = deque()
         """Rows whose last step was launched, in the order of its end; whoever reads them takes them out."""
@@ -170,6 +173,14 @@ class FastPod:
         if not self._overlaps or not self.has_work or self._is_starting:
             return 0.0
         return max(0.0, self._launch_s - self._read_s)
+
+    def num_read_tokens(self, now_s: float) -> int:
+        """Sampled by steps that were read by then; the pod must have been brought up to it."""
+        if self._end_s is None:
+            return self.num_sampled_tokens - (self._num_latest_tokens if self._launch_s > now_s else 0)
+        num_unread = self._num_latest_tokens if self._end_s > now_s else 0
+        num_unread += self._num_tokens_before if self._launch_s > now_s else 0
+        return self.num_sampled_tokens - num_unread
 
     def take_started(self) -> list[Row]:
         """Rows whose first token will be sampled by a step that was launched since this was called last."""
@@ -392,8 +403,11 @@ class FastPod:
         self._known_run = None
         self.busy_s += end_s - begin_s
         self.num_steps += num_steps
-        self.num_sampled_tokens += num_steps * len(self._decoding)
-        self._num_decode_tokens += num_steps * len(self._decoding)
+        num_rows = len(self._decoding)
+        self._num_tokens_before = num_rows if num_steps > 1 else self._num_latest_tokens
+        self._num_latest_tokens = num_rows
+        self.num_sampled_tokens += num_steps * num_rows
+        self._num_decode_tokens += num_steps * num_rows
         while self._decoding and self._decoding[0][0] == self.num_steps:
             row = heappop(self._decoding)[2]
             self._settle(row)
@@ -407,6 +421,7 @@ class FastPod:
             row.num_tokens += 1
             row.num_left -= 1
             self.num_sampled_tokens += 1
+            self._num_latest_tokens += 1
         if row.num_left and row.num_due_tokens > 1:
             return
         self._prefilling.remove((self._rank_of(row), row))
