@@ -30,12 +30,13 @@ from pagemill_simulator.fleet.exact_engines import ExactEngines
 from pagemill_simulator.fleet.fast_engines import FastEngines
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.platform import Platform, Pod
-from pagemill_simulator.fleet.progress import tell_progress
 from pagemill_simulator.fleet.relay import MODEL, Relay, Site
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.pod import NETWORK_S
 from pagemill_simulator.scaling.policy import FleetScaler, PodSeen, Seen
 from pagemill_simulator.workloads.request import Workload
+
+PROGRESS_STEPS = 200
 
 
 def simulate_fleet(
@@ -103,7 +104,7 @@ class _Fleet:
         self._controller.begin()
         self._schedule_arrival(0)
         duration_s = self._workload.duration_s
-        tell_progress(events, duration_s, self._progress)
+        self._schedule_progress()
         try:
             while event_log.num_open or events.now_s < duration_s:
                 events.step()
@@ -114,6 +115,12 @@ class _Fleet:
         for site in self._sites.values():
             site.engine.check()
         return event_log.outcome(self._policy.name, events.now_s, is_exact=self._kind.is_exact)
+
+    def _schedule_progress(self) -> None:
+        """Whether or not it is asked for: the events, and with them the end, are the same."""
+        for step in range(1, PROGRESS_STEPS + 1):
+            share = step / PROGRESS_STEPS
+            self._events.at(self._workload.duration_s * share, partial(self._progress or _ignored, share))
 
     # What the platform asks and reports.
 
@@ -255,6 +262,10 @@ class _Fleet:
     def _is_live(self, name: str) -> bool:
         pod = self._platform.pods.get(name)
         return pod is not None and pod.live
+
+
+def _ignored(share: float) -> None:
+    """Progress is not reported."""
 
 
 def _endpoint(pod: Pod) -> Endpoint:
