@@ -116,6 +116,7 @@ class LocalBrain:
         now = self._clock()
         was_connected, was_usable, slept = record.reports.connected, record.usable, record.sleeping
         num_identities = record.reports.num_identities
+        # Also where the frame does not follow: the report before it is no longer believed.
         self.placement.changed(record)
         record.reports.accept(frame, record.reserved.num_sequences, now)
         record.reserved.reported()

@@ -110,7 +110,7 @@ class Placement:
         return max(self._cached_tokens(request, records, now).values(), default=0)
 
     def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
-        """Apply what an accepted frame says of prefixes and load."""
+        """Apply what an accepted frame says of prefixes and load. The caller has called `changed`."""
         endpoint_id = record.endpoint.id
         if frame.snapshot:
             self.forget(endpoint_id)
@@ -126,7 +126,6 @@ class Placement:
         record.dispatches.reported(record.reserved.num_sequences + record.reports.external - reported)
         record.pod_report = read_report(frame, record.pod_report, record.step_time_params)
         record.step_time_params = frame.step_time
-        self.changed(record)
         self._update_estimator(record, frame, now)
 
     def forget(self, endpoint_id: str) -> None:
