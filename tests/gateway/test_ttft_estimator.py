@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pagemill_gateway.brain.endpoints.dispatches import Dispatch, Dispatches
 from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
@@ -149,3 +151,29 @@ def test_of_our_requests_the_newest_wait() -> None:
     assert dispatches.waiting(2) == [Dispatch(11), Dispatch(12)]
     assert dispatches.waiting(0) == []
     assert dispatches.waiting(4) is None
+
+
+@settings(deadline=None)
+@given(
+    overlaps=st.booleans(),
+    num_answers=st.integers(1, 60),
+    num_context_tokens=st.integers(0, 100_000),
+    running_ms=st.floats(0.5, 40.0),
+    until_ms=st.floats(1.0, 3_000.0),
+)
+def test_decodes_that_are_skipped_end_when_they_would_one_by_one(
+    overlaps: bool, num_answers: int, num_context_tokens: int, running_ms: float, until_ms: float
+) -> None:
+    model = StepTimeModel.from_params(
+        StepTimeParams(knots_tokens=[1, 1001], knot_ms=[10.1, 110.1], decode_context_ms=1e-4)
+    )
+    at_once, in_turn = (StepSimulation(model, BUDGET, overlaps=overlaps) for _ in range(2))
+    for each in (at_once, in_turn):
+        each.num_answers, each.num_context_tokens = num_answers, num_context_tokens
+        each.begin(0.0, running_ms, 0.0)
+    at_once.advance(until_ms / 1000)
+    for millisecond in range(1, int(until_ms) + 1):
+        in_turn.advance(millisecond / 1000)
+    in_turn.advance(until_ms / 1000)
+    assert at_once.num_context_tokens == pytest.approx(in_turn.num_context_tokens, abs=num_answers)
+    assert through_ms(at_once, until_ms, 70) == pytest.approx(through_ms(in_turn, until_ms, 70), abs=1e-6)
