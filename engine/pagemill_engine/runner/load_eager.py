@@ -14,6 +14,7 @@ from pagemill_engine.loading.codes import in_words
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.source import WeightSource
+from pagemill_engine.loading.weights import stored_as
 from pagemill_engine.models.decoder import Decoder, Model
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.models.fusing import fuse_layers
@@ -70,7 +71,7 @@ def _load(
     compute = choose_compute(config, spec)
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
-        weights = weights_of(config, path, spec, early_digest)
+        weights = weights_of(config, path, spec, ops.keeps_floats8, early_digest)
         if not spec.decoder.by_transformers:
             check_depth(spec.decoder, weights.shapes)
         sizes = sizes_of(config, weights, spec, held_by(compute))
@@ -78,10 +79,7 @@ def _load(
         config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
-        held = ""
-        if ops.keeps_codes and config.quantization == "none" and spec.quantization is not None:
-            held = in_words(spec.quantization, (weights.code_kind(name) for name in weights.shapes))
-        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}{held}, {compute.how}")
+        progress("loading", f"{path.name}: {parameters}, {_held(config, path, spec, ops, weights, dtype)}, {compute.how}")
         model = _model(path, spec, ops, activation_dtype, weights)
         give_back()
         settles = settles_on(ops.device)
@@ -136,6 +134,16 @@ def _model(path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, weights: W
     load_weights(model, weights)
     fuse_layers(model, ops)
     return model
+
+
+def _held(
+    config: EngineConfig, path: Path, spec: ModelSpec, ops: Ops, weights: WeightSource, dtype: torch.dtype
+) -> str:
+    """What was found in the files, and what it is in memory."""
+    if spec.quantization is None or config.quantization != "none":
+        return f"weights as {_name(dtype)}"
+    kinds = (weights.code_kind(name) for name in weights.shapes) if ops.keeps_codes else ()
+    return f"{in_words(stored_as(path, spec.quantization), kinds)}, other weights as {_name(dtype)}"
 
 
 def settles_on(device: torch.device) -> bool:

@@ -67,7 +67,7 @@ class Folder:
 
 def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMatrix:
     named = {f"m.{name}": tensor for name, tensor in tensors.items()}
-    found = FORMATS[settings["quant_method"]](settings, Folder(named))
+    found = FORMATS[settings["quant_method"]].matrices(settings, Folder(named))
     assert set(found) == {"m.weight"}
     assert set(found["m.weight"].parts) == set(named), "nothing is left over that no model asks for"
     return found["m.weight"]
@@ -109,7 +109,7 @@ def test_what_others_packed_has_the_values_that_they_were_given(name: str) -> No
 KINDS = {
     "awq": CodeKind(4, has_offsets=True),
     "gptq": CodeKind(4, has_offsets=True),
-    "gptq act-order": None,
+    "gptq act-order": CodeKind(4, has_offsets=True),
     "gptq 8 bits": CodeKind(8, has_offsets=True),
     "compressed-tensors w4a16": CodeKind(4, has_offsets=True),
     "compressed-tensors w4a16 asymmetric": CodeKind(4, has_offsets=True),
