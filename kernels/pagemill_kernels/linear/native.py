@@ -79,7 +79,7 @@ class NativeLinear:
         out = torch.empty(len(flat), self.in_features)
         launch.native().pagemill_gather_rows(self._pointer, flat.data_ptr(), len(flat), out.data_ptr())
         if self._order is not None:
-            out = torch.empty_like(out).index_copy_(1, self._order, out)
+            out = torch.empty_like(out).index_copy_(1, self._order.long(), out)
         return out.view(*ids.shape, self.in_features)
 
     def _run(self, x: Tensor, out: Tensor, accumulate: int) -> None:
