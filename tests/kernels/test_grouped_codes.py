@@ -1,5 +1,5 @@
-"""Codes whose groups are larger than a run of 32 inputs, whose columns are in another order, or that are floats of 8 bits:
-what checkpoints of other projects hold beside the kinds of GGUF."""
+"""Codes in groups of several runs of 32 inputs, with columns in another order, or of 8-bit floats: what checkpoints of
+other projects hold beside the kinds of GGUF."""
 
 from __future__ import annotations
 

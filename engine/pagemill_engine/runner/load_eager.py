@@ -79,7 +79,9 @@ def _load(
         config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
         parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
-        progress("loading", f"{path.name}: {parameters}, {_held(config, path, spec, ops, weights, dtype)}, {compute.how}")
+        progress(
+            "loading", f"{path.name}: {parameters}, {_held(config, path, spec, ops, weights, dtype)}, {compute.how}"
+        )
         model = _model(path, spec, ops, activation_dtype, weights)
         give_back()
         settles = settles_on(ops.device)

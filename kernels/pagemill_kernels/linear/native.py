@@ -1,4 +1,4 @@
-"""Linear layers over weights in the native panel layout: float32, bfloat16, or codes of 4 and 8 bits, float32 arithmetic.
+"""Linear layers over weights in native panels: float32, bfloat16, or codes of 4 and 8 bits, float32 arithmetic.
 
 Beside oneDNN on two Zen 3 cores: 4 to 5 times faster at one row with 4-bit codes (a sixth of the memory), 1.3 times at
 64 rows and more. The packed weight replaces the plain one.

@@ -125,7 +125,9 @@ class CodesLinear(CodesOnDevice):
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
         layout = self.in_features, *self._runs, self._bits
         columns = gather_codes(ids, self._codes, self._scales, self._offsets, layout)
-        return columns if self._order is None else torch.empty_like(columns).index_copy_(-1, self._order.long(), columns)
+        return (
+            columns if self._order is None else torch.empty_like(columns).index_copy_(-1, self._order.long(), columns)
+        )
 
     def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
         launch.check_floats("linear", x=x, out=out)
