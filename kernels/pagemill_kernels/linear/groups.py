@@ -21,7 +21,7 @@ FLOAT8 = torch.float8_e4m3fn
 
 @dataclass(slots=True, frozen=True)
 class GroupCodes:
-    """Column i of the codes has the values codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size]; it is
+    """Column i has the values codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size]; it is
     the weight of input `input_order[i]`."""
 
     bits: Literal[4, 8]
