@@ -30,6 +30,7 @@ from workload import MODEL
 
 NAME = "smollm2"
 LIMIT_S = 10.0
+PROGRESS_S = 120.0
 
 
 @contextmanager
@@ -67,9 +68,18 @@ async def stop_one(up: Up, load: ExactLoad, args: argparse.Namespace) -> list[fl
     return [each.longest_pause_s for each in records]
 
 
-async def watch(load: ExactLoad, seconds: float) -> None:
+async def watch(up: Up, load: ExactLoad, seconds: float) -> None:
+    """A line now and then, so that a run that is cut off has a result as well."""
     running = asyncio.create_task(load.run())
-    await asyncio.wait([running], timeout=seconds)
+    start_s = time.monotonic()
+    while not running.done() and (left_s := start_s + seconds - time.monotonic()) > 0:
+        await asyncio.wait([running], timeout=min(left_s, PROGRESS_S))
+        alarms = await asyncio.to_thread(continued, up)
+        longest_s = max((each.longest_pause_s for each in load.records), default=0.0)
+        sys.stderr.write(
+            f"{time.monotonic() - start_s:5.0f} s: {load.counts()}, {alarms:.0f} continued elsewhere, "
+            f"longest pause {longest_s:.1f} s, load {os.getloadavg()[0]:.1f}\n"
+        )
     load.stop()
     await running
 
@@ -80,7 +90,7 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
         await load.learn()
         with busy(args.busy):
             if args.watch:
-                await watch(load, args.watch)
+                await watch(up, load, args.watch)
             for _ in range(0 if args.watch else args.rounds):
                 pauses.append(await stop_one(up, load, args))
                 sys.stderr.write(
@@ -127,6 +137,7 @@ def report(load: ExactLoad, pauses: list[list[float]], num_continued: float, arg
         "load": os.getloadavg(),
         "outcomes": load.counts(),
         "pauses_s": pauses,
+        "longest_pause_s": max((each.longest_pause_s for each in load.records), default=0.0),
         "continued": num_continued,
         "faults": [each._asdict() for each in load.faults[:5]],
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,25 +15,48 @@ from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes import responses
 from pagemill_gateway.routes.access import AccessLog
 from pagemill_gateway.routes.batches import BATCHES, FILES, BatchRoutes
+from pagemill_gateway.routes.body import read_counted
 from pagemill_gateway.routes.control import ControlRoutes
 from pagemill_gateway.routes.generate import GenerateRoute
-from pagemill_gateway.routes.health import HealthRoutes
+from pagemill_gateway.routes.health import VERSION, HealthRoutes
 from pagemill_gateway.routes.models import ModelRoutes
 from pagemill_gateway.routes.multipart import OVERHEAD_BYTES
-from pagemill_gateway.routes.pages import page_route
 from pagemill_gateway.routes.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
+from pagemill_protocol.dialects.error_shapes import error_body_at
+from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
+from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
 from pagemill_protocol.http.docs_page import DOCS_PATH
-from pagemill_protocol.http.door import Door, install_error_handlers
+from pagemill_protocol.http.door import Door, check_json_content_type, install_error_handlers
+from pagemill_protocol.http.errors import with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openapi import OPENAPI_PATH
 
 MAX_CATALOG_BYTES = 16 * 1024 * 1024
+
+
+def page_route(worker: Worker, page: Page) -> Callable[[Request], Awaitable[Response]]:
+    models = ModelRoutes(worker)
+
+    async def route(request: Request) -> Response:
+        caller = worker.keys.authenticate(request.scope)
+        raw = await _read(worker, request) if page.method == "POST" else b""
+        place = Place(request.scope["path"], request.path_params, request.headers.get)
+        body = page.body(Asked(await models.cards(caller), place, raw, VERSION))
+        return Response(body, media_type="application/json")
+
+    return with_errors(page.error_body, route)
+
+
+async def _read(worker: Worker, request: Request) -> bytes:
+    check_json_content_type(request.scope)
+    with worker.gate.enter() as slot:
+        return await read_counted(request.scope, request.receive, slot, worker.config.max_body_bytes)
 
 
 def hot_routes(worker: Worker) -> dict[str, ASGIApp]:
@@ -84,7 +109,7 @@ def data_app(worker: Worker) -> ASGIApp:
     """What clients see."""
     hot = hot_routes(worker)
     app = Starlette(routes=data_routes(worker, hot))
-    install_error_handlers(app)
+    install_error_handlers(app, error_body_at)
     config = worker.config
     worker.run_batches(AccessLog(_HotPaths(hot, app), worker))
     routed: ASGIApp = _HotPaths(hot, app)
@@ -96,6 +121,7 @@ def data_app(worker: Worker) -> ASGIApp:
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,
         uploads=_uploads(config.batches) if config.batches is not None else None,
+        error_body_at=error_body_at,
     )
     return AccessLog(Cors(door, config.allowed_origins) if config.allowed_origins else door, worker)
 

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 
 from pagemill_gateway.app import control_app, data_app
 from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.control_token import with_control_token
-from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.garbage import collect_seldom
 from pagemill_gateway.logs import log_event
 from pagemill_gateway.sockets import log_listening, open_ports
@@ -36,6 +36,29 @@ CUT_OFF_TIMEOUT_S = 10.0
 """For requests that were cut short to tell their clients."""
 QUIET_S = 1.0
 """Without a request, before connections are closed; no longer than the delay, which says that others take over."""
+
+
+class Gateway(NamedTuple):
+    """A gateway of one process: its control process and its one worker as objects that call each other."""
+
+    control: ControlProcess
+    worker: Worker
+
+    async def close(self) -> None:
+        await self.worker.close()
+        await self.control.close()
+
+
+async def open_gateway(config: GatewayConfig) -> Gateway:
+    """Raises `SettingsError`."""
+    control = ControlProcess(config)
+    try:
+        worker = Worker(config, control.brain, control.sharing.store, control, control.bundles)
+    except BaseException:
+        await control.close()
+        raise
+    control.attach(worker)
+    return Gateway(control, worker)
 
 
 async def serve(config: GatewayConfig) -> None:

@@ -15,12 +15,13 @@ from starlette.types import ASGIApp
 
 from pagemill_gateway.admission.gate import Gate, RunningRequests
 from pagemill_gateway.batches.asking import Asker
+from pagemill_gateway.batches.directory import DirectoryStore
 from pagemill_gateway.batches.idle import IdleCapacity
-from pagemill_gateway.batches.opening import open_batch_store
 from pagemill_gateway.batches.runner import BatchRunner
 from pagemill_gateway.batches.service import Batches
+from pagemill_gateway.batches.store import BatchStore
 from pagemill_gateway.brain.interface import Brain
-from pagemill_gateway.config import GatewayConfig, open_keys_file
+from pagemill_gateway.config import BatchesConfig, GatewayConfig, RedisConfig, open_keys_file
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.limiter import Limiter
 from pagemill_gateway.limits.store import Store
@@ -42,6 +43,16 @@ UPSTREAM_KEEPALIVE_S = 30.0
 
 SWITCH_INTERVAL_S = 0.0005
 """A thread that tokenizes asks for the interpreter several times; each time the loop may keep it for this long."""
+
+
+def open_batch_store(config: BatchesConfig, redis: RedisConfig | None) -> BatchStore:
+    """Raises `SettingsError`."""
+    if config.directory:
+        return DirectoryStore(config.directory)
+    from pagemill_gateway.batches.redis import RedisBatchStore
+
+    assert redis is not None  # `GatewayConfig.checked`
+    return RedisBatchStore(redis)
 
 
 class Worker:

@@ -24,8 +24,7 @@ from real_cluster import real, simulated, start_cluster  # noqa: F401 - fixtures
 from waiting import eventually
 
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.core import Gateway
-from pagemill_gateway.server import listening
+from pagemill_gateway.server import Gateway, listening
 from pagemill_gateway.sockets import bind, url_of
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.interface import HashScheme
+from pagemill_gateway.relay.preparation import prompt_keys, session_key
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
-from pagemill_gateway.relay.routing_requests import prompt_keys, session_key
 from pagemill_protocol import hashes
 from pagemill_protocol.dialects.chat import ChatBody
 from pagemill_protocol.dialects.completions import CompletionsBody

@@ -23,8 +23,7 @@ import pytest
 from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
-from pagemill_gateway.core import open_gateway
-from pagemill_gateway.server import listening
+from pagemill_gateway.server import listening, open_gateway
 from pagemill_gateway.sockets import bind, url_of
 from pagemill_operator.backends.local.ports import free_port
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.control_process import ControlProcess
-from pagemill_gateway.core import Gateway, open_gateway
 from pagemill_gateway.ipc.control_process_client import ControlProcessClient
 from pagemill_gateway.ipc.worker_connection import serving_workers
+from pagemill_gateway.server import Gateway, open_gateway
 from pagemill_gateway.worker import Worker
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pagemill.planning.accelerators import Accelerator, step_time
 from pagemill.planning.errors import PlanError
-from pagemill.planning.fits import read_fit
 from pagemill.planning.measuring import Alone, measure
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
@@ -29,8 +29,46 @@ from pagemill_operator.plan.types import Plan
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.sources import SourceError, resolve_source
+from pagemill_protocol.sources import SourceError, is_fetched, resolve_source
 from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.step_time import StepTimeModel
+
+FORMS = (
+    "give what `pagemill why NAME -o json` or `pagemill plan -o json` printed, or an object with knots_tokens and "
+    "knot_ms"
+)
+
+
+def read_fit(path: Path) -> StepTimeParams:
+    """The step times in the file. Raises `PlanError`."""
+    try:
+        body = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise PlanError(f"--fit {path}: cannot be read: {error.strerror}; {FORMS}") from None
+    except ValueError:
+        raise PlanError(f"--fit {path}: is no JSON; {FORMS}") from None
+    try:
+        fit = msgspec.convert(_step_time(body), StepTimeParams)
+        known = StepTimeModel.from_params(fit).known
+    except (msgspec.ValidationError, ValueError) as error:
+        raise PlanError(f"--fit {path}: {error}; {FORMS}") from None
+    if not known:
+        raise PlanError(f"--fit {path}: holds no step times; {FORMS}")
+    return fit
+
+
+def _step_time(body: Any) -> Any:
+    """The step times, wherever the file has them; the latest of several records."""
+    if not isinstance(body, dict):
+        return body
+    if "stepTime" in body:
+        return body["stepTime"]
+    for record in reversed(body.get("records") or []):
+        reported = record.get("signals", {}).get("engines", {}).get("step_time") or {}
+        remembered = ((record.get("memory") or {}).get("shape") or {}).get("step_time") or {}
+        if reported.get("knots_tokens") or remembered.get("knots_tokens"):
+            return reported if reported.get("knots_tokens") else remembered
+    return body
 
 
 class Replica(NamedTuple):
@@ -92,7 +130,7 @@ def engine_config(plan: Plan, means: Means) -> EngineConfig:
 
 
 def _read_model(config: EngineConfig, field: str) -> tuple[Path, ModelSpec]:
-    if config.model.startswith("hf://"):
+    if is_fetched(config.model):
         raise PlanError(
             f"{field}: `{config.model}` would be downloaded whole; give --model the folder that holds its config.json "
             "and safetensors files (their headers are enough), or a .gguf file"

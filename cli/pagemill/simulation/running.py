@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from pagemill.planning.errors import PlanError
 from pagemill.printable import printable
-from pagemill.simulation.progress import progress_of
 from pagemill_simulator.fleet.exact import simulate_fleet
 from pagemill_simulator.fleet.fast import simulate_fleet_fast
 from pagemill_simulator.fleet.outcome import Outcome
@@ -18,6 +21,18 @@ from pagemill_simulator.report import png
 from pagemill_simulator.report.write import write_report
 from pagemill_simulator.scaling.policy import FleetScaler
 from pagemill_simulator.workloads.request import Workload
+
+
+@contextmanager
+def progress_of(name: str) -> Iterator[Callable[[float], None] | None]:
+    """The function to call with the completed share; `None` without a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(printable(name), total=1.0)
+        yield lambda share: progress.update(task, completed=share)
 
 
 def run(

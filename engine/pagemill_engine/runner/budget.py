@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.kv_cache import accounting_blocks, keeps_nothing
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -71,6 +72,8 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
         )
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
+    if keeps_nothing(spec):
+        num_blocks = accounting_blocks(config, spec)
     if num_blocks is None:
         default_bytes = _default_kv_bytes(config, spec, sizes, state)
         if state.is_gpu and config.kv_cache_memory_bytes is None and default_bytes < block_bytes:
@@ -133,6 +136,8 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
         if sizes.writes_scores:
             of_chunks = num_tokens * context_tokens * (spec.num_heads // spec.num_kv_heads)
             forward += SCORE_FLOATS * 4 * max(of_chunks, gathered_tokens * spec.num_heads)
+    if spec.pooling is not None:
+        return forward
     sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
     rows = config.step.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
     return max(forward, sampling) + rows

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
+from hashlib import blake2b
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -20,9 +21,9 @@ from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.limits.refusals import check_model, visible_to
 from pagemill_gateway.relay.keep_alive import KeepAlive, Write
 from pagemill_gateway.relay.prompt_hashes import PromptHashes
-from pagemill_gateway.relay.routing_requests import make_routing_request, prompt_keys, session_key
+from pagemill_gateway.routing.prefix_hash import PREFIX_CHARS
 from pagemill_protocol.dialects import base
-from pagemill_protocol.dialects.base import Dialect
+from pagemill_protocol.dialects.base import Dialect, ParsedBody
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, unavailable
 from pagemill_protocol.generate import GenerateRequest
@@ -37,6 +38,47 @@ INLINE_BODY_BYTES = 4096
 NUM_THREADS = 8
 
 T = TypeVar("T")
+
+
+HeaderOf = Callable[[str], str | None]
+"""Returns the client's header of that name (lower case)."""
+_KEY_BYTES = 16
+
+
+def make_routing_request(
+    request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes
+) -> RoutingRequest:
+    prefix_chunks: tuple[bytes, ...] = ()
+    # Otherwise an engine computes all of the prompt, whatever it has cached.
+    if request.num_prompt_logprobs is None and request.pooling is None:
+        prefix_chunks = hashes.hashes(
+            target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
+        )
+    return RoutingRequest(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        prefix_chunks=prefix_chunks,
+        prefix_chunk_tokens=target.scheme.prefix_chunk_tokens,
+        prompt_key=prompt_key,
+        session=session,
+        adapter_digest=target.adapter_digest,
+    )
+
+
+def session_key(target: Target, key_hash: str | None, header_of: HeaderOf) -> bytes:
+    """Hash of the session that the client names, different for each key; empty when it names none."""
+    name = header_of(target.session_header) if target.session_header else None
+    if not name:
+        return b""
+    return _key(f"{key_hash or ''}\0{name}")
+
+
+def prompt_keys(body: ParsedBody) -> list[bytes]:
+    """One per prompt, of its beginning."""
+    return [_key(text) for text in body.prompt_texts(PREFIX_CHARS)]
+
+
+def _key(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
 
 
 class Prepared(NamedTuple):
@@ -88,6 +130,7 @@ class Preparation:
         comment = write if body.fields.stream and dialect.transport.has_comments else None
         target = await self._find(body.fields, caller, ticket, comment)
         tokenizer = await self.tokenizer(target)
+        base.check_kind(body, tokenizer)
         if defaults := tokenizer.bundle.sampling_defaults:
             sampling = body.sampling(defaults)
         sampling = within_vocabulary(sampling, tokenizer)
@@ -95,13 +138,13 @@ class Preparation:
         preparation = base.Preparation(
             target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
-        keys, session = prompt_keys(body), session_key(target, caller.key_hash, place.header)
+        session = session_key(target, caller.key_hash, place.header)
         text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
-            return self._prepared(target, requests, keys, session)
+            return self._prepared(target, requests, prompt_keys(body), session)
 
         if body.renders and text is None:
             return await self.in_thread(job, len(raw))

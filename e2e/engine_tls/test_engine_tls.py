@@ -1,0 +1,138 @@
+"""TLS between gateways and engines: turned on, its certificate changed and turned off under load; no client notices."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.clusters import OneNode
+from support.deployments import Deployed, deploy
+from support.kubectl import Kubectl
+from support.load import running_load
+from support.objects import Document, llmdeployment
+from support.release import Release, Releases
+from support.waiting import until
+
+SECRET = "engine-certificate"
+SERVER_NAME = "pagemill-engine"
+"""The chart's default of `engineTls.serverName`."""
+MODEL = "chat"
+HTTPS_PORTS = {8443, 8444}
+SECRET_UPDATE_S = 240.0
+"""A kubelet brings a changed Secret into pods within its sync period and the age of its cache."""
+
+
+@pytest.fixture
+def changed(releases: Releases) -> Iterator[Release]:
+    """A release of this case alone, since its settings change."""
+    yield releases.fresh()
+    releases.close()
+
+
+@pytest.mark.timeout(1500)
+def test_tls_to_engines_is_turned_on_renewed_and_turned_off_without_a_lost_answer(
+    one_node: OneNode, changed: Release, space: Kubectl, tmp_path: Path
+) -> None:
+    chat = deploy(space, llmdeployment(MODEL, replicas=2))
+    chat.wait_ready(2)
+    assert not listening(chat) & HTTPS_PORTS
+    service = changed.service(MODEL)
+    first, second = certificate(tmp_path, "first"), certificate(tmp_path, "second")
+    keep(changed, space, first, first["tls.crt"])
+
+    old = chat.pods()
+    with running_load(service) as load:
+        changed.install(values={"engineTls": {"secret": SECRET}})
+        chat.wait_rolled_out(old)
+        load.wait_for(10)
+    load.report().assert_all_complete(at_least=20)
+    assert listening(chat) == HTTPS_PORTS
+    assert {served(pod) for pod in chat.pods()} == {first["tls.crt"]}
+
+    both = first["tls.crt"] + second["tls.crt"]
+    with running_load(service) as load:
+        keep(changed, space, first, both)
+        until("gateways have both authorities", lambda: authorities(changed) == {both}, timeout_s=SECRET_UPDATE_S)
+        keep(changed, space, second, both)
+        until(
+            "engines serve the new certificate",
+            lambda: {served(pod) for pod in chat.pods()} == {second["tls.crt"]},
+            timeout_s=SECRET_UPDATE_S,
+        )
+        load.wait_for(10)
+    load.report().assert_all_complete(at_least=20)
+
+    old = chat.pods()
+    with running_load(service) as load:
+        changed.install()
+        chat.wait_rolled_out(old)
+        load.wait_for(10)
+    load.report().assert_all_complete(at_least=20)
+    assert not listening(chat) & HTTPS_PORTS
+
+
+def certificate(folder: Path, name: str) -> dict[str, str]:
+    """One that signed itself, so that it is its own authority."""
+    files = {"tls.crt": folder / f"{name}.crt", "tls.key": folder / f"{name}.key"}
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "1",
+    ]
+    command += ["-days", "1", "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{SERVER_NAME}"]
+    subprocess.run(
+        [*command, "-keyout", str(files["tls.key"]), "-out", str(files["tls.crt"])], check=True, capture_output=True
+    )
+    return {entry: path.read_text() for entry, path in files.items()}
+
+
+def keep(release: Release, space: Kubectl, pair: dict[str, str], authority: str) -> None:
+    """The Secret, where engines serve it and where gateways read `ca.crt`."""
+    document = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "kubernetes.io/tls",
+        "metadata": {"name": SECRET},
+        "stringData": {**pair, "ca.crt": authority},
+    }
+    for kubectl in (space, release.cluster.kubectl.within(release.namespace)):
+        kubectl.apply(document)
+
+
+def listening(deployed: Deployed) -> set[int]:
+    """Ports that its engines' containers declare."""
+    containers = [pod["spec"]["containers"][0] for pod in deployed.pods()]
+    return {port["containerPort"] for container in containers for port in container["ports"]}
+
+
+def served(pod: Document) -> str:
+    """The certificate on the pod's data port; empty while it does not answer."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((pod["status"]["podIP"], min(HTTPS_PORTS)), timeout=5) as plain,
+            context.wrap_socket(plain, server_hostname=SERVER_NAME) as connection,
+        ):
+            return ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
+    except OSError:
+        return ""
+
+
+def authorities(release: Release) -> set[str]:
+    """What each gateway's pod has for `ca.crt`."""
+    kubectl = release.cluster.kubectl.within(release.namespace)
+    read = "import pathlib; print(pathlib.Path('/etc/pagemill-engine-ca/ca.crt').read_text(), end='')"
+    names = [pod["metadata"]["name"] for pod in release.pods("gateway")]
+    return {kubectl.run("exec", name, "--", "python", "-c", read).stdout for name in names}
