@@ -11,7 +11,6 @@ from typing import NamedTuple
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.runner.kv_cache import accounting_blocks, keeps_nothing
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -204,3 +203,15 @@ def _kv_setting(config: EngineConfig, kv_bytes: int) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 1024**3:.2f} GiB"
+
+
+def keeps_nothing(spec: ModelSpec) -> bool:
+    """Prompts are computed whole: no key and no value is read by a later step."""
+    return spec.cache_heads == 0
+
+
+def accounting_blocks(config: EngineConfig, spec: ModelSpec) -> int:
+    """Blocks without memory, for a model that keeps nothing: as many as all prompts under way can have. Scheduler and
+    gateways count tokens in work by them."""
+    longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    return config.step.max_num_seqs * -(-longest // config.block_size)

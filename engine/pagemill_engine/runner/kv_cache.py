@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.budget import keeps_nothing
 from pagemill_engine.runner.memory import memory_limit
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.kv_store import storage
@@ -123,18 +124,6 @@ class KVCache:
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of keys and values, or latents, that one token takes over all layers, scales included."""
     return spec.num_layers * spec.cache_heads * storage.token_bytes(dtype, spec.head_dim)
-
-
-def keeps_nothing(spec: ModelSpec) -> bool:
-    """Prompts are computed whole: no key and no value is read by a later step."""
-    return spec.cache_heads == 0
-
-
-def accounting_blocks(config: EngineConfig, spec: ModelSpec) -> int:
-    """Blocks without memory, for a model that keeps nothing: as many as all prompts under way can have. Scheduler and
-    gateways count tokens in work by them."""
-    longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
-    return config.step.max_num_seqs * -(-longest // config.block_size)
 
 
 def _whole_prompts_for(config: EngineConfig, spec: ModelSpec) -> int:

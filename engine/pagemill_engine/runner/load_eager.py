@@ -21,14 +21,14 @@ from pagemill_engine.models.fusing import fuse_layers
 from pagemill_engine.models.rope import Rotations, decoder_tables
 from pagemill_engine.models.weights import check_depth, load_weights, weight_bytes
 from pagemill_engine.runner.base import Runner, RunnerInfo
-from pagemill_engine.runner.budget import plan_memory
+from pagemill_engine.runner.budget import keeps_nothing, plan_memory
 from pagemill_engine.runner.compiling import record_decodes
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.encoder_runner import EncoderRunner
-from pagemill_engine.runner.kv_cache import KVCache, keeps_nothing, kv_bytes_per_token, max_model_len_for
+from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
 from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.pooling_runner import PoolingRunner

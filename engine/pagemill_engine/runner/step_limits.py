@@ -10,8 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_engine.config import CPU_STEP, EngineConfig, StepLimits
-from pagemill_engine.runner.budget import GPU_SHARE, Sizes, activation_bytes
-from pagemill_engine.runner.kv_cache import keeps_nothing
+from pagemill_engine.runner.budget import GPU_SHARE, Sizes, activation_bytes, keeps_nothing
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_protocol.model_spec import ModelSpec
 

@@ -11,7 +11,7 @@ from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.models.known import BUILT_IN, GROUP, RECURRENT, unsupported
-from pagemill_protocol.models.pooling_files import CLASSIFIER, pools, without_head
+from pagemill_protocol.models.pooled import CLASSIFIER, pools, without_head
 from pagemill_protocol.models.registry import Found, find_family
 from pagemill_protocol.source_errors import UnreadableModelError
 

@@ -1,4 +1,4 @@
-"""Reads from a model's folder whether it pools, and how: its architecture, and the files of sentence-transformers.
+"""Reads from a model's folder how it pools: the files of sentence-transformers. Whether it pools is `pooled`'s.
 
 `modules.json` lists what sentence-transformers runs one after another (a transformer, a pooling, perhaps a
 normalization); folders without it are pooled as that library pools them: the mean of the tokens. Classifiers are read
@@ -10,17 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import orjson
 
 from pagemill_protocol.json_file import read_optional, read_text
-from pagemill_protocol.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, LinearSpec, MatrixSpec
+from pagemill_protocol.models.declaration import ClassifierSpec, DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
+from pagemill_protocol.models.pooled import MODULES_FILE
 from pagemill_protocol.pooling import PoolingMethod, PoolingSpec
 from pagemill_protocol.source_errors import UnreadableModelError
 
-MODULES_FILE = "modules.json"
-CLASSIFIER = "ForSequenceClassification"
 _METHODS: dict[str, PoolingMethod] = {
     "cls": "cls",
     "mean": "mean",
@@ -31,27 +29,6 @@ _METHODS: dict[str, PoolingMethod] = {
 }
 """Values of `pooling_mode`, and the flags that older files have in its place."""
 _LIMIT = "max_seq_length"
-
-
-def pools(architectures: list[str], folder: Path) -> bool:
-    """Whether the folder's model gives vectors or scores of texts, although its family may generate."""
-    return any(name.endswith(CLASSIFIER) for name in architectures) or (folder / MODULES_FILE).is_file()
-
-
-def without_head(decoder: DecoderSpec, num_labels: int | None) -> DecoderSpec:
-    """A decoder that is pooled; `num_labels`: of its classifier, if it has one."""
-    classifier = None
-    if num_labels is not None:
-        labels = LinearSpec(decoder.hidden_size, (MatrixSpec(name="score", rows=num_labels),))
-        classifier = ClassifierSpec((DenseSpec(linear=labels),), "last")
-    head = () if decoder.head is None else (f"{decoder.head.name}.weight", f"{decoder.head.name}.bias")
-    return msgspec.structs.replace(
-        decoder,
-        head=None,
-        classifier=classifier,
-        ignored=(*decoder.ignored, *head),
-        optional_prefix=decoder.optional_prefix or decoder.embedding.name.partition(".")[0] + ".",
-    )
 
 
 def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> PoolingSpec:
