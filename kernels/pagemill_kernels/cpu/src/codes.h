@@ -54,19 +54,23 @@ inline const float* scales_of(const PackedWeight& w, int64_t panel, int64_t inpu
   return w.scales + (panel * (w.in_features / w.group) + input / w.group) * scale_floats(w);
 }
 
-// Goes along with the runs of a panel: the scales of the group that the run belongs to.
+// Goes along with the runs of a panel, of `run_bytes` each: the scales of the group that the run belongs to.
 class ScaleWalk {
  public:
-  ScaleWalk(const float* scales, int64_t floats, int64_t runs_in_group)
-      : scales_(scales), floats_(floats), runs_(runs_in_group), left_(runs_in_group) {}
+  ScaleWalk(const PackedWeight& w, int64_t panel, int64_t run_bytes, int64_t input = 0)
+      : scales_(scales_of(w, panel, input)),
+        floats_(scale_floats(w)),
+        runs_(w.group / run_of(w)),
+        run_bytes_(run_bytes),
+        ahead_(std::max<int64_t>(kAheadBytes / (run_bytes * runs_), 1) * floats_),
+        left_(runs_ - input % w.group / run_of(w)) {}
   const float* scales() const { return scales_; }
-  // `bytes` of codes from here on, and their scales, some time before they are multiplied.
+  // The run's bytes from `codes` on, and where a group begins its scales, some time before they are multiplied.
   // offset: of another panel's scales.
-  void fetch(const uint8_t* codes, int64_t bytes, int64_t offset = 0) const {
-    fetch_ahead(codes, bytes);
+  void fetch(const uint8_t* codes, int64_t offset = 0) const {
+    fetch_ahead(codes, run_bytes_);
     if (left_ != runs_) return;
-    const float* next = scales_ + offset + std::max<int64_t>(kAheadBytes / (bytes * runs_), 1) * floats_;
-    for (int64_t at = 0; at < floats_; at += 16) __builtin_prefetch(next + at);
+    for (int64_t at = 0; at < floats_; at += 16) __builtin_prefetch(scales_ + offset + ahead_ + at);
   }
   void next() {
     if (--left_ == 0) left_ = runs_, scales_ += floats_;
@@ -74,12 +78,8 @@ class ScaleWalk {
 
  private:
   const float* scales_;
-  const int64_t floats_, runs_;
+  const int64_t floats_, runs_, run_bytes_, ahead_;
   int64_t left_;
 };
-
-inline ScaleWalk walk_scales(const PackedWeight& w, int64_t panel) {
-  return {scales_of(w, panel, 0), scale_floats(w), w.group / run_of(w)};
-}
 
 }  // namespace pagemill

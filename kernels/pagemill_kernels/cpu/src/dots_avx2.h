@@ -30,10 +30,10 @@ inline void store_words(const __m256i whole[4], int32_t* words, int64_t stride) 
 template <int Rows>
 inline void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* words, const float* scales, float* c) {
   const uint8_t* codes = w.codes + panel * group_bytes(kDots4, w.in_features);
-  ScaleWalk walk = walk_scales(w, panel);
+  ScaleWalk walk(w, panel, group_bytes(kDots4, kDotsGroup));
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), high_unit = _mm256_set1_epi16(256);
   for (int64_t run = 0; run < w.in_features; run += kDotsGroup, walk.next(), scales += 2 * Rows) {
-    walk.fetch(codes, group_bytes(kDots4, kDotsGroup));
+    walk.fetch(codes);
     __m256i sums[Rows][2][2];  // of each row: outputs 0 to 7 and 8 to 15, by high and low bytes
 #pragma GCC unroll 2
     for (int r = 0; r < Rows; ++r) sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = _mm256_setzero_si256();

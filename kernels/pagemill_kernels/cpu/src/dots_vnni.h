@@ -48,11 +48,11 @@ void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* words, cons
   constexpr int kRowBytes = (in_nibbles(Code) ? 2 : 4) * kPanel;
   const int64_t run_size = run_of(w);
   const uint8_t* codes = w.codes + panel * group_bytes(Code, w.in_features);
-  ScaleWalk walk = walk_scales(w, panel);
+  ScaleWalk walk(w, panel, run_size / 4 * kRowBytes);
   __m512 totals[Rows];
   for (int r = 0; r < Rows; ++r) totals[r] = _mm512_loadu_ps(c + r * kPanel);
   for (int64_t run = 0; run < w.in_features; run += run_size, walk.next(), scales += 2 * Rows) {
-    walk.fetch(codes, run_size / 4 * kRowBytes);
+    walk.fetch(codes);
     __m512i sums[Rows];
     for (int r = 0; r < Rows; ++r) sums[r] = _mm512_setzero_si512();
 #pragma GCC unroll 1

@@ -64,11 +64,10 @@ inline void row_of_bytes(const uint8_t* codes, Floats& low, Floats& high) {
 
 void unpack_codes4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
   const uint8_t* codes = w.codes + (panel * w.in_features + begin) / 2 * kPanel;
-  for (int64_t run = begin; run < end; run += kRun, out += kRun * kPanel) {
-    const float* from = scales_of(w, panel, run);
-    fetch_ahead(codes, kRun / 2 * kPanel);
-    __builtin_prefetch(from + 2 * kPanel), __builtin_prefetch(from + 3 * kPanel);
-    const Scales<true> scales(from);
+  ScaleWalk walk(w, panel, kRun / 2 * kPanel, begin);
+  for (int64_t run = begin; run < end; run += kRun, out += kRun * kPanel, walk.next()) {
+    walk.fetch(codes);
+    const Scales<true> scales(walk.scales());
     for (int64_t k = 0; k < kRun; k += 2, codes += kPanel) {
       const Pair pair(codes);
       Floats a, b;
@@ -87,11 +86,11 @@ void unpack_codes4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t 
 template <int32_t Code, bool Offsets>
 void unpack_bytes(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
   const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
-  for (int64_t at = begin, run = run_of(w); at < end; at += run) {
-    const float* from = scales_of(w, panel, at);
-    fetch_ahead(codes, run * kPanel);
-    __builtin_prefetch(from + scale_floats(w));
-    const Scales<Offsets> scales(from);
+  const int64_t run = run_of(w);
+  ScaleWalk walk(w, panel, run * kPanel, begin);
+  for (int64_t at = begin; at < end; at += run, walk.next()) {
+    walk.fetch(codes);
+    const Scales<Offsets> scales(walk.scales());
     for (int64_t k = 0; k < run; ++k, codes += kPanel, out += kPanel) {
       Floats a, b;
       row_of_bytes<Code>(codes, a, b);
@@ -158,11 +157,11 @@ template <int Rows, int Panels>
 void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
   const int64_t panel_codes = w.in_features / 2 * kPanel, panel_scales = w.in_features / w.group * 2 * kPanel;
   const uint8_t* codes = w.codes + panel * panel_codes;
-  ScaleWalk walk = walk_scales(w, panel);
+  ScaleWalk walk(w, panel, kRun / 2 * kPanel);
   Sums<Rows, Panels> sums(c);
   for (int64_t run = 0; run < w.in_features; run += kRun, walk.next()) {
     const float* scale = walk.scales();
-    for (int p = 0; p < Panels; ++p) walk.fetch(codes + p * panel_codes, kRun / 2 * kPanel, p * panel_scales);
+    for (int p = 0; p < Panels; ++p) walk.fetch(codes + p * panel_codes, p * panel_scales);
     for (int64_t k = 0; k < kRun; k += 2, codes += kPanel, x += 2)
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; ++p) {
@@ -185,11 +184,11 @@ void direct_bytes(const PackedWeight& w, int64_t panel, const float* x, int64_t 
   const int64_t run_size = run_of(w);
   const int64_t panel_codes = w.in_features * kPanel, panel_scales = w.in_features / w.group * scale_floats(w);
   const uint8_t* codes = w.codes + panel * panel_codes;
-  ScaleWalk walk = walk_scales(w, panel);
+  ScaleWalk walk(w, panel, run_size * kPanel);
   Sums<Rows, Panels> sums(c);
   for (int64_t run = 0; run < w.in_features; run += run_size, walk.next()) {
     const float* scale = walk.scales();
-    for (int p = 0; p < Panels; ++p) walk.fetch(codes + p * panel_codes, run_size * kPanel, p * panel_scales);
+    for (int p = 0; p < Panels; ++p) walk.fetch(codes + p * panel_codes, p * panel_scales);
     for (int64_t k = 0; k < run_size; ++k, codes += kPanel, ++x)
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; ++p) {

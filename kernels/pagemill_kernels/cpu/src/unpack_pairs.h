@@ -28,10 +28,10 @@ inline void unpack_dots4(const PackedWeight& w, int64_t panel, int64_t begin, in
   const __m512i halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
   __m512i shifts[4];
   for (int i = 0; i < 4; ++i) shifts[i] = _mm512_add_epi32(halves, _mm512_set1_epi32(8 * i));
-  for (int64_t k = begin; k < end; k += kRun) {
-    const float* scales = scales_of(w, panel, k);
-    fetch_ahead(codes, group_bytes(kDots4, kRun));
-    fetch_ahead(reinterpret_cast<const uint8_t*>(scales), 2 * kPanel * sizeof *scales);
+  ScaleWalk walk(w, panel, group_bytes(kDots4, kRun), begin);
+  for (int64_t k = begin; k < end; k += kRun, walk.next()) {
+    walk.fetch(codes);
+    const float* scales = walk.scales();
     const __m512 scale = _mm512_loadu_ps(scales), offset = _mm512_loadu_ps(scales + kPanel);
     for (int64_t quad = 0; quad < kRun / 4; ++quad, codes += 2 * kPanel) {
       const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
@@ -49,10 +49,10 @@ inline void unpack_dots4(const PackedWeight& w, int64_t panel, int64_t begin, in
 inline void unpack_dots8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
   const int64_t run = run_of(w);
   const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
-  for (int64_t k = begin; k < end; k += run) {
-    const float* scales = scales_of(w, panel, k);
-    fetch_ahead(codes, run * kPanel);
-    fetch_ahead(reinterpret_cast<const uint8_t*>(scales), scale_floats(w) * sizeof *scales);
+  ScaleWalk walk(w, panel, run * kPanel, begin);
+  for (int64_t k = begin; k < end; k += run, walk.next()) {
+    walk.fetch(codes);
+    const float* scales = walk.scales();
     const __m512 scale = _mm512_loadu_ps(scales);
     const __m512 added = w.has_offsets ? _mm512_loadu_ps(scales + kPanel) : _mm512_setzero_ps();
     for (int64_t quad = 0; quad < run / 4; ++quad, codes += 4 * kPanel) {
@@ -76,9 +76,10 @@ inline __m512 from_e4m3(__m128i bytes) {
 inline void unpack_floats8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
   const int64_t run = run_of(w);
   const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
-  for (int64_t k = begin; k < end; k += run) {
-    fetch_ahead(codes, run * kPanel);
-    const __m512 scale = _mm512_loadu_ps(scales_of(w, panel, k));
+  ScaleWalk walk(w, panel, run * kPanel, begin);
+  for (int64_t k = begin; k < end; k += run, walk.next()) {
+    walk.fetch(codes);
+    const __m512 scale = _mm512_loadu_ps(walk.scales());
     for (int64_t i = 0; i < run; i += 4, codes += 4 * kPanel) {
       __m512 of_input[4];
 #pragma GCC unroll 4
