@@ -67,7 +67,7 @@ test-full: .venv/.installed ## Run every unit and integration test (no cluster, 
 
 .PHONY: clients
 clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some)
-	$(BIN)/python tests/clients/run_clients.py --uv $(UV) $(CLIENTS)
+	PYTHONPATH=tests/shared $(BIN)/python tests/clients/run_clients.py --uv $(UV) $(CLIENTS)
 
 .PHONY: older-triton
 older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldest Triton that is supported; no GPU is needed

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import encoder_models
 from client_catalogue import FOLDER, Client, clients
 
 from pagemill.commands.serve import DEFAULT_MODEL
@@ -74,12 +75,24 @@ def tokenizer_folder() -> Path:
     return folder
 
 
+def write_encoder_folder(folder: Path) -> None:
+    """The tiny random encoder of `deployment.yaml`, for the routes of embeddings."""
+    name, config = encoder_models.ENCODERS["bert"]
+    folder.mkdir()
+    encoder_models.write_encoder(name, config, folder)
+    encoder_models.write_modules(folder)
+    encoder_models.write_wordpiece(folder)
+
+
 @contextlib.contextmanager
 def served() -> Iterator[str]:
     """The base URL of `pagemill up`, which ends with the block."""
-    argv = [sys.executable, "-m", "pagemill", "up", "--file", str(FOLDER / "deployment.yaml"), "--port", "0", "--keep"]
     with tempfile.TemporaryDirectory() as folder:
-        argv += ["--batches-directory", folder]
+        encoder, deployment, batches = (Path(folder) / name for name in ("encoder", "deployment.yaml", "batches"))
+        write_encoder_folder(encoder)
+        deployment.write_text((FOLDER / "deployment.yaml").read_text().replace("file:///ENCODER", encoder.as_uri()))
+        argv = [sys.executable, "-m", "pagemill", "up", "--file", str(deployment), "--port", "0", "--keep"]
+        argv += ["--batches-directory", str(batches)]
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         try:
             yield _base_url(process)
