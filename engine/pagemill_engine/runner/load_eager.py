@@ -22,7 +22,7 @@ from pagemill_engine.models.weights import check_depth, load_weights, weight_byt
 from pagemill_engine.runner.base import Runner, RunnerInfo
 from pagemill_engine.runner.budget import keeps_nothing, plan_memory
 from pagemill_engine.runner.compiling import record_decodes
-from pagemill_engine.runner.compute import choose_compute
+from pagemill_engine.runner.compute import Compute, choose_compute
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.eager import EagerRunner
@@ -81,11 +81,7 @@ def _load(
         before = measure_device(ops.device)
         config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
-        parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
-        held = ""
-        if ops.keeps_codes and config.quantization == "none" and spec.quantization is not None:
-            held = in_words(spec.quantization, (weights.code_kind(name) for name in weights.shapes))
-        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}{held}, {compute.how}")
+        progress("loading", _loaded_in_words(path, spec, compute, weights, config.quantization))
         model = _model(path, spec, ops, activation_dtype, weights)
         give_back()
         settles = settles_on(ops.device)
@@ -114,20 +110,12 @@ def _load(
         step=config.step,
         pooling=spec.pooling,
     )
-    on_device = ops.on_device is not None
     num_allocated = 0 if settles else num_blocks
-    kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=not on_device)
-    if spec.pooling is not None:
-        assert isinstance(model, Decoder)
-        pooler = Pooler(spec.pooling, model.classifier)
-        if keeps_nothing(spec):
-            return EncoderRunner(model, ops, kv_cache, rotations, info, pooler)
-        return PoolingRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs, pooler)
-    if not on_device:
-        return EagerRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
-    assert isinstance(model, Decoder)
-    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
+    by_block = ops.on_device is None
+    kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=by_block)
+    runner = _runner(spec, model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
     if settles:
+        assert isinstance(runner, DeviceRunner)
         progress("warming", _keep_kernels(config.kernel_cache_dir))
         settle(runner, config, spec, sizes, before, CudaMeter())
         progress("allocating", _cache_in_words(runner.info.num_blocks, config.block_size, kv_bytes, kv_dtype))
@@ -135,6 +123,29 @@ def _load(
             progress("warming", "recording decodes")
             record_decodes(runner, config)
     return runner
+
+
+def _loaded_in_words(path: Path, spec: ModelSpec, compute: Compute, weights: WeightSource, quantization: str) -> str:
+    held = ""
+    if compute.ops.keeps_codes and quantization == "none" and spec.quantization is not None:
+        held = in_words(spec.quantization, (weights.code_kind(name) for name in weights.shapes))
+    return f"{path.name}: {spec.num_parameters / 1e6:.0f} M parameters as {_name(compute.dtype)}{held}, {compute.how}"
+
+
+def _runner(
+    spec: ModelSpec, model: Model, ops: Ops, kv_cache: KVCache, rotations: Rotations, info: RunnerInfo, num_rows: int
+) -> LoadedRunner:
+    """The runner for what the model does and where it computes."""
+    if spec.pooling is not None:
+        assert isinstance(model, Decoder)
+        pooler = Pooler(spec.pooling, model.classifier)
+        if keeps_nothing(spec):
+            return EncoderRunner(model, ops, kv_cache, rotations, info, pooler)
+        return PoolingRunner(model, ops, kv_cache, rotations, info, num_rows, pooler)
+    if ops.on_device is None:
+        return EagerRunner(model, ops, kv_cache, rotations, info, num_rows)
+    assert isinstance(model, Decoder)
+    return DeviceRunner(model, ops, kv_cache, rotations, info, num_rows)
 
 
 def _model(path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, weights: WeightSource) -> Model:
