@@ -63,7 +63,7 @@ test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU): a
 
 .PHONY: test-full
 test-full: .venv/.installed ## Run every unit and integration test (no cluster, no GPU)
-	$(BIN)/pytest -m "not gpu" $(TEST_WORKERS) tests
+	$(BIN)/pytest -m "not gpu" --hypothesis-profile=full $(TEST_WORKERS) tests
 
 .PHONY: clients
 clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some)
