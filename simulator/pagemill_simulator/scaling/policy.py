@@ -80,7 +80,3 @@ class FleetScaler(Protocol):
     def decide(self, seen: Seen) -> int:
         """Replicas from now on, within its bounds."""
         ...
-
-
-ScalingPolicy = FleetScaler
-"""The name that `fleet.fast` imports."""
