@@ -8,7 +8,7 @@ The pod works ahead of the clock only as far as the real loop does, which launch
 read (`pagemill_engine.loop.core`): an arrival takes part in the first step that is launched after it. So a pod is
 brought up to an instant when it is asked or something arrives, and reports when it will next change.
 
-Not in here: choices, beams, stop tokens, failures of a step. Which pod gets a request is decided by the gateway's brain.
+Not in here: choices, beams, stop tokens, failures of a step. The gateway's brain decides which pod gets a request.
 """
 
 from __future__ import annotations
