@@ -239,7 +239,7 @@ class Server:
             server.should_exit = True
         closing: list[asyncio.Future[object]] = [asyncio.ensure_future(task) for task in (*http, publisher)]
         if context.client is not None:
-            closing.append(asyncio.ensure_future(context.client.close()))
+            closing.append(asyncio.ensure_future(context.client.close(at_once=self._hurried.is_set())))
         await asyncio.gather(engine, *closing, return_exceptions=True)
         await context.tracing.close()
         context.lifecycle.enter("stopped")
