@@ -7,7 +7,6 @@ SHELL := bash
 
 PYTHON ?= python3
 UV ?= .uv/bin/uv
-UV_VERSION := 0.13.9
 # The machine's own interpreter and certificate store: uv downloads no Python and trusts what the machine trusts.
 UV_FLAGS := --no-python-downloads --system-certs
 FILE ?= examples/llmdeployment.yaml
@@ -32,6 +31,7 @@ on_cluster = $(BIN)/pytest $(CASES) $(1) --context "$(E2E_CONTEXT)" --image-tag 
 	--ignore=e2e/crd --ignore=e2e/chart
 endif
 
+ACTIONLINT_VERSION := v1.7.12
 # Beside the locked one, which is the newest.
 OLDER_TRITON := 3.6.0
 
@@ -67,7 +67,7 @@ test-full: .venv/.installed ## Run every unit and integration test (no cluster, 
 
 .PHONY: clients
 clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some)
-	$(BIN)/python tests/clients/run_clients.py --uv $(UV) $(CLIENTS)
+	PYTHONPATH=tests/shared $(BIN)/python tests/clients/run_clients.py --uv $(UV) $(CLIENTS)
 
 .PHONY: older-triton
 older-triton: .venv/.installed | $(UV) ## Compile the hot kernels with the oldest Triton that is supported; no GPU is needed
@@ -82,7 +82,7 @@ lint: .venv/.installed ## Check style, types, import layers, house rules and gen
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy bench/*.py bench/peers/*.py bench/routers/*.py bench/truth/*.py docs/*.py charts/pagemill/files/*.py
-	$(BIN)/mypy charts/*.py
+	$(BIN)/mypy charts/*.py release/*.py
 	$(BIN)/mypy bench/gpu/*.py
 	$(BIN)/mypy tests/clients/run_clients.py tests/clients/checks.py
 	$(BIN)/lint-imports
@@ -138,6 +138,57 @@ e2e-scale: .venv/.installed ## 500 LLMDeployments on 200 hollow nodes
 e2e-measure: .venv/.installed ## Measure the platform on a real Kubernetes
 	$(call on_cluster,-s -m measure)
 
+##@ Release
+
+# Apart from .venv: what builds and examines packages never meets what they need.
+RELEASE_ENV := .uv/release
+# Environments of .uv/release and of checks are synchronized from the lock alone.
+.uv/release/.installed: uv.lock | $(UV)
+	UV_PROJECT_ENVIRONMENT=$(RELEASE_ENV) $(UV) sync --frozen $(UV_FLAGS) --quiet --only-group release --only-group build
+	touch $@
+
+.PHONY: bump
+bump: $(UV) ## Write VERSION to every place that names the version (VERSION=0.2.0)
+	$(PYTHON) release/versions.py --set "$(VERSION)"
+	$(UV) lock $(UV_FLAGS)
+
+.PHONY: dist
+dist: .uv/release/.installed ## Build the wheels of all packages into dist/, the kernels' for the oldest glibc that they run on
+	$(RELEASE_ENV)/bin/python release/wheels.py --uv $(UV)
+
+.PHONY: dist-check
+dist-check: $(UV) ## Install the wheels of dist/ into an empty environment without a compiler, and serve with them
+	$(PYTHON) release/check_wheels.py --uv $(UV)
+
+.PHONY: sbom
+sbom: $(UV) ## Write what the wheels depend on to dist/ as CycloneDX
+	mkdir -p dist
+	$(UV) export --frozen --quiet --format cyclonedx1.5 --no-dev --package pagemill \
+		--output-file dist/pagemill.cdx.json
+
+.PHONY: chart-package
+chart-package: ## Package the chart into dist/ (needs Go: Helm comes from the modules of the test cluster)
+	mkdir -p dist
+	go -C e2e/cluster/modules/helm4 tool helm package $(CURDIR)/charts/pagemill --destination $(CURDIR)/dist
+
+.PHONY: audit
+audit: .uv/release/.installed ## Ask the vulnerability service of the package index about everything that the lock pins
+	$(UV) export --frozen --quiet --all-packages --all-groups --no-emit-workspace --format requirements.txt \
+		--output-file .uv/audit.txt
+	$(RELEASE_ENV)/bin/pip-audit --disable-pip --require-hashes --requirement .uv/audit.txt
+
+.PHONY: actionlint
+actionlint: ## Check the workflows of .github (needs Go)
+	go run github.com/rhysd/actionlint/cmd/actionlint@$(ACTIONLINT_VERSION)
+
+.PHONY: release-dry-run
+release-dry-run: ## Run every step of a release that publishes nothing; what is made lies in dist/
+	rm -rf dist
+	$(PYTHON) release/versions.py
+	$(MAKE) dist sbom chart-package actionlint
+	$(RELEASE_ENV)/bin/python release/wheels.py --inspect
+	cd dist && sha256sum * | tee SHA256SUMS
+
 ##@ Generate
 
 .PHONY: crds
@@ -156,6 +207,7 @@ docs-check: .venv/.installed ## Fail where a reference page differs from the cod
 .PHONY: lock
 lock: $(UV) ## Resolve the dependencies anew into uv.lock
 	$(UV) lock $(UV_FLAGS)
+	$(UV) export --frozen --quiet --only-group uv --no-annotate --no-header --output-file release/uv.txt
 
 .PHONY: clean
 clean: ## Remove the environment, caches and build outputs
@@ -168,7 +220,7 @@ clean: ## Remove the environment, caches and build outputs
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 		{ echo "make: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv .uv
-	.uv/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	.uv/bin/pip install --quiet --disable-pip-version-check --require-hashes -r release/uv.txt
 
 # Bytecode at once: a start from sources takes twice as long. uv compiles what it installs, not the packages of this repository.
 # `date` around the two lines: the first phase that `make up` reports.

@@ -2,9 +2,9 @@
 
 `docs/reference/configuration.md` from the settings classes, `metrics.md` from the one list of metrics, `cli.md`
 from the command line itself, `simulator.md` from the workloads and scaling policies of simulations, `models.md`
-from the registry of models, `clients.md` from the scripts of tested clients. `llmdeployment.md` has its own
-generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code is 1 when a page differs
-from the code.
+from the registry of models, `sources.md` from that of model sources, `clients.md` from the scripts of tested clients.
+`llmdeployment.md` has its own generator (`pagemill_crds.generate`). With `--check` nothing is written and the exit code
+is 1 when a page differs from the code.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ MODELS_NOTES = """\
   it is stored or in wider codes of the same values (the engine's start says which: Q2_K takes 12 bits a weight, Q3_K
   10, IQ4_NL, IQ4_XS and MXFP4 9). Split files (`NAME-00001-of-00003.gguf`): name the first, the others lie beside it.
   Files of Aquila, InternLM and InternLM 3 are `llama`, as of Mistral and Mixtral. GGUF has no name for OPT.
+- **Models that pool** give vectors (`/v1/embeddings`) or scores of pairs (`/v1/score`, `/v1/rerank`): BERT, RoBERTa,
+  XLM-RoBERTa and ModernBERT; decoders whose folder has sentence-transformers' `modules.json` or names the class without
+  its head (`Qwen3Model`); and `*ForSequenceClassification` of one label of either kind. Pooling is `cls`, `mean` or
+  `lasttoken`; modules other than Transformer, Pooling and Normalize are refused by name. On the CPU, in safetensors
+  folders; `device` cuda is refused ([how to serve them](../how-to/serve-embeddings.md)).
 - **Any other decoder** that the installed `transformers` has a class for runs by that class, with Pagemill's attention
   and cache: on the CPU, in floats, slower than a family (the log and `/version` say so). Not with windows, recurrent or
   compressed state, `longrope`, or arguments of attention that are not computed; never by code from the model's files.
@@ -55,6 +60,25 @@ MODELS_NOTES = """\
   sample); log probabilities of prompts lie within 1e-4 beside what float32 rounds. Aquila, Baichuan, InternLM and
   Qwen, which transformers does not have, are compared with plain formulas. GGUF files of each architecture give the
   answers of the folder with the same weights. On a published checkpoint Llama's family (SmolLM2) alone was compared.
+"""
+
+SOURCES = (
+    "What `spec.model.source`, `pagemill serve` and `LLM(...)` take, besides a path and `ORG/NAME` of a Hugging Face "
+    "model. The same registry checks a source in the command line, the operator and the loader. "
+    "[Load models from buckets and registries](../how-to/load-models-from-buckets-and-registries.md) shows them in use."
+)
+SOURCES_NOTES = """\
+Credentials are variables of the loader's process. In a cluster `spec.model.credentialsSecretRef` fills them: `AWS_*`
+from keys of the same names, `DOCKER_AUTH_CONFIG` from the key `.dockerconfigjson`, the others from the key that the
+reference names. On a machine they come from the environment, `~/.aws/credentials`, `gcloud`'s default credentials or
+`~/.docker/config.json`. The variables of the last column are set in `spec.engine.env`.
+
+On a machine everything but `hf://` is kept in `~/.cache/pagemill/models`, or, `hf://` too, in `PAGEMILL_MODEL_CACHE`;
+with `PAGEMILL_MODEL_CACHE_SIZE` (such as `200Gi`) the models there are bounded, and the longest unused ones go.
+`PAGEMILL_PLAIN_HTTP_REGISTRIES` names registries without TLS.
+
+An installed package adds a kind with an entry point of the group `pagemill.sources`: the name is the scheme, the object
+a class of `pagemill_protocol.sources.base.SourceKind`. Operator and engine images both need it.
 """
 
 VLLM_HEAD = [
@@ -354,6 +378,18 @@ def models_page() -> str:
     return "\n".join([f"# Models\n\n{NOTE}\n\n{MODELS}\n", *head, *sorted(rows), "", MODELS_NOTES])
 
 
+def sources_page() -> str:
+    from pagemill_protocol.sources import kinds
+
+    rows = []
+    for kind in kinds():
+        secret = ", ".join(f"`{each.variable}`{' (optional)' if each.is_optional else ''}" for each in kind.credentials)
+        other = ", ".join(f"`{name}`" for name in kind.variables) or "-"
+        rows.append(f"| `{kind.form}` | {cell(kind.about)} | {secret or '-'} | {other} |")
+    head = ["| Source | What is read | Credentials | Another server |", "|---|---|---|---|"]
+    return "\n".join([f"# Model sources\n\n{NOTE}\n\n{SOURCES}\n", *head, *rows, "", SOURCES_NOTES])
+
+
 def clients_page() -> str:
     sys.path.append(str(ROOT / "tests" / "clients"))
     from client_catalogue import page
@@ -364,6 +400,7 @@ def clients_page() -> str:
 def pages() -> dict[Path, str]:
     return {
         REFERENCE / "models.md": models_page(),
+        REFERENCE / "sources.md": sources_page(),
         REFERENCE / "clients.md": clients_page(),
         REFERENCE / "configuration.md": configuration_page(),
         REFERENCE / "metrics.md": metrics_page(),

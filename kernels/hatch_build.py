@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -63,4 +64,5 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             partial.replace(target)
         build_data["artifacts"].append("pagemill_kernels/cpu/lib/*.so")
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        # ctypes loads them: the machine matters, no Python version does. `make dist` puts the oldest glibc for `linux`.
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

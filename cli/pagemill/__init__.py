@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from pagemill_engine.llm import LLM
     from pagemill_engine.offline import Prompt as PromptType
     from pagemill_engine.offline import TextPrompt, TokensPrompt
-    from pagemill_engine.output.results import BeamSearchOutput, CompletionOutput, RequestOutput
+    from pagemill_engine.output.results import (
+        BeamSearchOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from pagemill_protocol.pooling import PoolingParams
     from pagemill_protocol.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
     from pagemill_protocol.structured_params import StructuredOutputsParams
 
@@ -26,11 +33,14 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
+    "PoolingParams",
     "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -43,11 +53,14 @@ _HOMES = {
     "BeamSearchOutput": ("pagemill_engine.output.results", "BeamSearchOutput"),
     "BeamSearchParams": ("pagemill_protocol.sampling", "BeamSearchParams"),
     "CompletionOutput": ("pagemill_engine.output.results", "CompletionOutput"),
+    "EmbeddingRequestOutput": ("pagemill_engine.output.results", "EmbeddingRequestOutput"),
     "EngineArgs": ("pagemill_engine.async_llm", "EngineArgs"),
+    "PoolingParams": ("pagemill_protocol.pooling", "PoolingParams"),
     "PromptType": ("pagemill_engine.offline", "Prompt"),
     "RequestOutput": ("pagemill_engine.output.results", "RequestOutput"),
     "RequestOutputKind": ("pagemill_protocol.sampling", "RequestOutputKind"),
     "SamplingParams": ("pagemill_protocol.sampling", "SamplingParams"),
+    "ScoringRequestOutput": ("pagemill_engine.output.results", "ScoringRequestOutput"),
     "StructuredOutputsParams": ("pagemill_protocol.structured_params", "StructuredOutputsParams"),
     "TextPrompt": ("pagemill_engine.offline", "TextPrompt"),
     "TokensPrompt": ("pagemill_engine.offline", "TokensPrompt"),

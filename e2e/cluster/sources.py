@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ("crds", "protocol", "kernels", "engine", "gateway", "operator")
-FILES = (".dockerignore", "pyproject.toml", "uv.lock")
+FILES = (".dockerignore", "pyproject.toml", "uv.lock", "release/uv.txt")
 CODE = {".py", ".cpp", ".h", ".hpp", ".toml", ".json", ".yaml", ".jinja"}
 
 

@@ -1,4 +1,4 @@
-"""Offline inference in this process: `LLM(model).generate(prompts)`, with the names vLLM users know.
+"""Offline inference in this process: `LLM(model).generate(prompts)` or `.embed(texts)`, with the names vLLM users know.
 
 Drives `EngineCore` directly, with no server and no second process; scheduling, KV cache and sampling are exactly those
 of the server, and so are stop strings (`output.choice`). Importing this module imports no torch; making an `LLM` does.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from pagemill_engine.loop.core import EngineCore
@@ -23,16 +24,31 @@ from pagemill_engine.offline import (
     priorities_of,
     search_of,
 )
+from pagemill_engine.offline_pooling import (
+    PooledPrompt,
+    Vector,
+    embedding_of,
+    pairs_to_score,
+    scores_of,
+    texts_to_embed,
+)
 from pagemill_engine.offline_prompts import EncodedPrompt, PromptEncoder
 from pagemill_engine.output.collecting import CollectedRequest
-from pagemill_engine.output.results import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from pagemill_engine.output.processor import engine_error
+from pagemill_engine.output.results import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
 
-_POOLING = "models here generate text; send texts to a server of an embedding model"
 _NOT_HERE = {
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _POOLING),
+    **dict.fromkeys(("encode", "classify", "reward"), "use `embed` for vectors and `score` for pairs of texts"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the model runs in this process and takes no other calls"),
     **dict.fromkeys(("start_profile", "stop_profile"), "use torch.profiler around `generate`"),
     **dict.fromkeys(("sleep", "wake_up"), "close this one and make a new one; a server can sleep"),
@@ -134,6 +150,38 @@ class LLM:
         outputs = self._run(self._encoder.prompts(prompts, search_of(params)), use_tqdm)
         return [self._as_beams(output) for output in outputs]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        truncate_prompt_tokens: int | None = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Any = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, in their order. `truncate_prompt_tokens`: longer ones are cut to so many tokens;
+        -1: to what the model takes. Raises `PagemillError` for what cannot be served; then nothing is computed."""
+        check_lora(lora_request)
+        pooled = texts_to_embed(self._encoder, prompts, pooling_params, truncate_prompt_tokens)
+        return [embedding_of(vector) for vector in self._pool(pooled, use_tqdm)]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        truncate_prompt_tokens: int | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well the texts of each pair go together: one of `data_1` with each of `data_2`, or pair by pair. By a
+        cross-encoder, or the cosine of two embeddings. Raises as `embed`."""
+        check_lora(lora_request)
+        pooled = pairs_to_score(self._encoder, data_1, data_2, truncate_prompt_tokens)
+        num_seconds = 1 if isinstance(data_2, str) else len(data_2)
+        embeds = any(prompt.params.task == "embed" for prompt in pooled)
+        return scores_of(self._pool(pooled, use_tqdm), num_seconds, embeds=embeds)
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prompts. Always done: between calls nothing runs."""
         self._core.scheduler.kv.reset_prefix_cache()
@@ -190,6 +238,34 @@ class LLM:
                 if not run.finished:
                     self._core.abort(run.output.request_id)
         return [run.output for run in runs.values()]
+
+    def _pool(self, prompts: Sequence[PooledPrompt], use_tqdm: bool) -> list[Vector]:
+        if self._closed:
+            raise RuntimeError("This LLM is closed. Make a new one.")
+        vectors: dict[str, Vector | None] = {}
+        try:
+            waiting: dict[str, PooledPrompt] = {}
+            for prompt in prompts:
+                name = f"offline-{self._num_requests}"
+                self._core.add(prompt.request(name, self._encoder.config.model))
+                self._num_requests += 1
+                vectors[name], waiting[name] = None, prompt
+            with tqdm(total=len(prompts), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+                while waiting:
+                    for out in self._core.step().outputs:
+                        if out.request_id not in waiting:
+                            continue
+                        if out.error is not None:
+                            raise engine_error(out)
+                        token_ids = waiting.pop(out.request_id).token_ids
+                        values = np.frombuffer(out.pooled, dtype="<f4")
+                        vectors[out.request_id] = Vector(out.request_id, token_ids, values)
+                        bar.update()
+        finally:
+            for name, found in vectors.items():
+                if found is None:
+                    self._core.abort(name)
+        return [found for found in vectors.values() if found is not None]
 
     def _submit(self, prompt: EncodedPrompt, priority: int) -> CollectedRequest:
         request = self._encoder.request(prompt, f"offline-{self._num_requests}", priority)

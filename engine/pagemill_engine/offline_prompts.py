@@ -15,6 +15,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.offline import Message, Prompt, check_tokens, conversations_of, prompts_of, sampling_of
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.grammars.check import CHECKS
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.bad_words import with_bad_words
@@ -38,6 +39,7 @@ class PromptEncoder:
         self.path = resolve_source(config.model, field="model")
         bundle = load_bundle(self.path)
         bundle = with_defaults(bundle, config.generation_config, config.generation_defaults)
+        bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(self.path).pooling)
         self.tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
         self.config = msgspec.structs.replace(
             config,

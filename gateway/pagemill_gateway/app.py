@@ -24,6 +24,7 @@ from pagemill_gateway.routes.multipart import OVERHEAD_BYTES
 from pagemill_gateway.routes.responses import ResponsesRoute, StoredResponseRoutes
 from pagemill_gateway.routes.tokens import TokenRoutes
 from pagemill_gateway.worker import Worker
+from pagemill_protocol.dialects.error_shapes import error_body_at
 from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
@@ -108,7 +109,7 @@ def data_app(worker: Worker) -> ASGIApp:
     """What clients see."""
     hot = hot_routes(worker)
     app = Starlette(routes=data_routes(worker, hot))
-    install_error_handlers(app)
+    install_error_handlers(app, error_body_at)
     config = worker.config
     worker.run_batches(AccessLog(_HotPaths(hot, app), worker))
     routed: ASGIApp = _HotPaths(hot, app)
@@ -120,6 +121,7 @@ def data_app(worker: Worker) -> ASGIApp:
         max_header_bytes=config.max_header_bytes,
         body_timeout_s=config.body_timeout_s,
         uploads=_uploads(config.batches) if config.batches is not None else None,
+        error_body_at=error_body_at,
     )
     return AccessLog(Cors(door, config.allowed_origins) if config.allowed_origins else door, worker)
 

@@ -196,9 +196,11 @@ class Client:
         except (aiohttp.ClientError, OSError, TooLarge, CredentialsError) as error:
             raise Unreachable(f"watch of {path}: {str(error) or type(error).__name__}") from error
 
-    async def read(self, path: str) -> bytes:
-        """The answer to GET as it is, such as a pod's own behind the API server's proxy."""
-        return await self._send("GET", path, accept="*/*")
+    async def read(
+        self, path: str, *, query: Mapping[str, str] | None = None, timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> bytes:
+        """The answer to GET as it is, such as a log, or a pod's own behind the API server's proxy."""
+        return await self._send("GET", path, query=query, accept="*/*", timeout_s=timeout_s)
 
     async def request(
         self,

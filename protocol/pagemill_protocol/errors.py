@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 ENGINE_CRASHED = "engine_crashed"
 """Code of an engine's last message: its own work brought it down, so one of its requests may be the cause."""
 ENGINE_FAILED = "engine_failed"
@@ -69,7 +70,7 @@ def beyond_context(max_model_len: int, details: str, param: str) -> PagemillErro
     return PagemillError(
         f"This model's maximum context length is {max_model_len} tokens. {details}",
         param=param,
-        code="context_length_exceeded",
+        code=CONTEXT_LENGTH_EXCEEDED,
     )
 
 

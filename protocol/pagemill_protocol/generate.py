@@ -14,6 +14,7 @@ import msgspec
 
 from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.errors import invalid_field
+from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -43,6 +44,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """The name the client used; echoed in the response."""
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    pooling: PoolingParams | None = None
+    """A vector or a score is made of the prompt, and no token is generated; the rest of `sampling` is not looked at."""
     dialect: str = "chat"
     """Name of the client's dialect (`pagemill_protocol.dialects`): the engine renders the client's bytes in it."""
     client_fields: str = ""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pagemill_protocol.ggml_types import GGMLType as GGMLType
 from pagemill_protocol.gguf_split import part_names
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 MAX_JSON_BYTES = 256 * 1024 * 1024
 

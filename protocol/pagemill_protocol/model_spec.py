@@ -14,7 +14,8 @@ import msgspec
 
 from pagemill_protocol.models.declaration import AnyAttentionSpec, AttentionSpec, DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture as UnsupportedModelArchitecture
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.pooling import PoolingSpec
+from pagemill_protocol.source_errors import UnreadableModelError
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +31,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Stored size of all tensors that the decoder uses."""
     num_parameters: int = 0
     """Tied embeddings counted once."""
+    pooling: PoolingSpec | None = None
+    """`None`: it generates text."""
 
     @property
     def architecture(self) -> str:
@@ -75,7 +78,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tie_word_embeddings(self) -> bool:
-        return self.decoder.head.tied
+        return self.decoder.head is not None and self.decoder.head.tied
 
     def num_read_parameters(self, num_tokens: int = 1) -> int:
         """Those that a step of so many tokens reads: without the experts that get none of them, as is to be expected.

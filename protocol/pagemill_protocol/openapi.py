@@ -51,6 +51,7 @@ from pagemill_protocol.dialects.openai_responses.request import (
 )
 from pagemill_protocol.dialects.registry import LIVE_PATHS, READY_PATHS
 from pagemill_protocol.dialects.text_generation.request import Grammar, Parameters, TgiRequest
+from pagemill_protocol.dialects.vectors.request import EmbeddingRequest, RerankRequest, ScoreRequest
 from pagemill_protocol.openai.batches import BatchRequest
 from pagemill_protocol.openai.fields import RequestModel
 from pagemill_protocol.openai.schemas import (
@@ -77,6 +78,7 @@ _REQUESTS: tuple[type[RequestModel], ...] = (
     CountRequest,
     ResponsesRequest,
     BatchRequest,
+    *(EmbeddingRequest, RerankRequest, ScoreRequest),
 )
 _PARTS: tuple[type[RequestModel], ...] = (
     *(ChatMessage, StreamOptions),
@@ -156,6 +158,9 @@ def _paths() -> Schema:
         "/v1/messages": {"post": _streams(MessagesRequest, _message())},
         "/v1/messages/count_tokens": {"post": _takes(CountRequest, _answers(_object("input_tokens")))},
         "/v1/responses": {"post": _streams(ResponsesRequest, _object("id", "object", "output", "status", "usage"))},
+        "/v1/embeddings": {"post": _takes(EmbeddingRequest, _answers(_vectors()))},
+        "/v1/score": {"post": _takes(ScoreRequest, _answers(_vectors()))},
+        "/v1/rerank": {"post": _takes(RerankRequest, _answers(_object("id", "model", "results", "usage")))},
         "/v1/models": {"get": _answers(_object("object", "data"))},
         "/v1/models/{model}": {"get": {**_answers(_object("id", "object")), "parameters": [_in_path("model")]}},
         "/tokenize": {"post": _takes(TokenizeRequest, _answers(_object("count", "max_model_len", "tokens")))},
@@ -244,6 +249,12 @@ def _generates(schema: type[RequestModel], kind: str) -> Schema:
     body = _object("id", "object", "created", "model", "choices", "usage")
     body["properties"] = {"object": {"const": kind}, "usage": _USAGE, "choices": {"type": "array"}}
     return _streams(schema, body)
+
+
+def _vectors() -> Schema:
+    body = _object("id", "object", "created", "model", "data", "usage")
+    body["properties"] = {"object": {"const": "list"}, "data": {"type": "array"}}
+    return body
 
 
 def _message() -> Schema:

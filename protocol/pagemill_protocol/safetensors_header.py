@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from pagemill_protocol.json_file import read_object
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -33,6 +33,8 @@ MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it, and have to stay finite in float32."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+UNHURRIED_PRIORITY = 50_000
+"""Requests of this priority and beyond give way to all others: lines of batches."""
 """Wide enough for clients that send times in seconds; the same for clients and gateways."""
 
 

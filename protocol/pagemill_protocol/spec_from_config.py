@@ -9,10 +9,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec, checked
 from pagemill_protocol.models.config_values import quantization_bits, quantization_of
 from pagemill_protocol.models.decoders import decoder_from_config
+from pagemill_protocol.models.pooling_files import most_tokens, read_pooling
 from pagemill_protocol.safetensors_header import read_folder_headers
 
 
@@ -21,6 +24,10 @@ def spec_from_folder(folder: Path) -> ModelSpec:
     path = folder / "config.json"
     values = read_object(path)
     decoder = decoder_from_config(values, path)
+    pooling = None
+    if decoder.head is None:
+        pooling = read_pooling(folder, values, decoder)
+        decoder = msgspec.structs.replace(decoder, max_position_embeddings=most_tokens(folder, decoder))
     tensors = read_folder_headers(folder)
     counted = [tensor for tensor in tensors.values() if not decoder.is_ignored(tensor.name)]
     quantization = quantization_of(values)
@@ -37,6 +44,7 @@ def spec_from_folder(folder: Path) -> ModelSpec:
         weights_format="safetensors",
         weight_bytes=sum(tensor.num_bytes for tensor in counted),
         num_parameters=num_parameters,
+        pooling=pooling,
     )
 
 

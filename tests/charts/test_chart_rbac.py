@@ -51,6 +51,7 @@ def test_the_operator_may_do_what_its_kinds_need(variant: Variant) -> None:
         (LLM_DEPLOYMENT.group, LLM_DEPLOYMENT.plural): READ,
         (LLM_DEPLOYMENT.group, f"{LLM_DEPLOYMENT.plural}/status"): {"patch"},
         (POD.group, POD.plural): READ | {"patch"},
+        (POD.group, f"{POD.plural}/log"): {"get"},
         ("", "events"): {"create", "patch"},
     }
     assert rights(rules_of(variant("all-namespaces"), "ClusterRole", "operator")) == wanted

@@ -12,7 +12,7 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_operator.plan.planner import name_conflicts
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-FOR_A_CLUSTER = {"gpu.yaml": "spec.model.credentialsSecretRef", "hugging-face.yaml": "spec.model.credentialsSecretRef"}
+FOR_A_CLUSTER = dict.fromkeys(("bucket.yaml", "gpu.yaml", "hugging-face.yaml"), "spec.model.credentialsSecretRef")
 """Examples that one machine cannot serve, and the field that says so."""
 
 

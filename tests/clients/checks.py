@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field
 
 MODEL = "smollm2"
+EMBEDDING_MODEL = "encoder"
 KEY = "none"
 MAX_TOKENS = 100
 """Enough for a `City`, as text or as one call."""

@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 PINNED = re.compile(r'^# dependencies = \["([\w-]+)(?:\[\w+\])?==([\d.]+)"', re.MULTILINE)
-
-
-NOT_RUN = {
-    "vllm bench serve": "part of the package vllm, which brings gigabytes of CUDA libraries",
-    "inference-perf": "needs Python 3.12 and later; these checks run with 3.11",
-}
-"""Clients that were looked at and have no script, and why."""
+NEEDS_PYTHON = re.compile(r'^# requires-python = ">=(3\.\d+)"', re.MULTILINE)
 
 
 class Checked(NamedTuple):
@@ -33,6 +27,8 @@ class Client(NamedTuple):
     package: str
     version: str
     about: str
+    least_python: str
+    """The first release of Python that it runs with; empty: any that Pagemill runs with."""
     checks: tuple[Checked, ...]
 
 
@@ -42,10 +38,9 @@ def clients() -> list[Client]:
 
 def page(note: str) -> str:
     rows = [
-        f"| **{client.package}** {client.version}<br>{client.about} | {_works(client)} | {_limits(client)} |"
+        f"| **{client.package}** {client.version}<br>{_about(client)} | {_works(client)} | {_limits(client)} |"
         for client in clients()
     ]
-    rows += [f"| **{name}** | not run | {why} |" for name, why in NOT_RUN.items()]
     about = (
         "Clients that `make clients` runs against a gateway and an engine with the embedded model, each in an "
         "environment of its own. The checks judge the form of answers: types are valid, calls are named and their "
@@ -53,6 +48,10 @@ def page(note: str) -> str:
     )
     head = ["| Client | Works | Does not work, and why |", "|---|---|---|"]
     return "\n".join([f"# Clients\n\n{note}\n\n{about}\n", *head, *rows, ""])
+
+
+def _about(client: Client) -> str:
+    return f"{client.about} Needs Python {client.least_python}." if client.least_python else client.about
 
 
 def _works(client: Client) -> str:
@@ -78,7 +77,9 @@ def _read(script: Path) -> Client:
     ]
     checks = tuple(Checked(*(ast.literal_eval(value) for value in _values(call))) for call in calls)
     about = " ".join((ast.get_docstring(tree) or "").split())
-    return Client(script.stem.removeprefix("check_"), script, pinned[1], pinned[2], about, checks)
+    needs = NEEDS_PYTHON.search(text)
+    least_python = needs[1] if needs else ""
+    return Client(script.stem.removeprefix("check_"), script, pinned[1], pinned[2], about, least_python, checks)
 
 
 def _values(call: ast.Call) -> tuple[ast.expr, ast.expr]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import encoder_models
 from client_catalogue import FOLDER, Client, clients
 
 from pagemill.commands.serve import DEFAULT_MODEL
@@ -29,7 +30,7 @@ ENVIRONMENTS = ROOT / ".pagemill" / "clients"
 RESOLVED_BEFORE = "2026-11-22"
 """What the clients depend on is as it was then; versions of the clients themselves are in the scripts."""
 SERVER_LIMIT_S = 120
-CLIENT_LIMIT_S = 600
+CLIENT_LIMIT_S = 1200
 VARIABLES = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # litellm would download its list of models
     "UV_HTTP_TIMEOUT": "120",
@@ -41,14 +42,24 @@ def main() -> int:
     found = {client.name: client for client in clients()}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(found)}; all without")
+    parser.add_argument(
+        "--python", default=None, help="for clients that need a later Python than this one; looked for on the PATH"
+    )
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in found]:
         parser.error(f"unknown clients: {' '.join(unknown)}; there are {' '.join(found)}")
     chosen = [found[name] for name in args.names or found]
     VARIABLES["PAGEMILL_TOKENIZER"] = str(tokenizer_folder())
+    VARIABLES["PAGEMILL_WEIGHTS"] = str(resolve_source(DEFAULT_MODEL))
     with served() as base_url:
-        reports = {client: run(client, [*uv_run(args.uv), str(client.script), base_url]) for client in chosen}
+        reports = {}
+        for client in chosen:
+            python = args.python if client.least_python and args.python else interpreter(client.least_python)
+            if python is None:
+                sys.stdout.write(f"{client.name}: NOT RUN, no Python {client.least_python} here; name one: --python\n")
+                continue
+            reports[client] = run(client, [*uv_run(args.uv, python), str(client.script), base_url])
     sys.stdout.write(table(reports))
     return int(any(report["error"] for each in reports.values() for report in each))
 
@@ -64,12 +75,24 @@ def tokenizer_folder() -> Path:
     return folder
 
 
+def write_encoder_folder(folder: Path) -> None:
+    """The tiny random encoder of `deployment.yaml`, for the routes of embeddings."""
+    name, config = encoder_models.ENCODERS["bert"]
+    folder.mkdir()
+    encoder_models.write_encoder(name, config, folder)
+    encoder_models.write_modules(folder)
+    encoder_models.write_wordpiece(folder)
+
+
 @contextlib.contextmanager
 def served() -> Iterator[str]:
     """The base URL of `pagemill up`, which ends with the block."""
-    argv = [sys.executable, "-m", "pagemill", "up", "--file", str(FOLDER / "deployment.yaml"), "--port", "0", "--keep"]
     with tempfile.TemporaryDirectory() as folder:
-        argv += ["--batches-directory", folder]
+        encoder, deployment, batches = (Path(folder) / name for name in ("encoder", "deployment.yaml", "batches"))
+        write_encoder_folder(encoder)
+        deployment.write_text((FOLDER / "deployment.yaml").read_text().replace("file:///ENCODER", encoder.as_uri()))
+        argv = [sys.executable, "-m", "pagemill", "up", "--file", str(deployment), "--port", "0", "--keep"]
+        argv += ["--batches-directory", str(batches)]
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         try:
             yield _base_url(process)
@@ -87,8 +110,20 @@ def _base_url(process: subprocess.Popen[str]) -> str:
     raise SystemExit("`pagemill up` ended before it served; its lines are above.")
 
 
-def uv_run(uv: Path) -> list[str]:
-    flags = ["--no-python-downloads", "--system-certs", "--exclude-newer", RESOLVED_BEFORE, "--python", sys.executable]
+def interpreter(least: str) -> str | None:
+    """This interpreter, or where a later release is needed one that runs on this machine; `None`: there is none."""
+    minor = int(least.rpartition(".")[2] or 0)
+    if sys.version_info.minor >= minor:
+        return sys.executable
+    for name in (f"python3.{each}" for each in range(minor, minor + 4)):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):  # a name on the PATH may be a wrapper only
+            found = subprocess.run([name, "-c", "import sys; print(sys.executable)"], capture_output=True, check=True)
+            return found.stdout.decode().strip()
+    return None
+
+
+def uv_run(uv: Path, python: str) -> list[str]:
+    flags = ["--no-python-downloads", "--system-certs", "--exclude-newer", RESOLVED_BEFORE, "--python", python]
     return [str(uv), "run", "--quiet", "--active", *flags, "--script"]
 
 

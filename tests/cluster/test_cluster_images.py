@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def checkout(tmp_path: Path) -> Path:
     for name in (".dockerignore", "pyproject.toml", "uv.lock"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for package in ("gateway", "operator"):
+    for package in ("gateway", "operator", "release"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 

@@ -65,7 +65,7 @@ GOOD = [
 
 BAD = [
     {"spec": {}},
-    {"spec.model.source": "ftp://host/x"},
+    {"spec.model.source": "FTP://host/x"},
     {"spec.model.source": "hf://only-one-part"},
     {"spec.model.source": ""},
     {"spec.model.source": 7},

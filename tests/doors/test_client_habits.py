@@ -148,3 +148,32 @@ def test_a_gateway_with_keys_shows_its_load_to_none_of_them(gateway_for_pages: D
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(SettingsError, match="allowed_origins"):
         GatewayConfig(allowed_origins=[origin]).checked()
+
+
+SHAPED = {
+    "/v1/chat/completions": ("error", "message"),
+    "/v1/messages": ("error", "message"),
+    "/v1/messages/count_tokens": ("error", "message"),
+    "/generate": ("error",),
+    "/api/chat": ("error",),
+    f"/v2/models/{MODEL}/infer": ("error",),
+}
+"""Where the text of an error is, by route."""
+
+
+@pytest.mark.parametrize("path", SHAPED)
+def test_errors_that_no_route_answers_have_the_shape_of_their_path(door: Door, path: str) -> None:
+    refused = [
+        (413, door.post(b"x" * (9 * MIB), path)),
+        (415, door.post(b"x", path, {"Content-Encoding": "br"})),
+        (405, door.get(path) if "/v2/" not in path else door.post(b"{}", path.replace("/infer", "/config"))),
+        (404, door.post(b"{}", f"{path}/nowhere" if "/v2/" not in path else "/v2/nowhere")),
+    ]
+    for status, answer in refused:
+        answer.error()
+        shown: Any = json.loads(answer.body)
+        assert (answer.status, shown.get("type")) == (status, "error" if "/messages" in path else None), answer
+        assert ("error_type" in shown) == (path == "/generate"), answer
+        for name in SHAPED[path]:
+            shown = shown[name]
+        assert isinstance(shown, str), answer

@@ -51,6 +51,10 @@ def prompt(value: Any, **fields: Any) -> Body:
     return json.dumps({"model": MODEL, "prompt": value, "max_tokens": 1, **fields}).encode()
 
 
+def texts(field: str, **fields: Any) -> Body:
+    return json.dumps({"model": MODEL, field: ["word " * 1000] * 1024, **fields}).encode()
+
+
 def tools(number: int, num_chars: int) -> list[dict[str, Any]]:
     functions = ({"name": f"f{index}", "description": "d " * (num_chars // 2)} for index in range(number))
     return [{"type": "function", "function": function} for function in functions]
@@ -107,6 +111,15 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
         "an input as long as the context": lambda: json.dumps(
             {"model": MODEL, "input": LONG, "max_output_tokens": 1}
         ).encode()
+    },
+    "POST /v1/embeddings": {"1,024 texts": lambda: texts("input")},
+    **{
+        f"POST {path}": {"a query and 1,024 documents": lambda: texts("documents", query="word " * 1000)}
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    },
+    **{
+        f"POST {path}": {"a text and 1,024 others": lambda: texts("text_2", text_1="word " * 1000)}
+        for path in ("/v1/score", "/score")
     },
     "POST /v1/files": {"a file that is no form": lambda: JUNK},
     "POST /v1/batches": {
@@ -181,6 +194,7 @@ ENDLESS = {"/internal/state", "/internal/load"}
 SAMPLE = {"PUT /catalog", "POST /tokenize"}
 """In `make test`; the others in `make test-full`."""
 STORED = ("/v1/files", "/v1/batches", "/v1/responses/")
+POOLED = ("/embeddings", "/rerank", "/score")
 LAST = {"PUT /catalog": 1, "POST /internal/drain": 2}
 """After them a gateway, or the engine, serves nothing any more."""
 
@@ -297,6 +311,8 @@ def accepted(case: Case) -> set[int]:
     unknown = {404} if case.path == "/internal/allowance" else set()  # no request of that id is under way
     # Nothing is stored there: what such a body may cost is what is measured.
     refused = {400, 404, 415} if case.path.startswith(STORED) else set()
+    # The engine's model generates: what reading the body costs is measured.
+    refused |= {400} if case.path.endswith(POOLED) else set()
     return {200, 202, 204} | unknown | refused
 
 

@@ -17,12 +17,12 @@ import pytest
 from huggingface_hub import constants
 from waiting import WAIT_LIMIT_S
 
-from pagemill_engine.loader import volume
-from pagemill_engine.loader.errors import LoaderError
 from pagemill_engine.loader.load import load
-from pagemill_engine.loader.selection import RemoteFile, select_files
 from pagemill_engine.loader.settings import LoaderSettings
-from pagemill_protocol.sources import HubModel, resolve_source
+from pagemill_protocol.sources import FetchError, resolve_source
+from pagemill_protocol.sources.base import RemoteFile
+from pagemill_protocol.sources.selection import select_files
+from pagemill_protocol.sources.store import cache, record
 
 HUB = Path(__file__).resolve().parents[2] / "e2e" / "support" / "hub.py"
 REPOSITORY = "org/tiny"
@@ -35,10 +35,12 @@ CONFIG = {
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
 }
+HEADER = json.dumps({"w": {"dtype": "U8", "shape": [2**20], "data_offsets": [0, 2**20]}}).encode()
+SAFETENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(range(256)) * 4096
 FILES = {
     "config.json": json.dumps(CONFIG).encode(),
     "tokenizer.json": b"{}",
-    "model.safetensors": bytes(range(256)) * 4096,
+    "model.safetensors": SAFETENSORS,
     "consolidated.safetensors": b"the same once more",
     "README.md": b"# no part of the model",
     "pytorch_model.bin": b"pickled",
@@ -116,8 +118,8 @@ def run(source: str, target: Path) -> list[dict[str, Any]]:
     return reported
 
 
-def failure(source: str, target: Path) -> LoaderError:
-    with pytest.raises(LoaderError) as caught:
+def failure(source: str, target: Path) -> FetchError:
+    with pytest.raises(FetchError) as caught:
         run(source, target)
     assert not target.exists(), "half a model must never be seen"
     return caught.value
@@ -125,7 +127,11 @@ def failure(source: str, target: Path) -> LoaderError:
 
 def test_a_whole_model_without_what_does_not_belong_to_it(server: Any, target: Path) -> None:
     reported = run(f"hf://{REPOSITORY}", target)
-    assert {path.name for path in target.iterdir()} == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert {path.name for path in target.iterdir()} - {record.NAME} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
     assert all((target / name).read_bytes() == FILES[name] for name in ("config.json", "model.safetensors"))
     assert reported[-1]["event"] == "loaded"
     assert resolve_source(f"file://{target}") == target
@@ -133,7 +139,7 @@ def test_a_whole_model_without_what_does_not_belong_to_it(server: Any, target: P
 
 def test_one_file_of_a_revision(server: Any, target: Path) -> None:
     run(f"hf://{REPOSITORY}@v1/tiny.Q4.gguf", target)
-    assert {path.name for path in target.iterdir()} == {"tiny.Q4.gguf"}
+    assert {path.name for path in target.iterdir()} - {record.NAME} == {"tiny.Q4.gguf"}
     assert resolve_source(f"file://{target}/tiny.Q4.gguf")
     assert any("revision/v1" in path for path, _ in server.asked)
     assert any(f"resolve/{hub.COMMIT}/" in path for path, _ in server.asked), "all files are of one commit"
@@ -230,8 +236,8 @@ def test_two_loaders_of_one_folder_do_not_disturb_each_other(server: Any, target
     [
         ("hf://org/none", "ModelNotFound", "org/none"),
         (f"hf://{REPOSITORY}/other.gguf", "ModelNotFound", "tiny.Q4.gguf"),
-        ("oci://registry.example/model:1", "SourceUnsupported", "pvc://"),
-        ("s3://bucket/model", "SourceUnsupported", "pvc://CLAIM/PATH"),
+        ("ftp://host/model", "SourceUnsupported", "s3://BUCKET/PREFIX"),
+        ("s3://B/model", "SourceUnsupported", "s3://BUCKET/PREFIX"),
         ("pvc://claim/model", "SourceUnsupported", "remove spec.model.cache"),
         ("package://p/f.gguf", "SourceUnsupported", "remove spec.model.cache"),
         ("hf://only-a-name", "SourceUnsupported", "hf://ORG/NAME"),
@@ -264,7 +270,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
     server: Any, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1024})
-    monkeypatch.setattr(volume.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage)
     error = failure(f"hf://{REPOSITORY}", target)
     assert error.reason == "DiskFull"
     assert "1 MiB more" in error.message
@@ -305,7 +311,7 @@ def test_a_full_volume_names_what_else_it_holds(server: Any, target: Path, monke
         (target.parent / name).mkdir(parents=True)
         (target.parent / name / "model.gguf").write_bytes(bytes(num_bytes))
     usage = type("Usage", (), {"free": 1024})
-    monkeypatch.setattr(volume.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: usage)
     error = failure(f"hf://{REPOSITORY}", target)
     assert "models of other sources: 0ld0ld0l (3 MiB); delete" in error.message
     assert (target.parent / "0ld0ld0l" / "model.gguf").exists()
@@ -313,7 +319,7 @@ def test_a_full_volume_names_what_else_it_holds(server: Any, target: Path, monke
 
 def test_a_volume_that_cannot_be_written(server: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(LoaderError) as caught:
+    with pytest.raises(FetchError) as caught:
         run(f"hf://{REPOSITORY}", tmp_path / "file" / "model")
     assert caught.value.reason == "VolumeUnusable"
 
@@ -370,11 +376,8 @@ def remote(*paths: str) -> list[RemoteFile]:
     return [RemoteFile(path, 10, hashlib.sha256(path.encode()).hexdigest()) for path in paths]
 
 
-def selected(model: HubModel, *paths: str) -> set[str]:
-    return {file.path for file in select_files(model, remote(*paths))}
-
-
-WHOLE = HubModel("org/m", None, None)
+def selected(wanted: str | None, *paths: str) -> set[str]:
+    return {file.path for file in select_files("`org/m`", wanted, remote(*paths))}
 
 
 def test_folders_of_other_formats_are_left_out() -> None:
@@ -385,19 +388,25 @@ def test_folders_of_other_formats_are_left_out() -> None:
         "onnx/config.json",
         "a/b.safetensors",
     )
-    assert selected(WHOLE, *paths) == set(paths[:3])
+    assert selected(None, *paths) == set(paths[:3])
 
 
 def test_weights_in_the_other_layout_alone_are_kept_for_the_engine_to_judge() -> None:
-    assert "consolidated.safetensors" in selected(WHOLE, "config.json", "consolidated.safetensors")
+    assert "consolidated.safetensors" in selected(None, "config.json", "consolidated.safetensors")
 
 
 @pytest.mark.parametrize("path", ["../escape.gguf", "/etc/escape.gguf", "a/../../escape.gguf"])
 def test_a_hub_cannot_write_outside_the_folder(path: str) -> None:
-    with pytest.raises(LoaderError, match="outside"):
-        selected(HubModel("org/m", None, path), path)
+    with pytest.raises(FetchError, match="outside"):
+        selected(path, path)
 
 
 def test_a_repository_of_gguf_files_asks_for_one_of_them() -> None:
-    with pytest.raises(LoaderError, match=r"behind a slash: m\.Q4\.gguf, m\.Q8\.gguf"):
-        selected(WHOLE, "m.Q8.gguf", "m.Q4.gguf", "README.md")
+    with pytest.raises(FetchError, match=r"behind a slash: m\.Q4\.gguf, m\.Q8\.gguf"):
+        selected(None, "m.Q8.gguf", "m.Q4.gguf", "README.md")
+
+
+def test_a_repository_of_one_gguf_file_needs_no_name() -> None:
+    assert selected(None, "m.Q8.gguf", "README.md") == {"m.Q8.gguf"}
+    parts = {f"m-0000{n}-of-00002.gguf" for n in (1, 2)}
+    assert selected(None, *parts, "README.md") == parts

@@ -303,8 +303,8 @@ async def test_a_stopped_engine_process_gives_its_streams_away_within_ten_second
 async def test_a_device_that_hangs_in_a_step_gives_its_streams_away_within_ten_seconds_though_its_process_lives(
     gateways: Any, fake: Any, tmp_path: Path
 ) -> None:
-    """Heartbeats go on: only the time predicted for the step tells. Steps of more than 256 tokens hang; calibration
-    takes 0.8 s, in which none of them is measured."""
+    """Heartbeats go on: only the time predicted for the step shows the fault. Steps of more than 256 tokens
+    hang; calibration takes 0.8 s, in which none of them is measured."""
     engine = {
         "null_runner": True,
         "num_kv_blocks": 512,

@@ -44,6 +44,7 @@ COVERED = {
     "printf": "test_keys_howto",
     ".venv/bin/pagemill gateway": "test_keys_howto",
     "redis-cli": "test_keys_howto",
+    "AWS_ENDPOINT_URL=": "tests/cli/test_serve_from_bucket",
 }
 """Beginnings of the commands in `bash` blocks, and what runs them."""
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from encoder_models import ENCODERS, write_encoder, write_wordpiece
 from waiting import WAIT_LIMIT_S
 
 from pagemill_operator.backends.local.ports import free_port
@@ -25,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = ["SmolLM2-135M-Instruct", "smollm2"]
 READY_TIMEOUT_S = 120.0
+FOLDER = '"FOLDER"'
+"""Stands for a folder of the user's in snippets."""
 
 pytestmark = [pytest.mark.model]
 
@@ -131,11 +134,22 @@ def test_snippets_with_a_client_run(server: str, block: str) -> None:
 
 def test_offline_snippets_run() -> None:
     """In one process, one after the other: importing torch is most of their time."""
-    snippets = [block for block in fenced("python") if "from pagemill import LLM" in block]
+    snippets = [block for block in fenced("python") if "from pagemill import LLM" in block and FOLDER not in block]
     assert len(snippets) >= 3
     done = run_python("\nllm.close()\n".join(snippets))
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def test_snippets_of_a_users_folder_run(tmp_path: Path) -> None:
+    """With a tiny encoder in the place of the user's."""
+    name, config = ENCODERS["bert"]
+    write_encoder(name, config, tmp_path)
+    write_wordpiece(tmp_path)
+    (snippet,) = (block for block in fenced("python") if FOLDER in block)
+    done = run_python(snippet.replace(FOLDER, f'"{tmp_path}"') + "print(len(vectors), len(vectors[0]), len(scores))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-3:] == ["2", str(config["hidden_size"]), "1"]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ["crds", "protocol", "kernels", "engine", "gateway", "operator", "simulator", "cli"]
-OTHER_ROOTS = ["bench", "docs", "e2e", "examples", "charts", "tests"]
+OTHER_ROOTS = ["bench", "docs", "e2e", "examples", "charts", "release", "tests"]
 SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "node_modules"}
 MAX_LINES = 600
 ENVIRONMENT_READERS = {"config.py", "settings.py"}

@@ -16,7 +16,7 @@ RAISING = [
     for package in ("engine/pagemill_engine", "protocol/pagemill_protocol")
     for path in (ROOT / package).rglob("*.py")
 ]
-ERRORS = ("LoadError", "LoaderError", "StartupError", "SourceError", "Fatal", "EngineFault")
+ERRORS = ("LoadError", "FetchError", "StartupError", "SourceError", "Fatal", "EngineFault")
 CAMEL = re.compile(r"[A-Z][A-Za-z]*[a-z][A-Z][A-Za-z]*|OOMKilled")
 OTHERS = {
     "Planned",

@@ -226,8 +226,6 @@ def test_an_override_that_weakens_a_pod_is_noted(deployment: Make, overrides: di
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("oci://registry/model:1", "use hf://"),
-        ("s3://bucket/model", "use hf://"),
         ("pvc://Claim_/x", "not the name of a PersistentVolumeClaim"),
         ("pvc://claim/../../etc", "leaves the volume"),
     ],

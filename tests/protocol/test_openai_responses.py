@@ -6,6 +6,7 @@ import json
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,11 @@ from refusals import refusal_of
 
 from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.dialects.openai_responses.request import ResponsesRequest
 from pagemill_protocol.dialects.responses import ResponsesDialect
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
+from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.sampling import SamplingParams
 
@@ -175,7 +178,7 @@ def test_the_items_of_a_stream_are_those_of_the_whole_answer(drawn: list[Any], f
         text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
         assert text == texts.get(item["id"], "")
     answer = whole(events, finish_reason)
-    assert answer == last
+    assert {**answer, "completed_at": 0} == {**last, "completed_at": 0}
     assert shown[-1]["type"] == f"response.{answer['status']}"
     assert answer["status"] == ("incomplete" if finish_reason == "length" else "completed")
 
@@ -188,3 +191,70 @@ def test_usage_has_the_names_of_the_api() -> None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 8,
     }
+
+
+REQUIRED = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id"),
+    *("instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p"),
+    *("presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage"),
+    *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier"),
+    "prompt_cache_key",
+}
+"""Fields that the Open Responses specification asks of every response."""
+PLACED = {"type", "sequence_number", "output_index"}
+IN_ITEM = PLACED | {"item_id"}
+IN_PART = IN_ITEM | {"content_index"}
+EVENT_FIELDS = {
+    "response.created": {"type", "sequence_number", "response"},
+    "response.in_progress": {"type", "sequence_number", "response"},
+    "response.completed": {"type", "sequence_number", "response"},
+    "response.incomplete": {"type", "sequence_number", "response"},
+    "response.output_item.added": PLACED | {"item"},
+    "response.output_item.done": PLACED | {"item"},
+    "response.content_part.added": IN_PART | {"part"},
+    "response.content_part.done": IN_PART | {"part"},
+    "response.output_text.delta": IN_PART | {"delta", "logprobs"},
+    "response.output_text.done": IN_PART | {"text", "logprobs"},
+    "response.reasoning_text.delta": IN_PART | {"delta"},
+    "response.reasoning_text.done": IN_PART | {"text"},
+    "response.function_call_arguments.delta": IN_ITEM | {"delta"},
+    "response.function_call_arguments.done": IN_ITEM | {"arguments"},
+}
+"""What it asks of each event."""
+ITEM_FIELDS = {
+    "message": {"id", "type", "status", "role", "content"},
+    "reasoning": {"id", "type", "summary"},
+    "function_call": {"id", "type", "call_id", "name", "arguments", "status"},
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [TOOL], "text": {"verbosity": "low"}, "reasoning": {"effort": "low"}, "user": "u"},
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}},
+    ],
+)
+def test_responses_and_events_have_what_open_responses_asks_for(fields: dict[str, Any]) -> None:
+    body = parse_body(json.dumps({"model": "m", "input": "hi", **fields}).encode(), ResponsesRequest)
+    given = msgspec.structs.replace(request(), client_fields=json.dumps(body.shown()))
+    events = numbered([Reasoning("r"), Content("t"), ["{}"]])
+    renderer = DIALECT.renderer(given, None)
+    raw = renderer.chunk(Piece(0, "", True, "stop", None, 0, None, events)) + renderer.end(Usage(3, 5, 1))
+    for event in events_of(raw):
+        assert event.keys() >= EVENT_FIELDS[event["type"]], event
+        if "item" in event:
+            assert event["item"].keys() >= ITEM_FIELDS[event["item"]["type"]], event
+        if event.get("part", {}).get("type") == "output_text":
+            assert event["part"].keys() >= {"type", "text", "annotations", "logprobs"}
+        if "response" in event:
+            response = event["response"]
+            assert response.keys() >= REQUIRED, REQUIRED - response.keys()
+            assert response["text"]["format"]["type"] in ("text", "json_schema")
+            assert response["reasoning"] is None or response["reasoning"].keys() >= {"effort", "summary"}
+            assert response["background"] is False
+            assert isinstance(response["presence_penalty"], float)
+            for tool in response["tools"]:
+                assert tool.keys() >= {"type", "name", "description", "parameters", "strict"}
+    assert (response["status"], response["completed_at"] >= response["created_at"]) == ("completed", True)

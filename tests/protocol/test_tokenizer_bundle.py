@@ -457,9 +457,34 @@ def test_a_bundle_that_the_library_refuses_is_an_unreadable_model(tokenizer_json
 
 def test_a_decoder_that_is_not_understood_is_named(byte_tokenizer):
     backend = Backend.from_str(byte_tokenizer.bundle.tokenizer_json)
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(UnreadableModelError, match="the step `WordPiece`"):
+    backend.decoder = decoders.CTC()
+    with pytest.raises(UnreadableModelError, match="the step `CTC`"):
         Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str()))
+
+
+def test_pieces_of_words_are_joined_as_bert_joins_them():
+    words = ["[UNK]", "[CLS]", "cat", "##s", "sleep", "##ing"]
+    backend = Backend(models.WordPiece(vocab={word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    tokenizer = Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str()))
+    ids = tokenizer.encode("cats sleeping cat")
+    assert ids == [2, 3, 4, 5, 2]
+    assert tokenizer.decode(ids) == backend.decode(ids) == "cats sleeping cat"
+
+
+@pytest.mark.parametrize("room", range(4, 16))
+@pytest.mark.parametrize("texts", [("cat " * 3, "cat " * 9), ("cat " * 9, "cat " * 3), ("cat " * 9, "cat " * 9)])
+def test_pairs_are_cut_as_the_library_cuts_them(room, texts):
+    backend = Backend(models.WordPiece(vocab={"[UNK]": 0, "[SEP]": 1, "cat": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A [SEP]", pair="$A [SEP] $B:1 [SEP]:1", special_tokens=[("[SEP]", 1)]
+    )
+    tokenizer = Tokenizer(TokenizerBundle(tokenizer_json=backend.to_str()))
+    backend.enable_truncation(room)
+    ours, theirs = tokenizer.encode_pair(*texts, 0, room, param="text_2"), backend.encode(*texts)
+    assert (ours.ids, ours.type_ids) == (theirs.ids, theirs.type_ids)
+    assert tokenizer.encode_cut(texts[1], room) == backend.encode(texts[1]).ids
 
 
 def test_half_a_surrogate_pair_is_a_clients_error(byte_tokenizer):

@@ -35,6 +35,7 @@ class World:
         self.status: dict[str, Any] = {}
         self.num_gateways = self.num_gateways_ready = 1
         self.conflict: Problem | None = None
+        self.progress = ""
 
     def apply(self, *, loader_done: bool = False) -> World:
         context = RenderContext(namespace="pagemill-system", engine_image="pagemill/engine:1", loader_done=loader_done)
@@ -81,6 +82,7 @@ class World:
             num_gateways_ready=self.num_gateways_ready,
             conflict=self.conflict,
             apply_errors=tuple(self.errors),
+            progress=self.progress,
         )
 
     def findings(self) -> dict[str, Finding]:

@@ -30,6 +30,10 @@
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch]
+# How far a loader is stands in its log.
+- apiGroups: [""]
+  resources: [pods/log]
+  verbs: [get]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]

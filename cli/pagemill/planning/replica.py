@@ -29,7 +29,7 @@ from pagemill_operator.plan.types import Plan
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.sources import SourceError, resolve_source
+from pagemill_protocol.sources import SourceError, is_fetched, resolve_source
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -130,7 +130,7 @@ def engine_config(plan: Plan, means: Means) -> EngineConfig:
 
 
 def _read_model(config: EngineConfig, field: str) -> tuple[Path, ModelSpec]:
-    if config.model.startswith("hf://"):
+    if is_fetched(config.model):
         raise PlanError(
             f"{field}: `{config.model}` would be downloaded whole; give --model the folder that holds its config.json "
             "and safetensors files (their headers are enough), or a .gguf file"

@@ -21,7 +21,7 @@ from pagemill_operator.plan import Plan, Problem, make_plan
 from pagemill_operator.plan.planner import name_conflicts, partial_problems
 from pagemill_operator.plan.support import Backend
 from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.sources import SourceError, resolve_source
+from pagemill_protocol.sources import SourceError, find_kind, in_full, is_fetched, resolve_source
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,10 @@ def _model_problems(deployment: LLMDeployment) -> Iterator[Problem]:
     """What can be known of the model without loading it. Downloads are left to the engine."""
     with suppress(NotValid):
         source = deployment.spec.model.source
-        if source.startswith("hf://"):
-            return
         try:
+            if is_fetched(source):
+                find_kind(in_full(source)).check(in_full(source), "spec.model.source")
+                return
             spec = load_model_spec(resolve_source(source, "spec.model.source"))
         except SourceError as error:
             yield Problem("spec.model.source", source, error.message)

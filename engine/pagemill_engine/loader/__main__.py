@@ -15,9 +15,9 @@ from typing import Any
 
 import orjson
 
-from pagemill_engine.loader.errors import LoaderError
 from pagemill_engine.loader.settings import LoaderSettings, tune_library
 from pagemill_engine.server.failure import KUBERNETES_LOG, Termination, write_termination
+from pagemill_protocol.source_errors import FetchError
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
@@ -27,35 +27,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     # As a container's first process it would ignore the signal otherwise; part files are good for the next run.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(SIGTERM_EXIT_CODE))
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
-    parser.add_argument("--source", required=True, help="hf://ORG/NAME[@REVISION][/FILE.gguf]")
+    parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or of another kind")
     parser.add_argument("--target", type=Path, required=True, help="folder that will hold it")
     parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, made beside the model")
+    parser.add_argument("--size-limit-bytes", type=int, help="of all models beside the target")
+    parser.add_argument("--evict", action="store_true", help="remove models that are not used where room is needed")
     parser.add_argument("--termination-log", type=Path, default=KUBERNETES_LOG, help="written where it exists")
     arguments = parser.parse_args(argv)
-    settings = LoaderSettings(arguments.source, arguments.target, arguments.termination_log, arguments.kernels)
+    settings = LoaderSettings(
+        arguments.source,
+        arguments.target,
+        arguments.termination_log,
+        arguments.kernels,
+        size_limit_bytes=arguments.size_limit_bytes,
+        evicts=arguments.evict,
+    )
     tune_library()
     from pagemill_engine.loader.load import load
 
-    def end_at_once(error: LoaderError) -> None:
+    def end_at_once(error: FetchError) -> None:
         """Downloads of other files must not hold up what is wrong; their part files are good for the next run."""
         _explain(error, settings.termination_log)
         os._exit(1)
 
     try:
-        load(settings, _tell, end_at_once)
-    except LoaderError as error:
+        load(settings, _report, end_at_once)
+    except FetchError as error:
         _explain(error, settings.termination_log)
         return 1
     return 0
 
 
-def _explain(error: LoaderError, log: Path) -> None:
+def _explain(error: FetchError, log: Path) -> None:
     termination = Termination(error.reason, error.message, "spec.model.source")
     sys.stderr.write(write_termination(termination, str(log) if log.exists() else None) + "\n")
     sys.stderr.flush()
 
 
-def _tell(**fields: Any) -> None:
+def _report(**fields: Any) -> None:
     sys.stdout.write(orjson.dumps(fields).decode() + "\n")
     sys.stdout.flush()
 

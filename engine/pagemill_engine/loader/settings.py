@@ -1,6 +1,7 @@
 """What one run of the loader is started with, and the variables that tune the hub's library.
 
-`HF_ENDPOINT`, `HF_TOKEN`, proxies and certificates are that library's own variables; the loader's pod carries them.
+`HF_ENDPOINT`, `HF_TOKEN`, `AWS_*`, `GOOGLE_*`, proxies and certificates are variables of the libraries that fetch; the
+loader's pod carries them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LIBRARY = {
 
 class LoaderSettings(NamedTuple):
     source: str
-    """`hf://ORG/NAME[@REVISION][/FILE.gguf]`."""
+    """`SCHEME://...`, as `spec.model.source` names it."""
     target: Path
     """The folder that will hold the model; it appears when everything is there."""
     termination_log: Path = KUBERNETES_LOG
@@ -31,6 +32,10 @@ class LoaderSettings(NamedTuple):
     """A folder for compiled kernels, made where engines will find it."""
     num_downloads: int = 4
     """Files at once."""
+    size_limit_bytes: int | None = None
+    """Of all models beside the target; `None`: what the volume has."""
+    evicts: bool = False
+    """Models that are not used make room for this one."""
 
 
 def tune_library() -> None:

@@ -25,8 +25,9 @@ class DeclaredWeights:
         self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
         transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
         self._transposed = transposed & self._stored_names.keys()
-        head = f"{decoder.head.name}.weight"
-        self._normalized = {head} & self._stored_names.keys() if decoder.head.normalized else set()
+        head = decoder.head
+        normalized = {f"{head.name}.weight"} if head is not None and head.normalized else set()
+        self._normalized = normalized & self._stored_names.keys()
         self._computed = self._transposed | self._normalized
         self._shapes: Shapes = {
             name: stored[at][::-1] if name in self._transposed else stored[at]

@@ -38,9 +38,9 @@ class QuantizedWeights:
         self._source = source
         self._shapes = source.shapes
         self._quantization: Quantization = quantization
-        self._full_width = {f"{name}.weight" for name in (decoder.embedding.name, decoder.head.name)}
-        positions = decoder.embedding.positions
-        self._floats = set() if positions is None else {f"{positions.name}.weight"}
+        self._full_width = {f"{each.name}.weight" for each in (decoder.embedding, decoder.head) if each is not None}
+        tables = (decoder.embedding.positions, decoder.embedding.token_types)
+        self._floats = {f"{table.name}.weight" for table in tables if table is not None}
         self._floats |= decoder.float_matrices()
         """Matrices that stay as they are."""
 

@@ -23,7 +23,7 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.source import stored_bytes
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.safetensors_header import INDEX_FILE, shard_paths, weight_map
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _REMEDY = "Fetch the folder again and compare its files with the publisher's."

@@ -15,6 +15,7 @@ def step_limits(config: EngineConfig, info: RunnerInfo) -> StepLimits:
 def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
     """The limits of an engine with these settings on this runner."""
     step = step_limits(config, info)
+    whole_prompts = info.pooling is not None and info.pooling.whole_prompts
     return SchedulerLimits(
         num_blocks=info.num_blocks,
         block_size=info.block_size,
@@ -24,12 +25,13 @@ def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
         max_num_batched_tokens=step.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
         policy=config.policy,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and not whole_prompts,
         # A tokenizer may have tokens beyond the model's vocabulary; those can neither be sampled nor masked.
         eos_token_ids=[token_id for token_id in config.eos_token_ids if token_id < info.vocab_size],
         seed=config.seed,
         weights_digest=info.weights_digest,
         kv_dtype=info.kv_dtype,
+        pooling=info.pooling,
         serves_adapters=info.serves_adapters,
         jumps_forward=info.jumps_forward,
     )

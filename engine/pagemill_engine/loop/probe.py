@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
 
 _NAME = "probe"
@@ -18,7 +19,18 @@ def probe(core: EngineCore) -> None:
     if pool.num_free == 0:
         return
     blocks = pool.allocate(1)
-    sequence = AdmittedSequence(_NAME, [0], 1, 0, [blocks[0].block_id], SamplingParams(temperature=0.0), 0, 0)
+    pooling = core.runner.info.pooling
+    sequence = AdmittedSequence(
+        _NAME,
+        [0],
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=[blocks[0].block_id],
+        sampling=SamplingParams(temperature=0.0),
+        choice=0,
+        seed=0,
+        pooling=None if pooling is None else PoolingParams(pooling.task),
+    )
     plan = StepPlan(step=0, num_scheduled_tokens={_NAME: 1}, admitted=[sequence], samples={_NAME})
     plan.released = core.scheduler.swap_released([_NAME])
     try:

@@ -237,7 +237,8 @@ def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
         vocab_size=info.vocab_size,
         weights_digest=info.weights_digest,
         kv_dtype=info.kv_dtype,
-        caches_prefixes=core.config.enable_prefix_caching,
+        caches_prefixes=core.scheduler.limits.enable_prefix_caching,
+        pooling=info.pooling,
         weight_bytes=info.weight_bytes,
         kv_bytes_per_token=info.kv_bytes_per_token,
         compute=info.compute,
@@ -255,7 +256,7 @@ def fatal_of(error: Exception) -> Fatal:
         remedy = "Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory."
         return Fatal("StepTooLarge", f"The device ran out of memory at the first token. {remedy}")
     if isinstance(error, SelfTestError):
-        return Fatal("SelfTestFailed", f"The model loaded and could not generate a token: {error}.")
+        return Fatal("SelfTestFailed", f"The model loaded and could not compute a first request: {error}.")
     if isinstance(error, MemoryError):
         return Fatal("OutOfMemory", "The engine ran out of memory. Lower kvCacheMemory or give it more memory.")
     reason = getattr(error, "reason", None)

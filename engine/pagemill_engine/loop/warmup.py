@@ -13,6 +13,7 @@ import msgspec
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 
@@ -29,16 +30,16 @@ class SelfTestError(RuntimeError):
 
 
 def self_test(core: EngineCore) -> None:
-    """Generate one token. Raises `SelfTestError` with what happened instead."""
+    """Generate one token, or pool one. Raises `SelfTestError` with what happened instead."""
     for output in _run_prompt(core, 1).outputs:
         if output.error is not None:
             raise SelfTestError(output.error)
         if any(not 0 <= token_id < core.runner.info.vocab_size for token_id in output.token_ids):
             raise SelfTestError(f"the model produced token ids {output.token_ids}, which it does not have")
-        if output.token_ids:
+        if output.token_ids or output.pooled:
             _leave_no_trace(core)
             return
-    raise SelfTestError("the model produced no token")
+    raise SelfTestError("the model produced nothing")
 
 
 def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
@@ -82,7 +83,7 @@ def _with_knots(model: StepTimeModel, knots_tokens: list[int]) -> StepTimeModel:
 
 
 def _run_prompt(core: EngineCore, num_tokens: int) -> StepOutputs:
-    vocab_size = core.runner.info.vocab_size
+    vocab_size, pooling = core.runner.info.vocab_size, core.runner.info.pooling
     core.add(
         GenerateRequest(
             request_id="warmup",
@@ -90,6 +91,7 @@ def _run_prompt(core: EngineCore, num_tokens: int) -> StepOutputs:
             prompt_token_ids=[(1 + index * _TOKEN_STRIDE) % vocab_size for index in range(num_tokens)],
             sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
             cache_salt="warmup",
+            pooling=None if pooling is None else PoolingParams(pooling.task),
         )
     )
     step = core.step()

@@ -20,3 +20,5 @@ class ForwardContext:
     """Where this step's keys and values go: `ops.plan_slots`."""
     attention_plans: dict[int | None, Any]
     """A plan for each distinct sliding window of the model; `None` is full attention."""
+    token_types: Tensor | None = None
+    """int64 [tokens]: 1 for those of a pair's second text; only for models that distinguish them."""

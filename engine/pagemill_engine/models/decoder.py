@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from pagemill_engine.models.blocks import MLP, Attention, Block
+from pagemill_engine.models.classifier import Classifier
 from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.encoder_attention import EncoderAttention
 from pagemill_engine.models.experts import MoE
 from pagemill_engine.models.latent_attention import LatentAttention
-from pagemill_engine.models.layers import Embedding, Held, Layer, Linear, Norm, Positions
+from pagemill_engine.models.layers import Embedding, Held, Layer, Linear, Norm, Table
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.declaration import (
     BlockSpec,
     BranchSpec,
+    ClassifierSpec,
     DecoderSpec,
     LatentAttentionSpec,
     LayerSpec,
@@ -33,6 +36,7 @@ from pagemill_protocol.models.declaration import (
     PositionsSpec,
     ResidualSpec,
     RopeSpec,
+    TokenTypesSpec,
 )
 
 
@@ -53,6 +57,8 @@ class _Builder:
         if isinstance(spec, LatentAttentionSpec):
             assert rotation is not None
             return LatentAttention(spec, self._ops, self._dtype, next(self._caches), rotation)
+        if not spec.causal:
+            return EncoderAttention(spec, self._ops, self._dtype, rotation)
         return Attention(spec, self._ops, self._dtype, next(self._caches), rotation)
 
     def norm(self, spec: NormSpec | None) -> Norm | None:
@@ -61,8 +67,11 @@ class _Builder:
     def linear(self, spec: LinearSpec | None) -> Linear | None:
         return None if spec is None else Linear(spec, self._ops, self._dtype)
 
-    def positions(self, spec: PositionsSpec | None, size: int) -> Positions | None:
-        return None if spec is None else Positions(spec, size, self._ops, self._dtype)
+    def table(self, spec: PositionsSpec | TokenTypesSpec | None, size: int) -> Table | None:
+        return None if spec is None else Table(spec.name, spec.num_rows, size, self._ops, self._dtype)
+
+    def classifier(self, spec: ClassifierSpec | None) -> Classifier | None:
+        return None if spec is None else Classifier(spec, self._ops, self._dtype)
 
 
 class Branch:
@@ -184,25 +193,33 @@ class Decoder:
         self.dtype = dtype
         declared = spec.decoder
         entry, head = declared.embedding, declared.head
-        self._entry, self._head = entry, head
+        self._entry = entry
+        self._first_position = 0 if entry.positions is None else entry.positions.offset
+        self._scale, self._soft_cap = (1.0, None) if head is None else (head.scale, head.soft_cap)
         builder = _Builder(declared, ops, dtype)
         self.embedding = Embedding(entry.name, entry.num_rows, entry.size, ops, dtype)
         self.embedding_projection = builder.linear(entry.projection)
-        self.positions = builder.positions(entry.positions, declared.hidden_size)
+        self.positions = builder.table(entry.positions, declared.hidden_size)
+        self.token_types = builder.table(entry.token_types, declared.hidden_size)
         self.embedding_norm = builder.norm(entry.norm)
         self.layers: DecoderLayers = SingleDecoderLayers([DecoderLayer(layer, builder) for layer in declared.layers])
         self.norm = builder.norm(declared.norm)
-        self.head_projection = builder.linear(head.projection)
-        self.lm_head = Linear(declared.head_linear(), ops, dtype)
+        self.head_projection = None if head is None else builder.linear(head.projection)
+        self.lm_head = builder.linear(declared.head_linear())
+        """`None`: its hidden states are pooled."""
+        self.classifier = builder.classifier(declared.classifier)
 
     def weight_layers(self) -> Iterator[Layer]:
         """All that holds weights, the embedding first and the head last."""
         yield self.embedding
-        around = (self.embedding_projection, self.positions, self.embedding_norm, self.norm, self.head_projection)
-        yield from (layer for layer in around if layer is not None)
+        before = (self.embedding_projection, self.positions, self.token_types, self.embedding_norm)
+        yield from (layer for layer in (*before, self.norm, self.head_projection) if layer is not None)
         for layer in self.layers.plain:
             yield from layer.layers()
-        yield self.lm_head
+        if self.classifier is not None:
+            yield from self.classifier.layers()
+        if self.lm_head is not None:
+            yield self.lm_head
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
@@ -215,8 +232,9 @@ class Decoder:
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
         """As `compute_logits`, in the type that the head's product has."""
+        assert self.lm_head is not None, "requests for tokens of a model without a head are refused"
         hidden = hidden if self.head_projection is None else self.head_projection(hidden)
-        logits, scale, cap = self.lm_head(hidden), self._head.scale, self._head.soft_cap
+        logits, scale, cap = self.lm_head(hidden), self._scale, self._soft_cap
         if scale != 1.0:
             logits = logits.float().mul_(scale)
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
@@ -228,7 +246,10 @@ class Decoder:
         if self.embedding_projection is not None:
             hidden = self.embedding_projection(hidden).to(self.dtype)
         if self.positions is not None:
-            hidden = hidden + self.positions(context.positions)
+            hidden = hidden + self.positions(context.positions + self._first_position)
+        if self.token_types is not None:
+            assert context.token_types is not None
+            hidden = hidden + self.token_types(context.token_types)
         return hidden if self.embedding_norm is None else self.embedding_norm(hidden).to(self.dtype)
 
 

@@ -82,8 +82,10 @@ def _branches(layer: LayerSpec) -> list[BranchSpec]:
 
 
 def _is_plain_attention(block: object) -> bool:
-    """Over keys and values, perhaps normalised or with sinks, and nothing else."""
-    return isinstance(block, AttentionSpec) and block.soft_cap is None and block.alibi_slopes is None
+    """Over keys and values of a cache, perhaps normalised or with sinks, and nothing else."""
+    if not isinstance(block, AttentionSpec):
+        return False
+    return block.causal and block.soft_cap is None and block.alibi_slopes is None
 
 
 def _is_plain_mlp(block: object) -> bool:

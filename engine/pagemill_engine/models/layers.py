@@ -17,7 +17,7 @@ from pagemill_engine.models.tensors import TensorSource, blocks_stacked, codes_s
 from pagemill_kernels.experts.parts import FusedExperts
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.registry import Ops
-from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, PositionsSpec, Shapes
+from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, Shapes
 
 
 class Held(Protocol):
@@ -176,27 +176,27 @@ class Embedding:
         return self.rows.gather(token_ids).to(self.dtype)
 
 
-class Positions:
-    """Learned vectors by position."""
+class Table:
+    """Learned vectors by position, or by which text of a pair a token belongs to."""
 
     table: Tensor
 
-    def __init__(self, spec: PositionsSpec, size: int, ops: Ops, dtype: torch.dtype) -> None:
-        self.spec, self._size, self._ops, self._dtype = spec, size, ops, dtype
+    def __init__(self, name: str, num_rows: int, size: int, ops: Ops, dtype: torch.dtype) -> None:
+        self._name, self._shape, self._ops, self._dtype = f"{name}.weight", (num_rows, size), ops, dtype
 
     def shapes(self) -> Shapes:
-        return {f"{self.spec.name}.weight": (self.spec.num_rows, self._size)}
+        return {self._name: self._shape}
 
     def load(self, source: TensorSource) -> None:
-        table = torch.empty(self.spec.num_rows, self._size, dtype=self._dtype)
-        source.read_into(f"{self.spec.name}.weight", table)
+        table = torch.empty(self._shape, dtype=self._dtype)
+        source.read_into(self._name, table)
         self.table = table.to(self._ops.device)
 
     def held(self) -> Tensor:
         return self.table
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        return self._ops.gather_rows(self.table, positions + self.spec.offset)
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._ops.gather_rows(self.table, rows)
 
 
 def held_tensors(layer: Held) -> Iterator[Tensor]:

@@ -31,7 +31,7 @@ def load_weights(model: Decoder, source: TensorSource) -> None:
     declared = model.spec.decoder
     _check(declared.shapes(), source.shapes)
     layers = list(model.weight_layers())
-    if declared.head.tied:
+    if model.lm_head is not None and declared.head is not None and declared.head.tied:
         model.lm_head.load(source)
         layers.remove(model.lm_head)
         if model.embedding.tie(model.lm_head):

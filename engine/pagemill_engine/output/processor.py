@@ -169,16 +169,7 @@ class OutputProcessor:
     def failure(self, error: PagemillError) -> Frame:
         """The frame that ends the request with `error`."""
         payload = self._dialect.error_event(error) if self.request.stream else self._dialect.error_body(error)
-        meta = FrameMeta(
-            last=True,
-            usage=self.usage,
-            error=error.message,
-            error_status=error.status,
-            error_type=error.type,
-            error_param=error.param,
-            error_code=error.code,
-        )
-        return Frame(meta, payload)
+        return Frame(failure_meta(error, self.usage), payload)
 
     def _deliver(self, choice: _Choice, delta: ChoiceDelta, progress: Progress) -> None:
         if self._reports_logprobs:
@@ -365,6 +356,19 @@ class OutputProcessor:
         if request.sampling.num_alternatives is not None:
             choice.logprob_chars += sum(len(self._tokenizer.token_text(token_id)) for token_id in resume.token_ids)
         return choice
+
+
+def failure_meta(error: PagemillError, usage: Usage) -> FrameMeta:
+    """Of the frame that ends a request with `error`."""
+    return FrameMeta(
+        last=True,
+        usage=usage,
+        error=error.message,
+        error_status=error.status,
+        error_type=error.type,
+        error_param=error.param,
+        error_code=error.code,
+    )
 
 
 def engine_error(out: TokensOut) -> PagemillError:

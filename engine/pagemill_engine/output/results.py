@@ -101,3 +101,38 @@ class RequestOutput:
     encoder_prompt_token_ids: None = None
     multi_modal_placeholders: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """Of one prompt of `LLM.embed`."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """Of one pair of `LLM.score`."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Of the pair; of the second text where the score is a cosine."""
+    finished: bool = True

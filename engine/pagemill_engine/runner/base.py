@@ -11,6 +11,7 @@ from pagemill_engine.config import StepLimits
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.runner.sleep import Sleeps
 from pagemill_engine.scheduler.step import StepPlan, StepResult
+from pagemill_protocol.pooling import PoolingSpec
 
 
 class RunnerInfo(NamedTuple):
@@ -35,6 +36,8 @@ class RunnerInfo(NamedTuple):
     """What its steps may hold; `None`: what the settings say."""
     masks_tokens: bool = True
     """It samples only what `StepPlan.token_masks` allow."""
+    pooling: PoolingSpec | None = None
+    """It gives vectors or scores in place of tokens."""
     serves_adapters: bool = False
     """It takes requests for adapters; none does yet but a simulated one."""
     jumps_forward: bool = True

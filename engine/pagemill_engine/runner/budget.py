@@ -71,6 +71,8 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
         )
     block_bytes = sizes.kv_bytes_per_token * config.block_size
     num_blocks = config.num_kv_blocks
+    if keeps_nothing(spec):
+        num_blocks = accounting_blocks(config, spec)
     if num_blocks is None:
         default_bytes = _default_kv_bytes(config, spec, sizes, state)
         if state.is_gpu and config.kv_cache_memory_bytes is None and default_bytes < block_bytes:
@@ -133,6 +135,8 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
         if sizes.writes_scores:
             of_chunks = num_tokens * context_tokens * (spec.num_heads // spec.num_kv_heads)
             forward += SCORE_FLOATS * 4 * max(of_chunks, gathered_tokens * spec.num_heads)
+    if spec.pooling is not None:
+        return forward
     sampling = num_rows * (spec.vocab_size * SAMPLER_FLOATS * 4 + spec.hidden_size * sizes.item_bytes)
     rows = config.step.max_num_seqs * (spec.vocab_size * COUNT_BYTES + context_tokens * 4)
     return max(forward, sampling) + rows
@@ -199,3 +203,15 @@ def _kv_setting(config: EngineConfig, kv_bytes: int) -> str:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 1024**3:.2f} GiB"
+
+
+def keeps_nothing(spec: ModelSpec) -> bool:
+    """Prompts are computed whole: no key and no value is read by a later step."""
+    return spec.cache_heads == 0
+
+
+def accounting_blocks(config: EngineConfig, spec: ModelSpec) -> int:
+    """Blocks without memory, for a model that keeps nothing: as many as all prompts under way can have. Scheduler and
+    gateways count tokens in work by them."""
+    longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    return config.step.max_num_seqs * -(-longest // config.block_size)

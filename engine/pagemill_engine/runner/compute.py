@@ -63,12 +63,33 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
 
     Raises `LoadError` if settings ask for what the device, its kernels or this model's shape cannot do.
     """
+    if spec.pooling is not None:
+        return _pooled(config, spec)
     if not spec.decoder.by_transformers:
         return _on_gpu(config, spec) if _wants_gpu(config) else _on_cpu(config, spec)
     check_by_transformers(config, spec)
     compute = _on_cpu(config, spec)
     how = f"the classes of transformers {version('transformers')}, slower than a family of our own"
     return compute._replace(dtype=compute.activation_dtype, how=f"{how}, attention by {compute.how}")
+
+
+def _pooled(config: EngineConfig, spec: ModelSpec) -> Compute:
+    """Vectors and scores are computed on the CPU."""
+    check_pooled(config, spec)
+    compute = _on_cpu(config, spec)
+    if spec.decoder.is_causal:
+        return compute
+    return compute._replace(how=f"{compute.how}, whole prompts attended by torch")
+
+
+def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises `LoadError` for settings that pooling does not follow."""
+    if config.device == "cuda":
+        raise LoadError(
+            "SettingsUnsupported",
+            f"`device` cuda cannot run `{spec.architecture}`: embeddings and scores are computed on the CPU. Set "
+            "device to cpu.",
+        )
 
 
 def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:

@@ -23,8 +23,7 @@ from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.device_forward import DeviceForward
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
-from pagemill_engine.runner.eager import NON_FINITE
-from pagemill_engine.runner.errors import DeviceLostError, StepSkippedError
+from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkippedError
 from pagemill_engine.runner.graphs import DecodeGraphs, Recorder
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows

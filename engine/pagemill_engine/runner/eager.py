@@ -18,6 +18,7 @@ from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.decoder import Model
 from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.errors import NON_FINITE
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
@@ -29,8 +30,6 @@ from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.sampling.reference import report
-
-NON_FINITE = "The model produced values that are not finite for this request."
 
 
 class EagerRunner:
@@ -65,10 +64,7 @@ class EagerRunner:
                 return StepResult()
             inputs = self._rows.gather(plan)
             hidden: Tensor = self.model(self._upload(inputs.token_ids), self._context(inputs))
-            prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden) if plan.prompt_targets else {}
-            result = self._sample(plan, inputs, self._sampled_rows(inputs, hidden))
-            result.prompt_logprobs = prompt_logprobs
-            return result
+            return self._answer(plan, inputs, hidden)
 
     def wait(self, handle: Any) -> StepResult:
         result: StepResult = handle
@@ -90,6 +86,13 @@ class EagerRunner:
             self._sampling.admit(self._rows.admit(admitted), admitted)
         self._rows.update_blocks(plan)
         self.kv_cache.copy_blocks(plan.block_copies)
+
+    def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
+        """What the step gives of the hidden states of its tokens."""
+        prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden) if plan.prompt_targets else {}
+        result = self._sample(plan, inputs, self._sampled_rows(inputs, hidden))
+        result.prompt_logprobs = prompt_logprobs
+        return result
 
     def _sampled_rows(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""

@@ -1,6 +1,8 @@
-"""What a runner's `wait` may raise that is no fault of the step's requests."""
+"""What a runner's `wait` may raise that is no fault of the step's requests, and what it says of a request at fault."""
 
 from __future__ import annotations
+
+NON_FINITE = "The model produced values that are not finite for this request."
 
 
 class StepSkippedError(RuntimeError):

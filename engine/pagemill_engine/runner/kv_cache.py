@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.runner.budget import keeps_nothing
 from pagemill_engine.runner.memory import memory_limit
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.kv_store import storage
@@ -125,6 +126,19 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     return spec.num_layers * spec.cache_heads * storage.token_bytes(dtype, spec.head_dim)
 
 
+def _whole_prompts_for(config: EngineConfig, spec: ModelSpec) -> int:
+    """A step computes whole prompts."""
+    most, step_tokens = spec.max_position_embeddings, config.step.max_num_batched_tokens
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(most, step_tokens)
+    if wanted > min(most, step_tokens):
+        limit, remedy = (most, "Lower maxModelLen") if wanted > most else (step_tokens, "Raise maxNumBatchedTokens")
+        what = "the model was made for" if wanted > most else "its prompts are computed whole, and a step may have"
+        raise LoadError("MaxModelLenTooLarge", f"maxModelLen is {wanted}, but {what} {limit} tokens. {remedy}.")
+    return wanted
+
+
 def _too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
     return LoadError(
         "KVCacheTooLarge",
@@ -140,6 +154,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that cost memory only once they are written, in pages of their own: with the tensor the memory is gone."""
     num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:  # nothing is kept, and no page may be empty
+        return torch.zeros(shape, dtype=dtype)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -154,6 +170,8 @@ def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) ->
     """Tokens that one request may have. Raises `LoadError` when the setting asks for more than model or cache hold."""
     cache_tokens = num_blocks * config.block_size
     wanted = config.max_model_len
+    if keeps_nothing(spec):
+        return _whole_prompts_for(config, spec)
     if wanted is None:
         return min(spec.max_position_embeddings, cache_tokens)
     if wanted > spec.max_position_embeddings:

@@ -20,14 +20,17 @@ from pagemill_engine.models.fusing import fuse_layers
 from pagemill_engine.models.rope import Rotations, decoder_tables
 from pagemill_engine.models.weights import check_depth, load_weights, weight_bytes
 from pagemill_engine.runner.base import Runner, RunnerInfo
-from pagemill_engine.runner.budget import plan_memory
+from pagemill_engine.runner.budget import keeps_nothing, plan_memory
 from pagemill_engine.runner.compiling import record_decodes
 from pagemill_engine.runner.compute import choose_compute
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.eager import EagerRunner
+from pagemill_engine.runner.encoder_runner import EncoderRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token, max_model_len_for
 from pagemill_engine.runner.memory import give_back
+from pagemill_engine.runner.pooling import Pooler
+from pagemill_engine.runner.pooling_runner import PoolingRunner
 from pagemill_engine.runner.settling import CudaMeter, settle
 from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
 from pagemill_engine.runner.step_limits import choose_step_limits
@@ -39,6 +42,7 @@ from pagemill_protocol.model_spec import ModelSpec
 
 ANY_NUMBER = 1 << 40
 """Stands for the number of blocks until it is known."""
+LoadedRunner = EagerRunner | EncoderRunner | DeviceRunner
 
 
 def load_runner(
@@ -47,7 +51,7 @@ def load_runner(
     spec: ModelSpec,
     progress: Callable[[str, str], None],
     early_digest: EarlyDigest | None = None,
-) -> EagerRunner | DeviceRunner:
+) -> LoadedRunner:
     """Raises `LoadError`."""
     try:
         return _load(config, path, spec, progress, early_digest)
@@ -65,7 +69,7 @@ def _load(
     spec: ModelSpec,
     progress: Callable[[str, str], None],
     early_digest: EarlyDigest | None,
-) -> EagerRunner | DeviceRunner:
+) -> LoadedRunner:
     torch.set_num_threads(config.num_threads or usable_cores())
     compute = choose_compute(config, spec)
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
@@ -92,7 +96,7 @@ def _load(
     except WeightsError as error:
         raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
     kv_bytes = kv_bytes_per_token(spec, kv_dtype)
-    if not settles:
+    if not settles and not keeps_nothing(spec):
         progress("allocating", _cache_in_words(num_blocks, config.block_size, kv_bytes, kv_dtype))
     held_bytes = weight_bytes(model)
     info = RunnerInfo(
@@ -108,10 +112,17 @@ def _load(
         device=ops.device.type,
         memory=msgspec.structs.replace(budget, weight_bytes=held_bytes),
         step=config.step,
+        pooling=spec.pooling,
     )
     on_device = ops.on_device is not None
     num_allocated = 0 if settles else num_blocks
     kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=not on_device)
+    if spec.pooling is not None:
+        assert isinstance(model, Decoder)
+        pooler = Pooler(spec.pooling, model.classifier)
+        if keeps_nothing(spec):
+            return EncoderRunner(model, ops, kv_cache, rotations, info, pooler)
+        return PoolingRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs, pooler)
     if not on_device:
         return EagerRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
     assert isinstance(model, Decoder)
@@ -143,7 +154,7 @@ def settles_on(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def overlapping(runner: EagerRunner | DeviceRunner) -> Runner:
+def overlapping(runner: LoadedRunner) -> Runner:
     """One that can launch a step while another one runs: a GPU's is so, a CPU's gets a thread of its own. OpenMP keeps
     a team of threads for each thread that computes: from here on it is that one alone, this thread's team sleeps."""
     if isinstance(runner, DeviceRunner):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_engine.config import CPU_STEP, EngineConfig, StepLimits
-from pagemill_engine.runner.budget import GPU_SHARE, Sizes, activation_bytes
+from pagemill_engine.runner.budget import GPU_SHARE, Sizes, activation_bytes, keeps_nothing
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -22,12 +22,17 @@ GPU_STEPS = (
 )
 """By the device's memory: data-center cards from A100 40 GB and L40S on; L4, A10 and cards of 16 to 32 GB; smaller
 ones. Of 24 GB some 22 can be used, and a prompt of 8,192 tokens would hold up decodes there for seconds."""
+ENCODER_TOKENS = 2048
+"""Of a step of whole prompts: no decode waits for it, and few long prompts fill a smaller one badly."""
 STEP_SHARE = 0.25
 """Of what the weights leave, the most that the largest step may take; the rest is for keys and values."""
 
 
 def choose_step_limits(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> EngineConfig:
     """`config` with the limits of a step on this device; what is set stays as it is."""
+    if keeps_nothing(spec):
+        longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+        return _with(config, CPU_STEP._replace(max_num_batched_tokens=max(ENCODER_TOKENS, longest)))
     if not state.is_gpu:
         return _with(config, CPU_STEP)
     usual = next(step for memory_bytes, step in GPU_STEPS if state.limit_bytes >= memory_bytes)

@@ -19,6 +19,7 @@ from pagemill_protocol import hashes
 from pagemill_protocol.continuing import needs_prompt_logprobs
 from pagemill_protocol.errors import PagemillError, context_length_exceeded, invalid_field, unavailable
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest, check_prompt_logprobs
+from pagemill_protocol.pooling import check_task
 from pagemill_protocol.sampling import MAX_PRIORITY, MIN_PRIORITY, SamplingParams, stream_conflict
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Admission:
             raise _serves_no_adapters()
         _check_priority(request.priority)
         _check_allowance(request.token_allowance)
+        check_task(request.pooling, self._limits.pooling)
         self._check_prompt(request)
         self._check_resume(request)
         self._check_choosing(request)
@@ -117,6 +119,8 @@ class Admission:
             eos_token_ids=eos_token_ids,
             cache_root=self._cache_root(request.cache_salt, request.adapter_digest),
             num_resumed_tokens=len(resumed),
+            pooling=request.pooling,
+            reads_all=self._limits.pooling is not None and self._limits.pooling.reads_all,
         )
 
     def _form(self, sequence: Sequence, grammar: TokenStates) -> None:
@@ -140,9 +144,9 @@ class Admission:
         prompt = request.prompt_token_ids
         if not prompt:
             raise invalid_field("prompt", "The prompt has no tokens. Send at least one.")
-        if len(prompt) >= limits.max_model_len:
+        if len(prompt) > limits.max_prompt_tokens:
             raise context_length_exceeded(len(prompt), limits.max_model_len, _prompt_param(request))
-        if len(prompt) >= limits.max_total_tokens:
+        if len(prompt) > limits.num_blocks * limits.block_size:
             raise _larger_than_cache(len(prompt), limits, _prompt_param(request))
         _check_vocabulary(prompt, "prompt", limits.vocab_size)
         check_prompt_logprobs([request])

@@ -52,6 +52,7 @@ class StepBuilder:
                 sampling=sequence.sampling,
                 choice=sequence.choice,
                 seed=sequence.seed,
+                pooling=sequence.pooling,
                 eos_token_ids=sequence.eos_token_ids,
             )
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pagemill_engine.config import CPU_STEP
+from pagemill_protocol.pooling import PoolingSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class SchedulerLimits:
     """Seed for requests that send none; `None`: drawn for each request."""
     weights_digest: str = ""
     kv_dtype: str = ""
+    pooling: PoolingSpec | None = None
+    """Requests get vectors or scores in place of tokens."""
     serves_adapters: bool = False
     jumps_forward: bool = True
     """Tokens about which a form leaves no choice are not sampled but taken at once."""
@@ -33,6 +36,16 @@ class SchedulerLimits:
     def max_total_tokens(self) -> int:
         """Tokens that one request can reach. The newest token needs no KV slot: it is sampled but not computed."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """A token is generated behind a prompt, unless the prompt is pooled."""
+        return self.max_model_len - 1 if self.pooling is None else self.max_model_len
+
+    @property
+    def whole_prompts(self) -> bool:
+        """A prompt is computed in one step."""
+        return self.pooling is not None and self.pooling.whole_prompts
 
     @property
     def watermark_blocks(self) -> int:

@@ -53,6 +53,20 @@ class OutputQueue:
             sequence.reported = True
         self._outputs.append(output)
 
+    def pooled(self, sequence: Sequence, vector: bytes) -> None:
+        """Queue what was made of the sequence's prompt, which ends it."""
+        self._outputs.append(
+            TokensOut(
+                request_id=sequence.client_request_id,
+                choice=sequence.choice,
+                pooled=vector,
+                finish_reason="stop",
+                num_cached_tokens=sequence.num_cached_tokens,
+                num_preemptions=sequence.num_preemptions,
+                queue_s=_queue_s(sequence),
+            )
+        )
+
     def search(self, sequence: Sequence, search: BeamSearch[Sequence]) -> None:
         """Queue the best answers of a finished beam search. `sequence`: any of its sequences."""
         search.end_reported = True

@@ -15,6 +15,8 @@ from pagemill_engine.scheduler.step import PromptTargets, StepPlan
 
 def reusable_blocks(sequence: Sequence, block_size: int) -> int | None:
     """How many cached blocks the sequence may use; `None`: all there are."""
+    if sequence.reads_all:
+        return 0
     report = sequence.prompt_report
     if report is None or report.num_reported == sequence.num_prompt_tokens - 1:
         return None

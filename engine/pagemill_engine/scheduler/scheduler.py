@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pagemill_engine.ipc.messages import TokensOut
@@ -35,7 +36,7 @@ from pagemill_engine.scheduler.outputs import OutputQueue
 from pagemill_engine.scheduler.policies import POLICIES
 from pagemill_engine.scheduler.prompt_logprobs import prompt_targets, reusable_blocks
 from pagemill_engine.scheduler.sequence import Sequence, SequenceState
-from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key
+from pagemill_engine.scheduler.sorted_sequences import SortedSequences, serving_key, unhurried_last
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_engine.scheduler.token_masks import advance, take_forced
 from pagemill_protocol.generate import FinishReason, GenerateRequest
@@ -56,7 +57,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._clock = clock
         self._admission = Admission(limits)
-        self._rank = POLICIES[limits.policy]
+        self._rank = unhurried_last(POLICIES[limits.policy])
         self._waiting = SortedSequences(self._rank)
         self._running = SortedSequences(serving_key)
         self._held = HeldChoices()
@@ -145,6 +146,7 @@ class Scheduler:
             if not self._in_flight:
                 self._schedule_alone(self._probing[0], step)
         else:
+            self._make_way()
             preemptions = self.num_preemptions
             prefills = self._schedule_decodes(step)
             self._schedule_prefills(prefills, step, preemptions)
@@ -228,6 +230,20 @@ class Scheduler:
             else:
                 return
 
+    def _make_way(self) -> None:
+        """Where no place in the batch is free, sequences that give way are preempted for those that wait.
+
+        What they computed stays in the prefix cache as long as there is space. They start again after all others.
+        """
+        most = self.limits.max_num_seqs
+        if len(self._running) < most or not self._running.last_except(None).is_unhurried:
+            return
+        num_hurried = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
+        for _ in range(num_hurried):
+            if not (self._running and (last := self._running.last_except(None)).is_unhurried):
+                return
+            self._preempt(last)
+
     def _schedule_alone(self, seq: Sequence, step: StepBuilder) -> None:
         if seq.state is SequenceState.RUNNING:
             self._continue(seq, step)
@@ -267,6 +283,8 @@ class Scheduler:
             computed_blocks = [] if kv.has_table(seq) else kv.get_computed_blocks(seq)[:reusable]
             num_computed_tokens = seq.num_computed_tokens or len(computed_blocks) * kv.block_size
             num_tokens = min(seq.num_tokens - num_computed_tokens, step.budget)
+            if self.limits.whole_prompts and num_tokens < seq.num_tokens:
+                return False
             undisturbed = alone or not self._running
             wanted_tokens = num_computed_tokens + num_tokens if undisturbed else seq.num_tokens
             spare = 0 if undisturbed else step.reserved_blocks + self._headroom()
@@ -349,7 +367,7 @@ class Scheduler:
         in_flight = self._in_flight.oldest(plan)
         broken = dict(result.failed)
         if len(result.token_ids) < len(plan.samples):
-            for name in plan.samples - result.token_ids.keys() - broken.keys():
+            for name in plan.samples - result.token_ids.keys() - result.pooled.keys() - broken.keys():
                 broken[name] = "The step returned no token for this request."
         if broken:
             self._void(in_flight, broken)
@@ -368,6 +386,9 @@ class Scheduler:
                 seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
             if seq.aborted:
                 self._finish(seq, "abort")
+            elif seq.pooling is not None:
+                if name in samples:
+                    self._take_pooled(seq, result.pooled[name])
             elif name in samples:
                 self._take_token(seq, token_ids[name], logprobs.get(name))
         self._in_flight.complete(plan)
@@ -468,6 +489,13 @@ class Scheduler:
         self._outputs.tokens(seq, taken, logprobs, reason)
         if reason is not None:
             self._leave(seq)
+
+    def _take_pooled(self, seq: Sequence, vector: bytes) -> None:
+        if self._probing and seq in self._probing:
+            self._probing.remove(seq)
+        seq.num_pending_tokens -= 1
+        self._outputs.pooled(seq, vector)
+        self._leave(seq)
 
     def _jump(self, seq: Sequence) -> str:
         """Take the tokens that follow without a choice; the next step computes them together. Not where log

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_engine.scheduler.prompt_report import PromptReport
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.pooling import PoolingParams
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
@@ -83,6 +84,15 @@ class Sequence:
     """It has tokens that no step sampled, so that the runner does not know them."""
     prompt_report: PromptReport | None = None
     """What the client request reports of its prompt."""
+    pooling: PoolingParams | None = None
+    """It ends with its prompt, of which a vector or a score is made."""
+    reads_all: bool = False
+    """Every token of its prompt is computed for it, whatever the prefix cache holds."""
+
+    @property
+    def is_unhurried(self) -> bool:
+        """It gives way to every sequence that is not."""
+        return self.priority >= UNHURRIED_PRIORITY
 
     @property
     def num_tokens(self) -> int:

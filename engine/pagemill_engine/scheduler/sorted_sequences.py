@@ -18,6 +18,11 @@ def serving_key(request: Sequence) -> tuple[int, ...]:
     return (request.priority, request.arrival, request.choice)
 
 
+def unhurried_last(rank: OrderKey) -> OrderKey:
+    """The order `rank`, with sequences that give way to all others behind those."""
+    return lambda seq: (int(seq.is_unhurried), *rank(seq))
+
+
 class SortedSequences:
     """Keys must be unique; `arrival` and `choice` of each sequence make them so."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class AdmittedSequence:
     choice: int
     """Index among the n choices of its client request: part of the random counter."""
     seed: int
+    pooling: PoolingParams | None = None
+    """It samples nothing: a vector or a score is made of its prompt."""
     eos_token_ids: list[int] = field(default_factory=list)
     """End-of-sequence tokens that apply to the sequence (none with `ignore_eos`): together with
     `sampling.stop_token_ids` they are masked until `min_tokens` tokens were generated."""
@@ -62,7 +65,7 @@ class StepPlan:
 
     step: int
     num_scheduled_tokens: dict[str, int]
-    """The decision. A request samples one token exactly when the step catches up with all its tokens."""
+    """The decision. A request samples one token, or is pooled, exactly when the step catches up with all its tokens."""
     admitted: list[AdmittedSequence] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     """Blocks appended to sequences that were already admitted."""
@@ -76,7 +79,8 @@ class StepPlan:
     released and admitted in one plan (it starts over); after a failed step a released sequence may be unknown to the
     runner."""
     samples: set[str] = field(default_factory=set)
-    """Requests that sample a token in this step. The runner appends the token to its sequence itself."""
+    """Requests that sample a token in this step, or whose prompt is pooled. The runner appends the token to its
+    sequence itself."""
     token_masks: dict[str, NDArray[np.int32] | TokenState] = field(default_factory=dict)
     """For requests that sample and may not take every token: a bit for each that may follow, 32 a word, or the state
     that has it. Read it after the forward pass is under way and before `wait` returns."""
@@ -107,9 +111,11 @@ class StepResult:
     """What the runner returns for a `StepPlan`."""
 
     token_ids: dict[str, int] = field(default_factory=dict)
-    """One sampled token for each request in `StepPlan.samples` that did not fail."""
+    """One sampled token for each request in `StepPlan.samples` that did not fail and is not pooled."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     """One for each token of `StepPlan.prompt_targets`."""
     failed: dict[str, str] = field(default_factory=dict)
     """Requests that this step broke (non-finite logits and the like), with the reason; the others go on."""
+    pooled: dict[str, bytes] = field(default_factory=dict)
+    """The vector, or the score, of each request in `StepPlan.samples` that is pooled: float32, little-endian."""

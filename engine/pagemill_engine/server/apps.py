@@ -16,13 +16,14 @@ from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.keys import keyed
 from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.traces import TraceRequests
+from pagemill_protocol.dialects.error_shapes import error_body_at
 from pagemill_protocol.dialects.registry import LIVE_PATHS, PAGES, READY_PATHS, generating_routes
 from pagemill_protocol.dialects.token_counts import TOKEN_COUNTS
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import Cors
 from pagemill_protocol.http.docs_page import DOCS_PATH, docs_page
 from pagemill_protocol.http.door import Door, install_error_handlers
-from pagemill_protocol.http.errors import with_errors
+from pagemill_protocol.http.errors import ErrorBody, openai_shape, with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 
@@ -111,7 +112,9 @@ def data_app(context: ServerContext) -> ASGIApp:
     """`/internal/generate` guards itself: all other routes are for clients."""
     server = context.settings.server
     is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
-    app = _app(context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app)
+    app = _app(
+        context, DATA_ROUTES, lambda app: HostGuard(app, server.allowed_hosts) if is_open else app, error_body_at
+    )
     app = Cors(app, server.allowed_origins) if server.allowed_origins else app
     return TraceRequests(app, context.tracing)
 
@@ -121,16 +124,22 @@ def control_app(context: ServerContext) -> ASGIApp:
     return _app(context, CONTROL_ROUTES, lambda app: ControlGuard(app, context.tokens, allowed_hosts))
 
 
-def _app(context: ServerContext, routes: list[Route], guarded: Callable[[ASGIApp], ASGIApp]) -> ASGIApp:
+def _app(
+    context: ServerContext,
+    routes: list[Route],
+    guarded: Callable[[ASGIApp], ASGIApp],
+    error_body_at: Callable[[str], ErrorBody] = openai_shape,
+) -> ASGIApp:
     app = Starlette(routes=routes)
     app.state.context = context
-    install_error_handlers(app)
+    install_error_handlers(app, error_body_at)
     server = context.settings.server
     door = Door(
         guarded(app),
         max_body_bytes=server.max_body_bytes,
         max_header_bytes=server.max_header_bytes,
         body_timeout_s=server.body_timeout_s,
+        error_body_at=error_body_at,
     )
     return _CountRequests(door, context, {route.path for route in routes})
 

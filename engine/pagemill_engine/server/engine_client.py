@@ -292,5 +292,6 @@ def _runner_info(ready: Ready) -> RunnerInfo:
         kv_bytes_per_token=ready.kv_bytes_per_token,
         compute=ready.compute,
         device=ready.device,
+        pooling=ready.pooling,
         step=StepLimits(ready.max_num_seqs, ready.max_num_batched_tokens),
     )

@@ -44,6 +44,7 @@ from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.http.tls import ServerTLS, TLSError
+from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.settings import SettingsError
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
 from pagemill_protocol.text.bundle import TokenizerBundle
@@ -313,6 +314,8 @@ def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
         if not config.null_runner:
             check_fits(config, path)
         bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
+        if not config.null_runner:
+            bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(path).pooling)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
         return bundle, Tokenizer(bundle, chat_template=config.chat_template)
     except SourceError as error:

@@ -14,13 +14,13 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagemill_engine.output.processor import OutputProcessor
+from pagemill_engine.output.pooled import processor_of
 from pagemill_engine.server.answer import Answer
 from pagemill_engine.server.context import ServerContext
 from pagemill_engine.server.metrics import VERSION
 from pagemill_engine.server.responses import JSON_CONTENT_TYPE, AnswerResponse, BodyResponse, StreamResponse
 from pagemill_engine.server.traces import RequestRecord, record_of
-from pagemill_protocol.dialects.base import Dialect, Preparation
+from pagemill_protocol.dialects.base import Dialect, Preparation, check_kind
 from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.token_counts import TokenCount
 from pagemill_protocol.dialects.transport import Place
@@ -105,7 +105,7 @@ def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
     try:
         client.check_room(requests)
         for request in requests:
-            client.submit(request, OutputProcessor(request, tokenizer, system_fingerprint), answer)
+            client.submit(request, processor_of(request, tokenizer, system_fingerprint), answer)
     except PagemillError as error:
         context.metrics.request_refused(error)
         client.abort(answer)
@@ -142,6 +142,7 @@ def _prepare(
     context.check_model(body.fields.model)
     _, ready = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
+    check_kind(body, tokenizer)
     sampling = prepare.within_vocabulary(body.sampling(tokenizer.bundle.sampling_defaults), tokenizer)
     body.check_form()
     settings = context.settings.engine

@@ -49,7 +49,8 @@ def make_routing_request(
     request: GenerateRequest, target: Target, hashes: PromptHashes, prompt_key: bytes, session: bytes
 ) -> RoutingRequest:
     prefix_chunks: tuple[bytes, ...] = ()
-    if request.num_prompt_logprobs is None:  # otherwise an engine computes all of the prompt, whatever it has cached
+    # Otherwise an engine computes all of the prompt, whatever it has cached.
+    if request.num_prompt_logprobs is None and request.pooling is None:
         prefix_chunks = hashes.hashes(
             target.scheme, request.cache_salt, request.prompt_token_ids, adapter_digest=target.adapter_digest
         )
@@ -129,6 +130,7 @@ class Preparation:
         comment = write if body.fields.stream and dialect.transport.has_comments else None
         target = await self._find(body.fields, caller, ticket, comment)
         tokenizer = await self.tokenizer(target)
+        base.check_kind(body, tokenizer)
         if defaults := tokenizer.bundle.sampling_defaults:
             sampling = body.sampling(defaults)
         sampling = within_vocabulary(sampling, tokenizer)
@@ -136,13 +138,13 @@ class Preparation:
         preparation = base.Preparation(
             target.max_model_len, dialect.new_request_id(), int(time.time()), cache_salt=salt, parsers=target.parsers
         )
-        keys, session = prompt_keys(body), session_key(target, caller.key_hash, place.header)
+        session = session_key(target, caller.key_hash, place.header)
         text = await body.render_soon(tokenizer, target.parsers) if len(raw) <= INLINE_BODY_BYTES else None
 
         def job() -> Prepared:
             requests = body.prepare(tokenizer, preparation, sampling, text)
             requests = [_prioritized(with_seed(request, _new_seed), caller) for request in requests]
-            return self._prepared(target, requests, keys, session)
+            return self._prepared(target, requests, prompt_keys(body), session)
 
         if body.renders and text is None:
             return await self.in_thread(job, len(raw))

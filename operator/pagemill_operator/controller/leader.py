@@ -23,6 +23,7 @@ from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.decision_records import DecisionRecords
 from pagemill_operator.controller.events import EventRecorder
 from pagemill_operator.controller.keys import KeyRing
+from pagemill_operator.controller.load_progress import LoadProgress
 from pagemill_operator.controller.load_stream import LoadStreams, display_wait_s
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.periodic import PodMonitors, repeat, retry
@@ -62,6 +63,7 @@ class Leader:
             client, config.namespace, config.keys_secret, config.key_rotation_s, on_change=self.wake_all
         )
         self.loads = LoadStore()
+        self.progress = LoadProgress(client)
         self.scaler = Scaler()
         self._pod_monitors = PodMonitors(client, cache, namespaces, self.wake)
         self._records = DecisionRecords(client, cache.owner, on_write=metrics.wrote)
@@ -126,6 +128,7 @@ class Leader:
             scaling=self.scaler.state,
             held=self.loads.held,
             asleep=self.loads.asleep,
+            progress=self.progress.text,
             on_write=self._metrics.wrote,
         )
 
@@ -173,6 +176,7 @@ class Leader:
             url=config.gateway_url,
             scaled=self.autoscaling.scaled,
             starts=ColdStarts(self.loads.starts, self._metrics),
+            progress=self.progress,
         )
         return Workers(self._queue, reconciler, self._metrics, count=config.workers, resync_s=config.resync_s)
 

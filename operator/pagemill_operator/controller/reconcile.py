@@ -26,6 +26,7 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.controller.cache import Cache
 from pagemill_operator.controller.cold_starts import ColdStarts
 from pagemill_operator.controller.events import EventRecorder
+from pagemill_operator.controller.load_progress import LoadProgress
 from pagemill_operator.controller.metrics import OperatorMetrics
 from pagemill_operator.controller.status_writing import merge_patch, ready_after_s, soonest_s, wait_s
 from pagemill_operator.plan.planner import make_plan
@@ -54,10 +55,13 @@ class Reconciler:
         url: str,
         scaled: Callable[[Plan], Plan] = lambda plan: plan,
         starts: ColdStarts | None = None,
+        progress: LoadProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`scaled`: the plan with as many replicas as the autoscaler wants. `starts`: measures those of pods."""
+        """`scaled`: the plan with as many replicas as the autoscaler wants. `starts`: measures those of pods;
+        `progress`: reads that of loaders.
+        """
         self._cache = cache
         self._cluster = cluster
         self._client = client
@@ -66,6 +70,7 @@ class Reconciler:
         self._url = url
         self._scaled = scaled
         self._starts = starts
+        self._progress = progress
         self._clock = clock
         self._now = now
         self._applied_at: dict[str, float] = {}
@@ -98,6 +103,8 @@ class Reconciler:
         if settling_s > 0 and not self._cluster.has_apply_errors(key):
             return settling_s
         self._unshown_since.pop(key, None)
+        if self._progress:
+            await self._progress.look(key, self._cluster.snapshot(key).pods)
         written_again_s = await self._write_news(key)
         return soonest_s(written_again_s, self._cluster.observe(key).look_again_s)
 
@@ -113,6 +120,8 @@ class Reconciler:
         self._metrics.forget_deployment(key)
         if self._starts:
             self._starts.forget(key)
+        if self._progress:
+            self._progress.forget(key)
         for each in (self._applied_at, self._unshown_since, self._written_at, self._plans):
             each.pop(key, None)
         return True

@@ -12,6 +12,7 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import cpu_cores, duration_seconds, memory_bytes
 from pagemill_crds.sections.model import GenerationDefaults
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
+from pagemill_protocol.sources import in_full
 
 
 def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
@@ -62,11 +63,12 @@ def server_settings(deployment: LLMDeployment) -> dict[str, Any]:
 
 
 def source_with_revision(deployment: LLMDeployment) -> str:
-    """The source with `revision` written into it, where the resource names one apart."""
+    """The source as a URI, with `revision` written into it where the resource names one apart."""
     model = deployment.spec.model
+    source = in_full(model.source)
     if not model.revision:
-        return model.source
-    org, name, *file = model.source.removeprefix("hf://").split("/", 2)
+        return source
+    org, name, *file = source.removeprefix("hf://").split("/", 2)
     return "/".join([f"hf://{org}/{name}@{model.revision}", *file])
 
 

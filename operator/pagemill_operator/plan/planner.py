@@ -171,7 +171,16 @@ def _model_cache(cache: Cache | None) -> ModelCache | None:
     if cache is None:
         return None
     access_mode = cache.access_mode or ModelCache.access_mode
-    return ModelCache(cache.claim_name, cache.size, cache.storage_class_name, access_mode)
+    limit_bytes = None if cache.size_limit is None else memory_bytes(cache.size_limit)
+    return ModelCache(
+        claim_name=cache.claim_name,
+        size=cache.size,
+        storage_class_name=cache.storage_class_name,
+        access_mode=access_mode,
+        host_path=cache.host_path,
+        size_limit_bytes=limit_bytes,
+        image_volume=bool(cache.image_volume),
+    )
 
 
 def _secret_key(reference: SecretRef | None) -> SecretKey | None:

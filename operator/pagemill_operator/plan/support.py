@@ -6,7 +6,6 @@ silently.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Literal
@@ -16,11 +15,11 @@ from pagemill_crds.models import LLMDeploymentSpec
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, find_policy
 from pagemill_operator.plan.pod_template import template_notes, template_problems
 from pagemill_operator.plan.types import Problem
+from pagemill_protocol.sources import SourceError, find_kind, in_full
 
 Backend = Literal["local", "kubernetes"]
 LOADED_QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "fp8")
 GPU_QUANTIZATIONS = ("w8a8", "fp8")
-CLAIM_PATTERN = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 ONE_PROCESS = "a replica is one process in this version; set it to 1"
 CPU_ONLY = "only the CPU's kernels do that in this version; turn it off, or set spec.resources.gpus to 0"
 
@@ -39,25 +38,17 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
 
 
 def _source_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """Sources that no pod can read."""
-    source = spec.model.source
-    scheme, _, rest = source.partition("://")
-    if scheme in ("oci", "s3"):
-        message = f"{scheme}:// is not read in this version; use hf://, or copy the model to a volume and use pvc://"
-        yield Problem("spec.model.source", source, message)
-    if scheme == "pvc" and (fault := _claim_path_fault(rest)):
-        yield Problem("spec.model.source", source, f"{fault}; write pvc://CLAIM/PATH, the path as inside the volume")
-
-
-def _claim_path_fault(rest: str) -> str | None:
-    claim, _, path = rest.partition("/")
-    if not re.fullmatch(CLAIM_PATTERN, claim):
-        return f"{claim[:80]!r} is not the name of a PersistentVolumeClaim"
-    return "the path leaves the volume" if ".." in path.split("/") else None
+    """Sources that no installed kind can read, or that are not written as their kind wants."""
+    source = spec.model.source.strip()
+    try:
+        find_kind(in_full(source)).check(in_full(source), "spec.model.source")
+    except SourceError as error:
+        yield Problem("spec.model.source", source, error.message)
 
 
 def _loader_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    if spec.model.credentials_secret_ref is not None and spec.model.cache is None:
+    cache = spec.model.cache
+    if spec.model.credentials_secret_ref is not None and cache is None:
         yield Problem(
             "spec.model.credentialsSecretRef",
             spec.model.credentials_secret_ref.name,
@@ -144,7 +135,8 @@ def _credentials_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
         yield Problem(
             "spec.model.credentialsSecretRef",
             spec.model.credentials_secret_ref.name,
-            "there are no Secrets on this machine; remove it and log in with `hf auth login`",
+            "there are no Secrets on this machine; remove it, and log in as the source's own tools do "
+            "(`hf auth login`, `AWS_ACCESS_KEY_ID`, `GOOGLE_APPLICATION_CREDENTIALS`, `docker login`)",
         )
 
 

@@ -91,12 +91,23 @@ class Group:
 
 @dataclass(frozen=True)
 class ModelCache:
-    """The volume that a loader fills before engines start: a claim that exists, or one to make."""
+    """What keeps the model beyond a pod's life: a claim, a folder of each node, or an image."""
 
     claim_name: str | None = None
     size: int | str | None = None
     storage_class_name: str | None = None
     access_mode: str = "ReadWriteOnce"
+    host_path: str | None = None
+    """Filled by an init container of each pod: the first one on a node fetches."""
+    size_limit_bytes: int | None = None
+    """Of all models in `host_path`."""
+    image_volume: bool = False
+    """The kubelet pulls the source, an image, and mounts it."""
+
+    @property
+    def has_claim(self) -> bool:
+        """Filled by a Job, once, before engines start."""
+        return self.host_path is None and not self.image_volume
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,11 @@ class Plan:
     def key(self) -> str:
         """namespace/name."""
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def waits_for_job(self) -> bool:
+        """Engines start once a Job has filled the model's claim."""
+        return self.cache is not None and self.cache.has_claim
 
     @property
     def model_name(self) -> str:

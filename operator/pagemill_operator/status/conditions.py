@@ -140,8 +140,9 @@ def _model_loaded(seen: Observation) -> Finding:
         return Finding("ModelLoaded", "Unknown", "NotPlanned", message)
     if fault := _first_fault(seen, "ModelLoaded"):
         return Finding("ModelLoaded", "False", fault.reason, fault.message)
-    if seen.loader is not None:
-        return Finding("ModelLoaded", "False", "Downloading", "the loader fills the model's volume")
+    if seen.loader is not None or seen.progress:
+        done = f": {seen.progress}" if seen.progress else ""
+        return Finding("ModelLoaded", "False", "Downloading", f"the loader fills the model's volume{done}")
     loading = [replica for replica in seen.current() if replica.running]
     if loading:
         message = f"{loading[0].name}: {loading[0].message}" if loading[0].message else "the engine loads the model"

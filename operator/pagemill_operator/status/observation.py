@@ -107,6 +107,8 @@ class Observation:
     """None where the number of replicas is fixed, or nothing was decided yet."""
     last_start: LastStart | None = None
     """None: none was measured."""
+    progress: str = ""
+    """How far the loader is, such as `1.2 of 4.0 GiB`; empty where none runs or nothing is known."""
     look_again_s: float | None = None
     """When time alone may make this another observation; None: never."""
 

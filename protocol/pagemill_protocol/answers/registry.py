@@ -23,7 +23,7 @@ from pagemill_protocol.answers.mistral import MistralParser
 from pagemill_protocol.answers.pythonic import PythonicParser
 from pagemill_protocol.answers.qwen3_coder import Qwen3CoderParser
 from pagemill_protocol.answers.think import ThinkParser
-from pagemill_protocol.sources import SourceError
+from pagemill_protocol.source_errors import SourceError
 
 GROUP = "pagemill.tool_parsers"
 AUTO, NONE = "auto", "none"

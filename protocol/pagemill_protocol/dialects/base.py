@@ -16,6 +16,7 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs
 from pagemill_protocol.openai.schemas import SamplingFields
+from pagemill_protocol.pooling import check_task
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class FinishedChoice(NamedTuple):
     prompt: PromptReport = PromptReport()
     first_token_s: float = 0.0
     """From the request's arrival in the engine to the first output of the request."""
+    pooled: bytes = b""
+    """In place of text: the vector or the score of the prompt, float32, little-endian."""
 
 
 class ChoiceEnd(NamedTuple):
@@ -145,6 +148,13 @@ class ParsedBody(Protocol):
     ) -> list[GenerateRequest]:
         """One request per prompt, in order. `sampling` and `text`: results of the methods above. Raises 400."""
         ...
+
+
+def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
+    """Refuse a body for text at a model that pools, and the other way round. Bodies for vectors have a method `wanted`,
+    which the others do not have. Raises `PagemillError` 400."""
+    wanted, model = getattr(body, "wanted", None), tokenizer.bundle.pooling
+    check_task(None if wanted is None else wanted(model), model)
 
 
 class Dialect(Protocol):

@@ -14,11 +14,14 @@ from pagemill_protocol.dialects import kserve, ollama, tgi
 from pagemill_protocol.dialects.base import Dialect, Factory
 from pagemill_protocol.dialects.chat import ChatDialect
 from pagemill_protocol.dialects.completions import CompletionsDialect
+from pagemill_protocol.dialects.embeddings import EmbeddingsDialect
 from pagemill_protocol.dialects.kserve import KserveGenerateDialect, KserveInferDialect
 from pagemill_protocol.dialects.messages import MessagesDialect
 from pagemill_protocol.dialects.ollama import OllamaChatDialect, OllamaGenerateDialect
 from pagemill_protocol.dialects.pages import Page
+from pagemill_protocol.dialects.rerank import RerankDialect
 from pagemill_protocol.dialects.responses import ResponsesDialect
+from pagemill_protocol.dialects.score import ScoreDialect
 from pagemill_protocol.dialects.tgi import TgiDialect
 from pagemill_protocol.errors import invalid_field
 
@@ -32,6 +35,9 @@ BUILT_IN: tuple[Factory, ...] = (
     CompletionsDialect,
     MessagesDialect,
     ResponsesDialect,
+    EmbeddingsDialect,
+    RerankDialect,
+    ScoreDialect,
     TgiDialect,
     OllamaChatDialect,
     OllamaGenerateDialect,

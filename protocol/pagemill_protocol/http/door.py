@@ -1,9 +1,9 @@
 """The outermost ASGI layer of engine and gateway: bounds every request and explains every failure.
 
 Headers above a limit get 431, bodies 413, bodies that take too long 408; each request has an id in `x-request-id`; an
-exception that the app did not turn into a response becomes a 500 in OpenAI's shape. A plain ASGI middleware: it sees
-messages, never buffers a body, and adds nothing to a streamed chunk. `auth` authenticates, `guard` protects control
-ports, `errors` renders what apps raise, `connection` bounds slow or endless headers.
+exception that the app did not turn into a response becomes a 500; all of them have the shape of their path. A plain
+ASGI middleware: it sees messages, never buffers a body, and adds nothing to a streamed chunk. `auth` authenticates,
+`guard` protects control ports, `errors` renders what apps raise, `connection` bounds slow or endless headers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,7 +27,7 @@ from pagemill_protocol.errors import (
 from pagemill_protocol.http.auth import bearer_token, hash_key, header, is_loopback, same_secret
 from pagemill_protocol.http.body import check_json_content_type, read_body, read_json
 from pagemill_protocol.http.coding import Inflater, accepts_gzip, compressed, inflater_of, is_compressible
-from pagemill_protocol.http.errors import error_response, install_error_handlers
+from pagemill_protocol.http.errors import ErrorBody, error_response, install_error_handlers, openai_shape
 from pagemill_protocol.ids import new_id
 
 __all__ = [
@@ -73,9 +73,12 @@ class Door:
         max_header_bytes: int = 64 * 1024,
         body_timeout_s: float = 30.0,
         uploads: Mapping[str, tuple[int, float]] | None = None,
+        error_body_at: Callable[[str], ErrorBody] = openai_shape,
     ) -> None:
-        """`uploads`: bytes and seconds of the bodies of these paths, in place of the general ones."""
+        """`uploads`: bytes and seconds of the bodies of these paths, in place of the general ones. `error_body_at`: how
+        errors are written at a path."""
         self.app = app
+        self.error_body_at = error_body_at
         self.uploads = uploads or {}
         self.max_body_bytes = max_body_bytes
         self.max_header_bytes = max_header_bytes
@@ -98,12 +101,12 @@ class Door:
             body.inflater = inflater_of(scope, max_bytes)
             await self.app(scope, body.receive, answer.send)
         except PagemillError as error:
-            await answer.fail(error)
+            await answer.fail(error, self.error_body_at(scope["path"]))
         except Exception:
             logger.exception("Request %s to %s failed", identity, scope["path"][:200])
             if answer.started and not answer.complete:
                 raise  # the server closes the connection, so that a partial answer does not look complete
-            await answer.fail(internal_error())
+            await answer.fail(internal_error(), self.error_body_at(scope["path"]))
 
     def _check_headers(self, scope: Scope, body: _BoundedBody) -> None:
         headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
@@ -212,10 +215,10 @@ class _Answer:
                 await self._send(start)
         await self._send(message)
 
-    async def fail(self, error: PagemillError) -> None:
+    async def fail(self, error: PagemillError, error_body: ErrorBody) -> None:
         if self.started:
             return
-        response = error_response(error)
+        response = error_response(error, error_body=error_body)
         await self.send(
             {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         )

@@ -1,4 +1,4 @@
-"""Every failure of an HTTP app as a body in OpenAI's shape.
+"""Every failure of an HTTP app as a body in the shape that its path asks for, else in OpenAI's.
 
 `install_error_handlers` covers what an app raises: our own errors, unknown routes and methods, and bugs, whose
 text stays in the log. `door` covers what happens around the app.
@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
-import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagemill_protocol.errors import PagemillError, internal_error, not_found
+from pagemill_protocol.openai.render import error_body as openai_error_body
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+ErrorBody = Callable[[PagemillError], bytes]
 
 
-def error_response(error: PagemillError, headers: dict[str, str] | None = None) -> Response:
+def openai_shape(path: str) -> ErrorBody:
+    return openai_error_body
+
+
+def error_response(
+    error: PagemillError, headers: dict[str, str] | None = None, error_body: ErrorBody = openai_error_body
+) -> Response:
     """The response of one error, with its `Retry-After`."""
     return Response(
-        orjson.dumps(error.body()),
+        error_body(error),
         status_code=error.status,
         headers={**error.headers(), **(headers or {})},
         media_type="application/json",
@@ -34,7 +42,7 @@ def error_response(error: PagemillError, headers: dict[str, str] | None = None) 
 
 
 def with_errors(
-    error_body: Callable[[PagemillError], bytes], route: Callable[[Request], Awaitable[Answer]]
+    error_body: ErrorBody, route: Callable[[Request], Awaitable[Answer]]
 ) -> Callable[[Request], Awaitable[Answer | Response]]:
     """The route with errors in a shape of its own."""
 
@@ -42,9 +50,7 @@ def with_errors(
         try:
             return await route(request)
         except PagemillError as error:
-            return Response(
-                error_body(error), status_code=error.status, headers=error.headers(), media_type="application/json"
-            )
+            return error_response(error, error_body=error_body)
 
     return shaped
 
@@ -55,34 +61,35 @@ def method_not_allowed(method: str, path: str) -> PagemillError:
     )
 
 
-def install_error_handlers(app: Starlette) -> None:
-    """Register handlers for everything `app` can raise.
+def install_error_handlers(app: Starlette, error_body_at: Callable[[str], ErrorBody] = openai_shape) -> None:
+    """Register handlers for everything `app` can raise. `error_body_at`: how errors are written at a path.
 
     `door` removes a slash at the end of a path; there is no redirect, which would lead where the Host header says.
     """
     app.router.redirect_slashes = False
-    app.add_exception_handler(PagemillError, _on_pagemill_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_bug)
+    app.add_exception_handler(PagemillError, partial(_on_pagemill_error, error_body_at))
+    app.add_exception_handler(HTTPException, partial(_on_http_exception, error_body_at))
+    app.add_exception_handler(Exception, partial(_on_bug, error_body_at))
 
 
-async def _on_pagemill_error(request: Request, error: Exception) -> Response:
+async def _on_pagemill_error(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
     assert isinstance(error, PagemillError)
-    return error_response(error)
+    return error_response(error, error_body=error_body_at(request.scope["path"]))
 
 
-async def _on_http_exception(request: Request, error: Exception) -> Response:
+async def _on_http_exception(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]  # `request.url` is made with the Host header, which may be no host at all
-    headers = dict(error.headers or {})
+    headers, error_body = dict(error.headers or {}), error_body_at(path)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return error_response(not_found(path), headers)
+        return error_response(not_found(path), headers, error_body)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return error_response(method_not_allowed(request.method, path), headers)
+        return error_response(method_not_allowed(request.method, path), headers, error_body)
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return error_response(PagemillError(str(error.detail)[:500], status=error.status_code, type=kind), headers)
+    shown = PagemillError(str(error.detail)[:500], status=error.status_code, type=kind)
+    return error_response(shown, headers, error_body)
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
+async def _on_bug(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
     """Starlette raises the error again after this response; `door` logs it there."""
-    return error_response(internal_error())
+    return error_response(internal_error(), error_body=error_body_at(request.scope["path"]))

@@ -3,7 +3,7 @@ rotation."""
 
 from __future__ import annotations
 
-from pagemill_protocol.models.changes import replace, with_attention
+from pagemill_protocol.models.changes import changed_head, replace, with_attention
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec
 from pagemill_protocol.models.family import Family
@@ -60,7 +60,7 @@ def _described(numbers: Numbers) -> str:
 
 def _positioned(numbers: Numbers, *, rotates: bool) -> DecoderSpec:
     plain = decoder(numbers)
-    head = replace(plain.head, normalized=numbers.vocab_size == NORMALIZED_VOCABULARY)
+    head = changed_head(plain, normalized=numbers.vocab_size == NORMALIZED_VOCABULARY)
     plain = replace(plain, head=head)
     if rotates:
         return plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,7 @@ from pagemill_protocol.models.declaration import (
     BlockSpec,
     BranchSpec,
     DecoderSpec,
+    HeadSpec,
     LayerSpec,
     LinearSpec,
     MLPSpec,
@@ -78,6 +80,12 @@ def with_stacked_rows(plain: DecoderSpec) -> DecoderSpec:
         return replace(spec, qkv=LinearSpec(spec.qkv.in_features, parts))
 
     return with_attention(plain, stacked)
+
+
+def changed_head(plain: DecoderSpec, **values: Any) -> HeadSpec:
+    """The head of a decoder that has one, with other values."""
+    assert plain.head is not None
+    return replace(plain.head, **values)
 
 
 def side_by_side(plain: DecoderSpec) -> DecoderSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.models.changes import replace, side_by_side, with_layer_norms
+from pagemill_protocol.models.changes import changed_head, replace, side_by_side, with_layer_norms
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.family import Family
@@ -20,7 +20,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         numbers, rope=replace(numbers.rope, interleaved=True), attention_bias=biased, attention_output_bias=biased
     )
     plain = side_by_side(with_layer_norms(decoder(numbers), bias=False))
-    return replace(plain, head=replace(plain.head, scale=config.number("logit_scale", default=0.0625)))
+    return replace(plain, head=changed_head(plain, scale=config.number("logit_scale", default=0.0625)))
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:

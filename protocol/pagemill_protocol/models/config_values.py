@@ -16,7 +16,7 @@ from pagemill_protocol.models.known import rope_refusals, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
 from pagemill_protocol.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -131,6 +131,21 @@ class ConfigValues:
         if value not in options:
             raise self.wrong(key, value, f"one of {', '.join(options)}")
         return str(value)
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._values.get(key) or default)
+
+    @property
+    def is_classifier(self) -> bool:
+        """The files have a classifier in place of a head."""
+        names = self._values.get("architectures")
+        return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
+
+    @property
+    def num_labels(self) -> int:
+        """Of a classifier."""
+        labels = self.object("id2label")
+        return len(labels) if labels else self.size("num_labels", default=2)
 
     def quantization(self) -> str | None:
         """How the file says that its weights are quantized."""

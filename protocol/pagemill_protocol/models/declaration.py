@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data: its layers, their parts, and the names and storage of the tensors that fill them.
+"""What a model is made of, as data: its layers, their parts, and the names and storage of the tensors that fill them.
 
 A family (`llama.py`, `gpt2.py`) declares; executors run the declaration: the engine's `models` with torch. Nothing here
 computes and nothing reads files. Matrices are [outputs, inputs]; tensors have the names of Hugging Face checkpoints.
@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, Protocol
 
 import msgspec
 
+from pagemill_protocol.pooling import PoolingMethod
 from pagemill_protocol.rope_scaling import RopeScaling
 
 Shapes = dict[str, tuple[int, ...]]
@@ -96,7 +97,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
-    """Causal attention over the paged cache; query head h reads key/value head h // (num_heads / num_kv_heads)."""
+    """Attention over the paged cache; query head h reads key/value head h // (num_heads / num_kv_heads)."""
 
     num_heads: int
     num_kv_heads: int
@@ -112,6 +113,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     key_norm: NormSpec | None = None
     window: int | None = None
     """Tokens that it looks back, the token itself included; `None`: all."""
+    causal: bool = True
+    """Else it looks ahead as far as it looks back, and no key or value is kept: prompts are computed whole."""
     soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
     alibi_slopes: tuple[float, ...] | None = None
@@ -122,7 +125,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     @property
     def cache_heads(self) -> int:
         """Vectors of `head_dim` values that the cache holds for each token: keys, then values."""
-        return 2 * self.num_kv_heads
+        return 2 * self.num_kv_heads if self.causal else 0
 
     @property
     def turning_dim(self) -> int:
@@ -166,6 +169,7 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
     query_norm: NormSpec | None = None
 
     window: ClassVar[None] = None
+    causal: ClassVar[bool] = True
     num_kv_heads: ClassVar[int] = 1
     cache_heads: ClassVar[int] = 1
 
@@ -342,8 +346,15 @@ class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
     offset: int = 0
 
 
+class TokenTypesSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A learned vector for each text of a pair, added to the embedding: row 0 or 1 of `name`.weight."""
+
+    name: str
+    num_rows: int
+
+
 class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """norm(projection(scale * row of the token) + positions)."""
+    """norm(projection(scale * row of the token) + positions + token types)."""
 
     name: str
     num_rows: int
@@ -352,12 +363,14 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
     projection: LinearSpec | None = None
     """From the embedding's size to the model's, as in OPT-350m."""
     positions: PositionsSpec | None = None
+    token_types: TokenTypesSpec | None = None
     norm: NormSpec | None = None
 
     def shapes(self, hidden_size: int) -> Shapes:
         shapes: Shapes = {f"{self.name}.weight": (self.num_rows, self.size)}
-        if self.positions is not None:
-            shapes[f"{self.positions.name}.weight"] = (self.positions.num_rows, hidden_size)
+        for table in (self.positions, self.token_types):
+            if table is not None:
+                shapes[f"{table.name}.weight"] = (table.num_rows, hidden_size)
         return shapes | _merged(*(each for each in (self.projection, self.norm) if each is not None))
 
 
@@ -376,8 +389,33 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """From the model's size to the embedding's."""
 
 
+class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """norm(activation(linear(x)))."""
+
+    linear: LinearSpec
+    activation: Activation | Literal["tanh"] | None = None
+    norm: NormSpec | None = None
+
+    def shapes(self) -> Shapes:
+        return _merged(self.linear, *(() if self.norm is None else (self.norm,)))
+
+
+class ClassifierSpec(msgspec.Struct, frozen=True):
+    """What makes numbers, one for each label, of the pooled hidden state of a prompt."""
+
+    layers: tuple[DenseSpec, ...]
+    pooling: PoolingMethod
+
+    @property
+    def num_labels(self) -> int:
+        return self.layers[-1].linear.out_features
+
+    def shapes(self) -> Shapes:
+        return _merged(*self.layers)
+
+
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole decoder."""
+    """A whole decoder, or an encoder: the same without a head and without a cache."""
 
     architecture: str
     """Hugging Face class name, for example `LlamaForCausalLM`."""
@@ -390,7 +428,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerSpec, ...]
     norm: NormSpec | None
     """Before the head."""
-    head: HeadSpec
+    head: HeadSpec | None
+    """`None`: it gives hidden states, which are pooled."""
+    classifier: ClassifierSpec | None = None
+    """Reads the pooled hidden states."""
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     """Endings of tensors that files may hold besides: constants that old checkpoints store."""
     ignored_layers: tuple[str, ...] = ()
@@ -426,15 +467,29 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def windows(self) -> set[int | None]:
         return {attention.window for attention in self.attentions()}
 
-    def head_linear(self) -> LinearSpec:
+    @property
+    def is_causal(self) -> bool:
+        """No token attends to those behind it: its keys and values may be kept for them."""
+        return all(attention.causal for attention in self.attentions())
+
+    def head_linear(self) -> LinearSpec | None:
         """The head as a product; of a tied one with the embedding's matrix."""
-        name = self.embedding.name if self.head.tied else self.head.name
-        return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.vocab_size, bias=self.head.bias),))
+        head = self.head
+        if head is None:
+            return None
+        name = self.embedding.name if head.tied else head.name
+        return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.vocab_size, bias=head.bias),))
+
+    def untied_head(self) -> LinearSpec | None:
+        """The head's product with a matrix of its own."""
+        return None if self.head is None or self.head.tied else self.head_linear()
 
     def float_matrices(self) -> set[str]:
-        """Matrices that are never quantized: those that choose and weigh experts, which are small, and those that are
-        multiplied into others."""
+        """Matrices that are never quantized: those that choose and weigh experts and those of a classifier, which are
+        small, and those that are multiplied into others."""
         names = {name for mixture in self.mixtures() for name in mixture.gate_names()}
+        dense = () if self.classifier is None else self.classifier.layers
+        names |= {name for layer in dense for name in layer.linear.weight_shapes()}
         latent = (each for each in self.attentions() if isinstance(each, LatentAttentionSpec))
         return names | {name for attention in latent for name in attention.up.weight_shapes()}
 
@@ -442,21 +497,21 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         """All products but a tied head's."""
         for block in (block for layer in self.layers for block in layer.blocks()):
             yield from block.linears()
-        yield from (each for each in (self.embedding.projection, self.head.projection) if each is not None)
-        if not self.head.tied:
-            yield self.head_linear()
+        projection = None if self.head is None else self.head.projection
+        yield from (each for each in (self.embedding.projection, projection, self.untied_head()) if each is not None)
+        yield from (layer.linear for layer in (() if self.classifier is None else self.classifier.layers))
 
     def shapes(self) -> Shapes:
         """Every tensor that fills it, as it is wanted: a transposed matrix is stored the other way round."""
-        head = None if self.head.tied else self.head_linear()
-        around = [part for part in (self.norm, self.head.projection, head) if part is not None]
+        projection = None if self.head is None else self.head.projection
+        around = [part for part in (self.norm, projection, self.untied_head(), self.classifier) if part is not None]
         return self.embedding.shapes(self.hidden_size) | _merged(*self.layers, *self.ropes(), *around)
 
     def is_ignored(self, name: str) -> bool:
         """A tensor that may be stored and is not used."""
         if name.endswith(self.ignored) or name.startswith(self.ignored_layers):
             return True
-        return self.head.tied and name == f"{self.head.name}.weight"
+        return self.head is not None and self.head.tied and name == f"{self.head.name}.weight"
 
 
 class _HasShapes(Protocol):

@@ -10,22 +10,42 @@ from pagemill_protocol.models.by_transformers import class_is_installed, recurre
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import DecoderSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
-from pagemill_protocol.models.known import GROUP, RECURRENT, unsupported
+from pagemill_protocol.models.known import BUILT_IN, GROUP, RECURRENT, unsupported
+from pagemill_protocol.models.pooled import CLASSIFIER, pools, without_head
 from pagemill_protocol.models.registry import Found, find_family
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 
 def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:
     """`values`: the content of `path`, a config.json. Raises `SourceError`."""
-    found = _find_family(values, path)
-    return found.family.read_config(ConfigValues(path, values, found.architecture))
+    names = architectures_of(values)
+    found = _find_family(names, values, path)
+    config = ConfigValues(path, values, found.architecture)
+    decoder = found.family.read_config(config)
+    if decoder.head is None or not (_is_headless(names, found) or pools(names, path.parent)):
+        return decoder
+    if decoder.by_transformers:
+        raise config.unsupported("pooling in place of a head (by its class in transformers)")
+    return without_head(decoder, config.num_labels if config.is_classifier else None)
 
 
-def _find_family(values: dict[str, Any], path: Path) -> Found:
-    declared, model_type = values.get("architectures"), values.get("model_type")
-    names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
-    if not names and isinstance(model_type, str):
-        names = [model_type]
+def architectures_of(values: dict[str, Any]) -> list[str]:
+    declared = values.get("architectures")
+    return [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
+
+
+def _is_headless(names: list[str], found: Found) -> bool:
+    """The files name the class of a family's model without its head, as `Qwen3Model`; not an old spelling of it."""
+    spellings = {spelling for known in BUILT_IN.values() for spelling in known.architectures}
+    headless = found.architecture.partition("For")[0] + "Model"
+    return headless in names and headless not in spellings
+
+
+def _find_family(architectures: list[str], values: dict[str, Any], path: Path) -> Found:
+    model_type, names = values.get("model_type"), list(architectures)
+    may_be_headless = any(name.endswith((CLASSIFIER, "Model")) for name in names)
+    if isinstance(model_type, str) and (may_be_headless or not names):
+        names.append(model_type)
     if not names:
         raise UnreadableModelError(f"`{path}` names neither `architectures` nor `model_type`.")
     try:

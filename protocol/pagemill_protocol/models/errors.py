@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.sources import SourceError
+from pagemill_protocol.source_errors import SourceError
 
 
 class UnsupportedModelArchitecture(SourceError):

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pagemill_protocol.models.changes import with_whole_norms
+from pagemill_protocol.models.changes import changed_head, with_whole_norms
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import (
     AttentionSpec,
@@ -56,7 +56,7 @@ def read_layers(
         embedding=msgspec.structs.replace(plain.embedding, scale=numbers.hidden_size**0.5),
         layers=tuple(_layer(config, numbers, layer) for layer in plain.layers),
         norm=_norm("model.norm", numbers),
-        head=msgspec.structs.replace(plain.head, soft_cap=config.optional_number("final_logit_softcapping")),
+        head=changed_head(plain, soft_cap=config.optional_number("final_logit_softcapping")),
     )
 
 

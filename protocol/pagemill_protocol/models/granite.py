@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagemill_protocol.models import llama
-from pagemill_protocol.models.changes import replace, with_attention
+from pagemill_protocol.models.changes import changed_head, replace, with_attention
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import BranchSpec, DecoderSpec
 from pagemill_protocol.models.family import Family
@@ -23,7 +23,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
         plain,
         embedding=replace(plain.embedding, scale=config.number("embedding_multiplier", default=1.0)),
         layers=tuple(layer.with_branches(scaled) for layer in plain.layers),
-        head=replace(plain.head, scale=1 / (config.optional_number("logits_scaling") or 1.0)),
+        head=changed_head(plain, scale=1 / (config.optional_number("logits_scaling") or 1.0)),
     )
     scale = config.number("attention_multiplier", default=1.0)
     return with_attention(plain, lambda _, spec: replace(spec, scale=scale))

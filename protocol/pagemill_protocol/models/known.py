@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
 from pagemill_protocol.rope_scaling import RopeError, UnsupportedRopeError
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 
 GROUP = "pagemill.models"
 """Entry points named as in `architectures` of config.json, or as its `model_type`."""
@@ -36,6 +36,7 @@ class Names(NamedTuple):
 BUILT_IN: dict[str, Names] = {
     "aquila": Names(("AquilaForCausalLM", "AquilaModel"), "aquila"),
     "baichuan": Names(("BaichuanForCausalLM", "BaiChuanForCausalLM"), "baichuan", ("baichuan",)),
+    "bert": Names(("BertModel", "BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification"), "bert"),
     "bloom": Names(("BloomForCausalLM",), "bloom", ("bloom",)),
     "cohere": Names(("CohereForCausalLM",), "cohere", ("command-r",)),
     "deepseek_v2": Names(("DeepseekV2ForCausalLM",), "deepseek_v2"),
@@ -56,6 +57,9 @@ BUILT_IN: dict[str, Names] = {
     "llama": Names(("LlamaForCausalLM", "LLaMAForCausalLM"), "llama", ("llama",)),
     "mistral": Names(("MistralForCausalLM",), "mistral"),
     "mixtral": Names(("MixtralForCausalLM",), "mixtral"),
+    "modernbert": Names(
+        ("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"), "modernbert"
+    ),
     "mpt": Names(("MptForCausalLM", "MPTForCausalLM"), "mpt", ("mpt",)),
     "nemotron": Names(("NemotronForCausalLM",), "nemotron", ("nemotron",)),
     "olmo2": Names(("Olmo2ForCausalLM",), "olmo2", ("olmo2",)),
@@ -68,9 +72,13 @@ BUILT_IN: dict[str, Names] = {
     "qwen2_moe": Names(("Qwen2MoeForCausalLM",), "qwen2_moe", ("qwen2moe",)),
     "qwen3": Names(("Qwen3ForCausalLM",), "qwen3", ("qwen3",)),
     "qwen3_moe": Names(("Qwen3MoeForCausalLM",), "qwen3_moe", ("qwen3moe",)),
+    "roberta": Names(("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"), "roberta"),
     "smollm3": Names(("SmolLM3ForCausalLM",), "smollm3", ("smollm3",)),
     "stablelm": Names(("StableLmForCausalLM", "StableLMEpochForCausalLM"), "stablelm", ("stablelm",)),
     "starcoder2": Names(("Starcoder2ForCausalLM",), "starcoder2", ("starcoder2",)),
+    "xlm_roberta": Names(
+        ("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"), "xlm-roberta"
+    ),
 }
 """By module of this package."""
 

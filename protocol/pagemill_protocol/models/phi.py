@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pagemill_protocol.models.changes import replace, side_by_side, with_attention, with_layer_norms, with_mlp
+from pagemill_protocol.models.changes import (
+    changed_head,
+    replace,
+    side_by_side,
+    with_attention,
+    with_layer_norms,
+    with_mlp,
+)
 from pagemill_protocol.models.config_values import ConfigValues
 from pagemill_protocol.models.declaration import AttentionSpec, DecoderSpec, MLPSpec
 from pagemill_protocol.models.family import Family
@@ -37,7 +44,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
     changed = side_by_side(with_layer_norms(with_mlp(with_attention(plain, attention), mlp)))
     norm = layer_norm("model.final_layernorm", size, numbers.rms_norm_eps)
-    return replace(changed, norm=norm, head=replace(plain.head, bias=True))
+    return replace(changed, norm=norm, head=changed_head(plain, bias=True))
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:

@@ -30,7 +30,7 @@ from pagemill_protocol.answers.registry import (
 from pagemill_protocol.answers.tool_prompt import with_tool_prompt
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.openai.schemas import ChatCompletionRequest, ChatTemplateFields, TokenizeRequest
-from pagemill_protocol.sources import SourceError
+from pagemill_protocol.source_errors import SourceError
 
 if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer

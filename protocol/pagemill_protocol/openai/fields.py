@@ -99,22 +99,22 @@ def _part_text(index: int, part: Any) -> str:
     return text
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    """All shapes of a completions prompt as a list of prompts, each text or token ids."""
+def prompts_of(value: Any, name: str = "prompt") -> list[str | list[int]]:
+    """All shapes of a completions prompt as a list of prompts, each text or token ids. `name`: of the field."""
     if isinstance(value, str):
         prompts: list[Any] = [value]
     elif not isinstance(value, list):
         raise refusal(
-            "", f"`prompt` must be a string, a list of strings, token ids or lists of them, got {shorten(value)}."
+            "", f"`{name}` must be a string, a list of strings, token ids or lists of them, got {shorten(value)}."
         )
     elif value and type(value[0]) is int:
         prompts = [value]
     else:
         prompts = value
     if not prompts:
-        raise refusal("", "`prompt` is empty. Send at least one prompt.")
+        raise refusal("", f"`{name}` is empty. Send at least one {name}.")
     if len(prompts) > MAX_PROMPTS:
-        raise refusal("", f"`prompt` has {len(prompts)} prompts; at most {MAX_PROMPTS} are allowed in one request.")
+        raise refusal("", f"`{name}` has {len(prompts)} entries; at most {MAX_PROMPTS} are allowed in one request.")
     for index, prompt in enumerate(prompts):
         _check_prompt(prompt, "" if len(prompts) == 1 else f"[{index}]")
     return prompts
@@ -226,7 +226,7 @@ ContentText = Annotated[
 ]
 Prompts = Annotated[
     list[str | list[int]],
-    PlainValidator(_prompts),
+    PlainValidator(prompts_of),
     WithJsonSchema(
         {
             "anyOf": [

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.pooling import PoolingSpec
 
 END_TOKENS = (
     "<|im_end|>",
@@ -45,6 +46,8 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Further named tokens that templates may use, for example `pad_token`."""
     vocab_size: int = 0
     """Rows of the logits; at least the number of tokens, often padded."""
+    pooling: PoolingSpec | None = None
+    """What the model makes of prompts in place of text; in what an engine hands out."""
     sampling_defaults: dict[str, Any] = {}
     """By name of `SamplingParams`, for requests that send none: as the model's folder has them, and as an engine
     resolved them (`generation_defaults`) in what it hands out."""

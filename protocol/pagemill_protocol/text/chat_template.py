@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
-from pagemill_protocol.sources import SourceError
+from pagemill_protocol.source_errors import SourceError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_messages import check_template_kwargs, normalize_messages
 from pagemill_protocol.text.template_process import (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagemill_protocol.json_file import parse_object, read_optional, read_text
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle, eos_ids
 from pagemill_protocol.text.generation_defaults import values_of_model
 

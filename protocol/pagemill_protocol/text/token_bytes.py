@@ -2,7 +2,8 @@
 
 Text is always `b"".join(token_bytes(ids))` decoded as UTF-8 with U+FFFD for what is invalid, after dropping the leading
 spaces that SentencePiece adds. This is what makes detokenization incremental at a constant cost per token.
-Only decoders that work this way are accepted (byte-level BPE, SentencePiece with byte fallback, Metaspace).
+Only decoders that work this way are accepted (byte-level BPE, SentencePiece with byte fallback, Metaspace, WordPiece
+without the spaces that it drops before punctuation).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.text import byte_level
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -34,6 +35,8 @@ class TokenBytes:
         self._byte_level = False
         self._byte_fallback = False
         self._replacements: list[tuple[str, str]] = []
+        self._continues = ""
+        """What a token begins with that continues a word; empty: spaces are in the tokens themselves."""
         self.num_leading_spaces = 0
         """Spaces at the start of a text that are an artifact of the encoding."""
         for step in _flatten(tokenizer_json.get("decoder")):
@@ -56,6 +59,9 @@ class TokenBytes:
             return token.encode() if spelled is None else spelled
         for old, new in self._replacements:
             token = token.replace(old, new)
+        if self._continues:
+            is_within = token.startswith(self._continues)
+            token = token.removeprefix(self._continues) if is_within else f" {token}"
         match = _BYTE_TOKEN.fullmatch(token) if self._byte_fallback else None
         return bytes([int(match[1], 16)]) if match else token.encode()
 
@@ -73,10 +79,12 @@ class TokenBytes:
             self._replacements.append((step.get("replacement", "▁"), " "))
             prefixed = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True)
             self.num_leading_spaces = 1 if prefixed else 0
+        elif kind == "WordPiece":
+            self._continues, self.num_leading_spaces = step.get("prefix") or "##", 1
         elif kind != "Fuse":
             raise UnreadableModelError(
                 f"the tokenizer's decoder has the step `{kind}`, which is not supported. Supported are byte-level BPE, "
-                "SentencePiece with byte fallback and Metaspace decoders."
+                "SentencePiece with byte fallback, Metaspace and WordPiece decoders."
             )
 
 

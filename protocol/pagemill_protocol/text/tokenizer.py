@@ -14,7 +14,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from pagemill_protocol.errors import context_length_exceeded, invalid_field
-from pagemill_protocol.sources import UnreadableModelError
+from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_template import ChatTemplate
 from pagemill_protocol.text.coverage import coverage_of, longest_entry_bytes
@@ -59,14 +59,45 @@ class Tokenizer:
         `max_tokens` 0: not known. `param`: the request's field that holds the text.
         """
         max_tokens = max_tokens or LARGEST_CONTEXT
-        raw = _as_utf8(text)
-        check_size(raw, max_tokens, self._coverage, param)
-        if len(raw) > max(max_tokens, SMALL_TEXT_BYTES):  # no text has more tokens than bytes
-            check_pieces(text, max_tokens, self._longest_entry_bytes, self._count, param)
+        self._check_length(text, max_tokens, param)
         ids = self.encode(text, add_special_tokens)
         if len(ids) > max_tokens:
             raise context_length_exceeded(len(ids), max_tokens, param)
         return ids
+
+    def encode_cut(self, text: str, num_tokens: int) -> list[int]:
+        """As `encode`, of as much of the text's beginning as gives so many tokens, special ones included."""
+        _as_utf8(text)
+        encoding = self._encode(text, add_special_tokens=False)
+        encoding.truncate(max(0, num_tokens - self._backend.num_special_tokens_to_add(False)))
+        ids: list[int] = self._backend.post_process(encoding, None, True).ids
+        return ids
+
+    def encode_pair(self, first: str, second: str, max_tokens: int, cut: int | None, *, param: str) -> Encoding:
+        """Two texts in one prompt, as the tokenizer joins them. The longer one is cut to `cut` tokens of both; without,
+        400 for more than `max_tokens` (0: not known). `param`: the request's field that holds the second text."""
+        max_tokens = max_tokens or LARGEST_CONTEXT
+        for text in (first, second):
+            if cut is None:
+                self._check_length(text, max_tokens, param)
+            else:
+                _as_utf8(text)
+        encodings = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
+        room = (max_tokens if cut is None else cut) - self._backend.num_special_tokens_to_add(True)
+        if cut is not None:
+            for encoding, length in zip(encodings, _lengths_within(max(0, room), *map(len, encodings)), strict=True):
+                encoding.truncate(length)
+        joined: Encoding = self._backend.post_process(encodings[0], encodings[1], True)
+        if cut is None and len(joined) > max_tokens:
+            raise context_length_exceeded(len(joined), max_tokens, param)
+        return joined
+
+    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
+        """Raises `PagemillError` 400 for a text that cannot fit, without tokenizing all of it."""
+        raw = _as_utf8(text)
+        check_size(raw, max_tokens, self._coverage, param)
+        if len(raw) > max(max_tokens, SMALL_TEXT_BYTES):  # no text has more tokens than bytes
+            check_pieces(text, max_tokens, self._longest_entry_bytes, self._count, param)
 
     def _count(self, text: str) -> int:
         return len(self._encode(text, add_special_tokens=False))
@@ -121,6 +152,14 @@ class Tokenizer:
     def close(self) -> None:
         """Stops the template process, if one runs. Also happens when the tokenizer is collected."""
         self.chat_template.close()
+
+
+def _lengths_within(room: int, first: int, second: int) -> tuple[int, int]:
+    """What is left of two texts of so many tokens where they may have `room` together: the longer one is cut first."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second, room // 2)
+    return (shorter, room - shorter) if first <= second else (room - shorter, shorter)
 
 
 def _as_utf8(text: str) -> bytes:

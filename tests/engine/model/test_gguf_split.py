@@ -10,12 +10,13 @@ import pytest
 from family_gguf import write_family_gguf
 from family_models import VARIANTS, write_model
 
-from pagemill_engine.loader.errors import LoaderError
-from pagemill_engine.loader.selection import RemoteFile, select_files
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import GGUFWeights
 from pagemill_protocol.gguf_file import GGUFError, GGUFFile
-from pagemill_protocol.sources import default_name, parse_hub_source, resolve_source
+from pagemill_protocol.sources import FetchError, default_name, resolve_source
+from pagemill_protocol.sources.base import RemoteFile
+from pagemill_protocol.sources.hugging_face import parse_hub_source
+from pagemill_protocol.sources.selection import select_files
 
 PROMPTS: list[list[int]] = [[3 + 7 * at % 190 for at in range(length)] for length in (1, 40)]
 
@@ -66,6 +67,6 @@ def test_all_parts_of_a_hub_model_are_loaded() -> None:
     names = [f"q4/big-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
     files = [RemoteFile(name, 1, None) for name in ["README.md", *names]]
     model = parse_hub_source(f"hf://org/big/{names[0]}", "model")
-    assert [file.path for file in select_files(model, files)] == names
-    with pytest.raises(LoaderError, match=f"has no file `{names[2]}`"):
-        select_files(model, files[:-1])
+    assert [file.path for file in select_files("org/big", model.file, files)] == names
+    with pytest.raises(FetchError, match=f"has no file `{names[2]}`"):
+        select_files("org/big", model.file, files[:-1])

@@ -140,7 +140,7 @@ def test_endless_headers_get_431(client: httpx.Client) -> None:
 
 
 def test_unknown_routes_and_methods_answer_in_openais_shape(client: httpx.Client) -> None:
-    assert client.get("/v2/nothing").json()["error"]["code"] == "not_found"
+    assert client.get("/v3/nothing").json()["error"]["code"] == "not_found"
     assert client.get("/v1/chat/completions").status_code == 405
     assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 

@@ -95,7 +95,9 @@ def test_outputs_have_all_of_vllms_fields_and_a_prompt_can_be_cut() -> None:
             llm.generate("x", params, lora_request=object())
         with pytest.raises(PagemillError, match="2 prompts came with 1 priorities"):
             llm.generate(["x", "y"], params, priority=[1])
-        with pytest.raises(AttributeError, match="no method 'embed': models here generate text"):
+        with pytest.raises(AttributeError, match="no method 'encode': use `embed`"):
+            llm.encode("x")
+        with pytest.raises(PagemillError, match="generates text and computes no embeddings"):
             llm.embed("x")
     assert (len(cut.prompt_token_ids), len(longer.prompt_token_ids)) == (3, 60)
     answer = cut.outputs[0]

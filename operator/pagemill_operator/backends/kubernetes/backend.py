@@ -74,10 +74,12 @@ class KubernetesCluster(Cluster):
         scaling: Callable[[str], Scaling | None] = lambda key: None,
         held: Callable[[str], Mapping[str, EngineHeld]] = lambda key: {},
         asleep: Callable[[str], frozenset[str]] = lambda key: frozenset(),
+        progress: Callable[[str], str] = lambda key: "",
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
         """`load`, `held`, `asleep`: what gateways report of a key, of each of its pods by uid, and which of them sleep;
-        `scaling`: what the autoscaler reports; `on_write`: called with kind and verb.
+        `scaling`: what the autoscaler reports; `progress`: how far its loader is; `on_write`: called with kind and
+        verb.
         """
         self._client = client
         self._known = known
@@ -86,6 +88,7 @@ class KubernetesCluster(Cluster):
         self._scaling = scaling
         self._held = held
         self._asleep = asleep
+        self._progress = progress
         self._on_write = on_write
         self._plans: dict[str, Plan | None] = {}
         self._invalid: dict[str, tuple[Problem, ...]] = {}
@@ -134,6 +137,7 @@ class KubernetesCluster(Cluster):
             apply_errors=self._apply_errors.get(key, ()),
             load=self._load(key),
             asleep=self._asleep(key),
+            progress=self._progress(key),
         )
 
     def observe(self, key: str) -> Observation:

@@ -38,7 +38,7 @@ def has_succeeded(job: Manifest) -> bool:
 
 def _is_for_another_volume(plan: Plan, job: Manifest, children: Children) -> bool:
     """Our claim comes before its Job; a claim of the user is not seen."""
-    if plan.cache is None or plan.cache.claim_name is not None:
+    if plan.cache is None or plan.cache.size is None:
         return False
     claim = children.get(("PersistentVolumeClaim", claim_name(plan.name)))
     return has_succeeded(job) if claim is None else _created(job) < _created(claim)

@@ -112,6 +112,8 @@ class Snapshot:
     """None while no gateway reports the deployment."""
     asleep: frozenset[str] = frozenset()
     """Uids of the pods whose engines sleep, as gateways report."""
+    progress: str = ""
+    """How far a loader is that runs, where its log says so."""
 
     @property
     def namespace(self) -> str:

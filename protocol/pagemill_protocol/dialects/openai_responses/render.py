@@ -8,6 +8,7 @@ so that numbers grow and are the same however the text was cut.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -153,6 +154,7 @@ class ResponsesRenderer:
             "id": self._id,
             "object": "response",
             "created_at": self._request.created_unix_s,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "model": self._request.model,
             "output": self._items,
@@ -161,7 +163,12 @@ class ResponsesRenderer:
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
+            "background": False,
+            "service_tier": "default",
+            "top_logprobs": 0,
             **self._shown,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "usage": None if usage is None else _usage(usage),

@@ -104,6 +104,8 @@ class TextConfig(RequestModel):
 
 class Reasoning(RequestModel):
     effort: Effort | None = None
+    summary: str | None = None
+    """Not made: reasoning comes as it is."""
 
 
 class ResponsesRequest(SamplingExtensions):
@@ -133,6 +135,11 @@ class ResponsesRequest(SamplingExtensions):
     user: Annotated[str, Field(max_length=1024)] | None = None
     store: bool = True
     previous_response_id: Name | None = None
+    max_tool_calls: int | None = None
+    """Of tools that run at OpenAI: without effect."""
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    """Without effect, as the one before: every prompt's prefix is cached."""
 
     def for_chat(self, before: Sequence[Item] = ()) -> dict[str, Any]:
         """The body of a chat completion that asks for the same, after the items `before`.
@@ -159,10 +166,9 @@ class ResponsesRequest(SamplingExtensions):
 
     def shown(self, *, stored: bool = False) -> dict[str, Any]:
         """What a response repeats of its request."""
-        given = self.model_dump(
-            by_alias=True, mode="json", exclude={"input", "model", "stream", "user", *self.extensions}
-        )
-        given["text"] = given["text"] or {"format": {"type": "text"}}
+        given = self.model_dump(by_alias=True, mode="json", exclude={"input", "model", "stream", *self.extensions})
+        text = given["text"] or {}
+        given["text"] = {**text, "format": text.get("format") or {"type": "text"}}
         given["metadata"] = given["metadata"] or {}
         given["store"] = stored
         return given

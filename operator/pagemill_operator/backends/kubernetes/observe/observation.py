@@ -8,7 +8,7 @@ from typing import Any
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded
 from pagemill_operator.backends.kubernetes.observe.cause import Cause
 from pagemill_operator.backends.kubernetes.observe.creation import not_applied, not_created
-from pagemill_operator.backends.kubernetes.observe.pods import observe_pod
+from pagemill_operator.backends.kubernetes.observe.pods import observe_pod, runs_loader
 from pagemill_operator.backends.kubernetes.observe.scheduling import volume_message
 from pagemill_operator.backends.kubernetes.render.loader import loader_name
 from pagemill_operator.backends.kubernetes.render.names import (
@@ -27,6 +27,8 @@ VOLUME_S = 30.0
 """Until a claim's volume is usually there; longer is a fault."""
 LOADER_POD_S = 15.0
 """Until a Job has its pod."""
+PROGRESS_S = 5.0
+"""From one look at a loader's progress to the next."""
 OLDER = "older"
 """Digest of pods that were not made from the plan."""
 
@@ -48,6 +50,7 @@ def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) 
         invalid=snapshot.invalid,
         fault=_fault(snapshot, loader),
         loader=loader,
+        progress=snapshot.progress,
         look_again_s=_look_again_s(snapshot, plan, now),
     )
 
@@ -108,6 +111,8 @@ def _look_again_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -
     claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
     if claim and _is_pending(claim):
         waits.append(left_s(claim, VOLUME_S, now))
+    if any(map(runs_loader, snapshot.pods)):
+        waits.append(PROGRESS_S)
     job = snapshot.child("Job", (plan and loader_name(plan)) or "")
     if job and _waits_for_its_pod(job) and not _is_true(job, "Complete"):
         waits.append(left_s(job, LOADER_POD_S, now))

@@ -14,7 +14,7 @@ from pagemill_operator.backends.kubernetes.observe.container import (
     waiting_cause,
 )
 from pagemill_operator.backends.kubernetes.observe.scheduling import unschedulable
-from pagemill_operator.backends.kubernetes.render.names import REST_ANNOTATION
+from pagemill_operator.backends.kubernetes.render.names import LOADER, REST_ANNOTATION
 from pagemill_operator.backends.kubernetes.snapshot import Manifest
 from pagemill_operator.plan.types import Process
 from pagemill_operator.status.observation import Phase, ReplicaObservation
@@ -35,6 +35,11 @@ def observe_pod(
     phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
     return ReplicaObservation(name, phase, digest, *(cause or ("", "")), ready_at=_ready_at(pod))
+
+
+def runs_loader(pod: Manifest) -> bool:
+    """In a pod of its own, or before an engine."""
+    return any(each["name"] == LOADER and "running" in each.get("state", {}) for each in _container_statuses(pod))
 
 
 def ordered_rest(pod: Manifest) -> Rest | None:

@@ -40,7 +40,7 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
     yield render_network_policy(plan, owner, context)
     yield render_service(plan, owner)
     yield render_tokens(owner, context.tokens)
-    if plan.cache is not None:
+    if plan.cache is not None and plan.waits_for_job:
         if plan.cache.claim_name is None:
             yield render_claim(plan, owner, plan.cache)
         yield render_loader(plan, owner, context)
@@ -48,7 +48,7 @@ def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Mani
         yield render_disruption_budget(plan, owner)
     if context.has_pod_monitors:
         yield render_pod_monitor(plan, owner, context)
-    if plan.cache is None or context.loader_done:
+    if not plan.waits_for_job or context.loader_done:
         yield render_config(plan, owner, context)
         yield render_deployment(plan, owner, context)
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.render.config import engine_ports, settings_path
-from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_claim
+from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_volume
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import RenderContext
 from pagemill_operator.plan.pod_template import CONTAINER, KERNELS_PATH, KERNELS_VOLUME, OWN_VOLUMES
@@ -94,7 +94,7 @@ def _resources(process: Process) -> dict[str, Any]:
 
 
 def _mounts(plan: Plan, context: RenderContext) -> list[dict[str, Any]]:
-    is_absent = {"model": not model_claim(plan), "engine-tls": not context.engine_tls_secret}
+    is_absent = {"model": model_volume(plan, writable=False) is None, "engine-tls": not context.engine_tls_secret}
     volumes = [name for name in OWN_VOLUMES if not is_absent.get(name)]
     mounts: list[dict[str, Any]] = [
         {"name": name, "mountPath": OWN_VOLUMES[name], "readOnly": True} for name in volumes

@@ -1,4 +1,7 @@
-"""The volume of a cached model and the Job that fills it. Only here do credentials appear."""
+"""The volume of a cached model and what fills it: a Job for a claim, an init container for a folder of nodes.
+
+Only here do credentials appear.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,24 @@ from typing import Any
 
 from pagemill_operator.backends.kubernetes.render.config import TERMINATION_LOG
 from pagemill_operator.backends.kubernetes.render.container import engine_image, environment
-from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, kernels_folder, model_claim, model_folder
+from pagemill_operator.backends.kubernetes.render.model import (
+    keeps_kernels,
+    kernels_folder,
+    model_claim,
+    model_folder,
+    model_volume,
+)
 from pagemill_operator.backends.kubernetes.render.names import LOADER, child, claim_name, digest, labels
 from pagemill_operator.backends.kubernetes.render.overrides import merge
-from pagemill_operator.backends.kubernetes.render.pod import common_spec, placement, same_node
+from pagemill_operator.backends.kubernetes.render.placement import common_spec, placement, same_node
 from pagemill_operator.backends.kubernetes.render.security import container_security
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan.pod_template import MODEL_PATH
-from pagemill_operator.plan.types import ModelCache, Plan
+from pagemill_operator.plan.types import ModelCache, Plan, SecretKey
+from pagemill_protocol.sources import find_kind
+from pagemill_protocol.sources.base import Credential
 
 MODULE = "pagemill_engine.loader"
-TOKEN_VARIABLE = "HF_TOKEN"
 RETRIES = 100_000
 """The kubelet restarts a failed loader in its pod, at most every five minutes: a corrected Secret heals by itself."""
 RESOURCES = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "2", "memory": "2Gi"}}
@@ -38,7 +48,7 @@ PLACEMENT_OVERRIDES = (
 
 def loader_name(plan: Plan) -> str | None:
     """Name of the Job; another source, revision, credentials or environment is another Job. None without a cache."""
-    if plan.cache is None:
+    if not plan.waits_for_job:
         return None
     process = plan.groups[0].process
     credentials = plan.credentials and (plan.credentials.name, plan.credentials.key)
@@ -67,18 +77,15 @@ def render_loader(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
             **placement(plan.groups[0].process),
             **same_node(plan),
             "restartPolicy": "OnFailure",
-            "containers": [_container(plan, context)],
-            "volumes": [
-                {"name": "model", "persistentVolumeClaim": {"claimName": model_claim(plan)}},
-                {"name": "tmp", "emptyDir": {}},
-            ],
+            "containers": [loader_container(plan, context)],
+            "volumes": [model_volume(plan, writable=True), {"name": "tmp", "emptyDir": {}}],
         },
     }
     spec = {"backoffLimit": RETRIES, "template": merge(template, _overrides(plan.groups[0].template))}
     return child("batch/v1", "Job", str(loader_name(plan)), owner, LOADER, spec=spec)
 
 
-def _container(plan: Plan, context: RenderContext) -> dict[str, Any]:
+def loader_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
     group = plan.groups[0]
     return {
         "name": LOADER,
@@ -97,6 +104,11 @@ def _container(plan: Plan, context: RenderContext) -> dict[str, Any]:
 
 def _arguments(plan: Plan) -> list[str]:
     arguments = ["--source", plan.source, "--target", model_folder(plan)]
+    cache = plan.cache
+    if cache is not None and cache.claim_name is None:
+        arguments.append("--evict")  # nothing else is kept there that is not fetched again when it is wanted
+    if cache is not None and cache.size_limit_bytes is not None:
+        arguments += ["--size-limit-bytes", str(cache.size_limit_bytes)]
     return [*arguments, "--kernels", kernels_folder()] if keeps_kernels(plan) else arguments
 
 
@@ -105,9 +117,16 @@ def _environment(plan: Plan) -> list[dict[str, Any]]:
     variables = environment(plan.groups[0].process)
     if plan.credentials is None:
         return variables
-    reference = {"name": plan.credentials.name, "key": plan.credentials.key}
-    variables = [variable for variable in variables if variable["name"] != TOKEN_VARIABLE]
-    return [*variables, {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": reference}}]
+    given = [_from_secret(credential, plan.credentials) for credential in find_kind(plan.source).credentials]
+    names = {variable["name"] for variable in given}
+    return [*(variable for variable in variables if variable["name"] not in names), *given]
+
+
+def _from_secret(credential: Credential, secret: SecretKey) -> dict[str, Any]:
+    reference: dict[str, Any] = {"name": secret.name, "key": credential.key or secret.key}
+    if credential.is_optional:
+        reference["optional"] = True
+    return {"name": credential.variable, "valueFrom": {"secretKeyRef": reference}}
 
 
 def _overrides(template: dict[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
 from urllib.parse import quote
 
 from pagemill_operator.backends.kubernetes.render.names import claim_name, digest
 from pagemill_operator.plan.pod_template import KERNELS_VOLUME, MODEL_PATH
 from pagemill_operator.plan.types import Plan
+from pagemill_protocol.sources import find_kind
 
 
 def model_claim(plan: Plan) -> str | None:
     """The PersistentVolumeClaim that holds the model, if any."""
     if plan.cache is not None:
-        return plan.cache.claim_name or claim_name(plan.name)
+        return (plan.cache.claim_name or claim_name(plan.name)) if plan.cache.has_claim else None
     scheme, _, rest = plan.source.partition("://")
     return rest.partition("/")[0] if scheme == "pvc" else None
+
+
+def model_volume(plan: Plan, *, writable: bool) -> dict[str, Any] | None:
+    """The volume `model` of a pod; `None`: the engine reads its source itself. `writable`: for the loader."""
+    cache = plan.cache
+    if cache is not None and cache.image_volume:
+        reference = plan.source.removeprefix("oci://")
+        return {"name": "model", "image": {"reference": reference, "pullPolicy": "IfNotPresent"}}
+    if cache is not None and cache.host_path is not None:
+        return {"name": "model", "hostPath": {"path": cache.host_path, "type": "DirectoryOrCreate"}}
+    if (claim := model_claim(plan)) is None:
+        return None
+    source: dict[str, Any] = {"claimName": claim}
+    if not writable and not keeps_kernels(plan):
+        source["readOnly"] = True
+    return {"name": "model", "persistentVolumeClaim": source}
 
 
 def model_folder(plan: Plan) -> str:
@@ -24,7 +42,7 @@ def model_folder(plan: Plan) -> str:
 
 def keeps_kernels(plan: Plan) -> bool:
     """A GPU's compiled kernels outlive their pods, on the volume that the loader fills."""
-    return plan.cache is not None and plan.groups[0].process.gpus > 0
+    return plan.cache is not None and not plan.cache.image_volume and plan.groups[0].process.gpus > 0
 
 
 def kernels_folder() -> str:
@@ -34,20 +52,14 @@ def kernels_folder() -> str:
 
 def model_source(plan: Plan) -> str:
     """The source as the engine opens it."""
+    if plan.cache is not None and plan.cache.image_volume:
+        return _file_url(MODEL_PATH)
     if plan.cache is not None:
-        return _file_url(f"{model_folder(plan)}/{_file_in_repository(plan.source)}")
+        return _file_url(f"{model_folder(plan)}/{find_kind(plan.source).file_of(plan.source) or ''}")
     scheme, _, rest = plan.source.partition("://")
     if scheme != "pvc":
         return plan.source
     return _file_url(f"{MODEL_PATH}/{rest.partition('/')[2]}")
-
-
-def _file_in_repository(source: str) -> str:
-    """`file.gguf` of `hf://org/name@revision/file.gguf`; empty for a whole repository."""
-    if not source.endswith(".gguf"):
-        return ""
-    parts = source.removeprefix("hf://").split("/")
-    return "/".join(parts[2:])
 
 
 def _file_url(path: str) -> str:

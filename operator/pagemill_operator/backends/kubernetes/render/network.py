@@ -11,8 +11,9 @@ from pagemill_operator.backends.kubernetes.render.names import child, engine_nam
 from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, Owner, RenderContext
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_PORT, TLS_DATA_PORT
+from pagemill_protocol.sources import find_kind
 
-HUB_VARIABLES = frozenset({"HF_ENDPOINT", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
+PROXY_VARIABLES = frozenset({"HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY"})
 NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 VARIANT_RELABELING = {
     "sourceLabels": ["__meta_kubernetes_namespace", "__meta_kubernetes_pod_label_pagemill_dev_deployment"],
@@ -35,8 +36,8 @@ def render_service(plan: Plan, owner: Owner) -> Manifest:
 def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
     """Gateways reach both ports, Prometheus the control port, and nothing else reaches any; also of the loader's pods.
 
-    These reach DNS and, with a source on a hub, HTTPS outside the node, the ports of a mirror and of a proxy. Where
-    replicas stand by, the operator reaches the control port, too: it wakes them.
+    These reach DNS and, with a source behind a network, HTTPS outside the node, the ports of a mirror and of a proxy.
+    Where replicas stand by, the operator reaches the control port, too: it wakes them.
     """
     # Of both kinds, so that a rollout that turns TLS on or off cuts no pod off.
     data, control = [_port(DATA_PORT), _port(TLS_DATA_PORT)], [_port(CONTROL_PORT), _port(TLS_CONTROL_PORT)]
@@ -74,18 +75,20 @@ def render_pod_monitor(plan: Plan, owner: Owner, context: RenderContext) -> Mani
 
 def _egress(plan: Plan) -> Iterator[dict[str, Any]]:
     yield {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
-    if not plan.source.startswith("hf://"):
+    kind = find_kind(plan.source)
+    if not kind.is_remote or (plan.cache is not None and plan.cache.image_volume):
         return
-    process = plan.groups[0].process
+    process, variables = plan.groups[0].process, PROXY_VARIABLES | set(kind.variables)
     anywhere = [
         {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
         {"ipBlock": {"cidr": "::/0", "except": ["fe80::/10"]}},
     ]
-    if any(name.upper() in HUB_VARIABLES for name in process.environment_from):
+    if any(name.upper() in variables for name in process.environment_from):
         yield {"to": anywhere, "ports": [{"protocol": "TCP"}]}  # the port is in a Secret
         return
-    urls = [value for name, value in process.environment.items() if name.upper() in HUB_VARIABLES]
-    yield {"to": anywhere, "ports": [_port(number) for number in sorted({443, *map(_port_of, urls)})]}
+    urls = [value for name, value in process.environment.items() if name.upper() in variables]
+    ports = {443, *map(_port_of, urls), *kind.ports_of(plan.source)}
+    yield {"to": anywhere, "ports": [_port(number) for number in sorted(ports)]}
 
 
 def _port_of(url: str) -> int:

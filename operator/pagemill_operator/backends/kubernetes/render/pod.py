@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.render.config import settings_text
-from pagemill_operator.backends.kubernetes.render.container import GPU, engine_container
-from pagemill_operator.backends.kubernetes.render.model import keeps_kernels, model_claim
+from pagemill_operator.backends.kubernetes.render.container import engine_container
+from pagemill_operator.backends.kubernetes.render.loader import loader_container
+from pagemill_operator.backends.kubernetes.render.model import model_volume
 from pagemill_operator.backends.kubernetes.render.names import (
     TEMPLATE_ANNOTATION,
     config_name,
@@ -17,13 +18,16 @@ from pagemill_operator.backends.kubernetes.render.names import (
     token_name,
 )
 from pagemill_operator.backends.kubernetes.render.overrides import merge
-from pagemill_operator.backends.kubernetes.render.security import pod_security
-from pagemill_operator.backends.kubernetes.snapshot import OWNER_LABEL, Manifest, RenderContext
+from pagemill_operator.backends.kubernetes.render.placement import (
+    SPREAD_OVER,
+    common_spec,
+    placement,
+    pull_secrets,
+    same_node,
+)
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, RenderContext
 from pagemill_operator.plan.pod_template import GRACE_MARGIN_S
-from pagemill_operator.plan.types import Plan, Process
-
-GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
-SPREAD_OVER = ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+from pagemill_operator.plan.types import Plan
 
 
 def engine_template(plan: Plan, context: RenderContext) -> Manifest:
@@ -34,47 +38,25 @@ def engine_template(plan: Plan, context: RenderContext) -> Manifest:
     return template
 
 
-def placement(process: Process) -> dict[str, Any]:
-    """Which nodes can take a pod of this process."""
-    if not process.gpus:
-        return {}
-    place: dict[str, Any] = {"tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]}
-    if process.gpu_product:
-        place["nodeSelector"] = {GPU_PRODUCT_LABEL: process.gpu_product}
-    return place
-
-
-def same_node(plan: Plan) -> dict[str, Any]:
-    """A volume that one node mounts keeps all pods there, from the loader to the new ones of a rollout."""
-    if plan.cache is None or plan.cache.claim_name is not None or plan.cache.access_mode != "ReadWriteOnce":
-        return {}
-    term = {"labelSelector": {"matchLabels": {OWNER_LABEL: plan.name}}, "topologyKey": SPREAD_OVER[0]}
-    return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
-
-
-def common_spec(context: RenderContext) -> dict[str, Any]:
-    """What every pod of ours has."""
-    spec: dict[str, Any] = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": pod_security(),
-    }
-    if context.image_pull_secrets:
-        spec["imagePullSecrets"] = [{"name": name} for name in context.image_pull_secrets]
-    return spec
-
-
 def _pod_spec(plan: Plan, context: RenderContext) -> dict[str, Any]:
     process = plan.groups[0].process
     return {
         **common_spec(context),
+        **pull_secrets(plan, context),
         **placement(process),
         **same_node(plan),
+        **_loaders(plan, context),
         "containers": [engine_container(plan, context)],
         "terminationGracePeriodSeconds": math.ceil(process.drain_timeout_s) + GRACE_MARGIN_S,
         "topologySpreadConstraints": [_spread(plan.name, key) for key in SPREAD_OVER],
         "volumes": _volumes(plan, context),
     }
+
+
+def _loaders(plan: Plan, context: RenderContext) -> dict[str, Any]:
+    """A node's folder is filled by the first pod there; the others wait for it."""
+    by_pods = plan.cache is not None and plan.cache.host_path is not None
+    return {"initContainers": [loader_container(plan, context)]} if by_pods else {}
 
 
 def _spread(name: str, topology_key: str) -> dict[str, Any]:
@@ -97,7 +79,6 @@ def _volumes(plan: Plan, context: RenderContext) -> list[dict[str, Any]]:
         items = [{"key": name, "path": name} for name in ("tls.crt", "tls.key")]
         secret = {"secretName": context.engine_tls_secret, "items": items, "defaultMode": 0o440}
         volumes.append({"name": "engine-tls", "secret": secret})
-    if claim := model_claim(plan):
-        source = {"claimName": claim} if keeps_kernels(plan) else {"claimName": claim, "readOnly": True}
-        volumes.append({"name": "model", "persistentVolumeClaim": source})
+    if volume := model_volume(plan, writable=False):
+        volumes.append(volume)
     return [*volumes, {"name": "tmp", "emptyDir": {}}]

@@ -1,0 +1,95 @@
+"""The runner of encoders: a step computes whole prompts, and nothing of it is kept for a later one.
+
+So it has no rows that persist and no KV cache; `runner.eager` is the counterpart for decoders. What pooling makes of
+hidden states is `runner.pooling`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill_engine.models.context import ForwardContext
+from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.encoder_attention import plan_rectangles
+from pagemill_engine.models.rope import Rotations
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.pooling import Pooler
+from pagemill_engine.runner.sleeping import SleepingModel
+from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
+from pagemill_kernels.gpu.launch import upload
+from pagemill_kernels.registry import Ops
+from pagemill_protocol.pooling import PoolingParams
+
+
+class EncoderRunner:
+    def __init__(
+        self, model: Decoder, ops: Ops, kv_cache: KVCache, rotations: Rotations, info: RunnerInfo, pooler: Pooler
+    ) -> None:
+        """`kv_cache`: without memory, for what sleeps."""
+        self.info = info
+        self.model = model
+        self._ops = ops
+        self._rotations = rotations
+        self._pooler = pooler
+        self._windows = model.spec.decoder.windows()
+        self._has_token_types = model.token_types is not None
+        self._nothing = torch.empty(0, dtype=torch.int64, device=ops.device)
+        self._sleeping = SleepingModel(model, kv_cache, ops.device)
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        prompts = plan.admitted
+        if not prompts:
+            return StepResult()
+        with torch.inference_mode():
+            lengths = [len(prompt.token_ids) for prompt in prompts]
+            token_ids = np.concatenate([np.array(prompt.token_ids, dtype=np.int64) for prompt in prompts])
+            hidden = self.model(self._upload(token_ids), self._context(prompts, lengths))
+            pieces = hidden.tensor_split(np.cumsum(lengths)[:-1].tolist())
+            pooled = torch.stack([self._pooler.pool(piece) for piece in pieces])
+            names = [prompt.request_id for prompt in prompts]
+            return self._pooler.finish(names, pooled, [prompt.pooling or PoolingParams() for prompt in prompts])
+
+    def wait(self, handle: Any) -> StepResult:
+        result: StepResult = handle
+        return result
+
+    def sleep(self) -> int:
+        return self._sleeping.sleep()
+
+    def wake(self) -> None:
+        self._sleeping.wake()
+
+    def close(self) -> None:
+        """It holds nothing but weights."""
+
+    def _context(self, prompts: list[AdmittedSequence], lengths: list[int]) -> ForwardContext:
+        positions = self._upload(np.concatenate([np.arange(length) for length in lengths]))
+        plan = plan_rectangles(lengths, self._ops.device)
+        return ForwardContext(
+            positions=positions,
+            rotations=self._rotations.at(positions),
+            kv_caches=[],
+            kv_slots=self._nothing,
+            attention_plans=dict.fromkeys(self._windows, plan),
+            token_types=self._upload(_token_types(prompts)) if self._has_token_types else None,
+        )
+
+    def _upload(self, array: NDArray[np.int64]) -> Tensor:
+        return upload(array, self._ops.device)
+
+
+def _token_types(prompts: list[AdmittedSequence]) -> NDArray[np.int64]:
+    """1 for the tokens of a pair's second text."""
+    pieces = []
+    for prompt in prompts:
+        types = np.zeros(len(prompt.token_ids), dtype=np.int64)
+        if prompt.pooling is not None and prompt.pooling.second_segment:
+            types[prompt.pooling.second_segment :] = 1
+        pieces.append(types)
+    return np.concatenate(pieces)

@@ -1,0 +1,122 @@
+"""Bodies of the routes for vectors and scores. Shapes are normalized here, as in `openai.fields`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
+
+from pagemill_protocol.dialects.vectors import unsupported
+from pagemill_protocol.openai.fields import (
+    MAX_PROMPTS,
+    Name,
+    Prompts,
+    RequestId,
+    RequestModel,
+    Text,
+    prompts_of,
+    refusal,
+    shorten,
+)
+from pagemill_protocol.openai.schemas import Priority
+
+_TEXTS_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+
+
+def _texts(value: Any, name: str) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise refusal("", f"`{name}` must be a string or a list of strings, got {shorten(value)}.")
+    return [str(text) for text in prompts_of(texts, name)]
+
+
+def _document(value: Any) -> Any:
+    """Cohere's and Jina's clients may send an object with the text."""
+    if isinstance(value, dict) and isinstance(value.get("text"), str):
+        return value["text"]
+    if not isinstance(value, str):
+        raise refusal("", f'A document must be a string or an object with "text", got {shorten(value)}.')
+    return value
+
+
+Inputs = Annotated[
+    list[str | list[int]],
+    PlainValidator(partial(prompts_of, name="input")),
+    *[each for each in Prompts.__metadata__ if isinstance(each, WithJsonSchema)],
+]
+FirstTexts = Annotated[list[str], PlainValidator(partial(_texts, name="text_1")), WithJsonSchema(_TEXTS_SCHEMA)]
+SecondTexts = Annotated[list[str], PlainValidator(partial(_texts, name="text_2")), WithJsonSchema(_TEXTS_SCHEMA)]
+Document = Annotated[
+    Text,
+    Field(min_length=1),
+    BeforeValidator(_document),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "object", "properties": {"text": {"type": "string", "minLength": 1}}, "required": ["text"]},
+            ]
+        }
+    ),
+]
+
+
+class VectorRequest(RequestModel):
+    """What all three routes take."""
+
+    UNSUPPORTED: ClassVar = unsupported.COMMON
+
+    model: Name
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1)
+    """Texts of more tokens are cut to so many, special tokens included; -1: to what the model takes."""
+    priority: Priority = 0
+    request_id: RequestId | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
+
+    @model_validator(mode="after")
+    def _cuts_to_something(self) -> VectorRequest:
+        if self.truncate_prompt_tokens == 0:
+            raise refusal("truncate_prompt_tokens", "`truncate_prompt_tokens` must be -1 or at least 1, got 0.")
+        return self
+
+
+class EmbeddingRequest(VectorRequest):
+    """Body of `POST /v1/embeddings`."""
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=2**20)
+    prompt_name: Name | None = None
+    """Which of the model's own prompts goes before each text (sentence-transformers); none: its default."""
+
+
+class RerankRequest(VectorRequest):
+    """Body of `POST /v1/rerank`, as Jina's and Cohere's clients send it."""
+
+    query: Annotated[Text, Field(min_length=1)]
+    documents: list[Document] = Field(min_length=1, max_length=MAX_PROMPTS)
+    top_n: int | None = Field(None, ge=1, le=2**31 - 1)
+    return_documents: bool = True
+
+
+class ScoreRequest(VectorRequest):
+    """Body of `POST /v1/score`, as vLLM's clients send it: one text with each of several, or pair by pair."""
+
+    text_1: FirstTexts
+    text_2: SecondTexts
+
+    @model_validator(mode="after")
+    def _pair_up(self) -> ScoreRequest:
+        firsts, seconds = len(self.text_1), len(self.text_2)
+        if firsts not in (1, seconds):
+            raise refusal(
+                "text_2",
+                f"`text_1` has {firsts} texts and `text_2` {seconds}. Send one `text_1`, or as many as `text_2`.",
+            )
+        return self

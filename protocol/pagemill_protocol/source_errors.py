@@ -1,0 +1,38 @@
+"""Why a model cannot be found, fetched or read: one exception for sources and for the files in them.
+
+Raised by `sources` and by everything that reads a model's files; processes write it as their termination message.
+"""
+
+from __future__ import annotations
+
+
+class SourceError(Exception):
+    """A model source that cannot be used.
+
+    `field`: the setting at fault, as the user wrote it (`model.source`). `reason`: CamelCase cause for conditions and
+    termination messages. `message` names the value and the remedy.
+    """
+
+    def __init__(self, field: str, message: str, *, reason: str = "ModelNotFound") -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+        self.reason = reason
+
+
+class UnreadableModelError(SourceError):
+    """The files exist and are not what they should be: truncated, corrupt, or incomplete."""
+
+    def __init__(self, message: str, field: str = "model.source") -> None:
+        super().__init__(field, message, reason="ModelUnreadable")
+
+
+class FetchError(SourceError):
+    """A source that can be named and not be fetched.
+
+    Reasons: ModelNotFound, Unauthorized, DiskFull, HubUnreachable, SourceUnreachable, SourceUnavailable,
+    SourceUnsupported, SourceChanged, ModelUnreadable, ModelCorrupt, VolumeUnusable.
+    """
+
+    def __init__(self, reason: str, message: str, field: str = "model.source") -> None:
+        super().__init__(field, message, reason=reason)

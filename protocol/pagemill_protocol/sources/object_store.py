@@ -1,0 +1,136 @@
+"""Buckets of object stores, through `obstore`: lists a prefix, reads by range, and explains what the store answers.
+
+Used by the kinds `s3://` and `gs://`, which make the library's store. Requests name the entity tag of the listing, so a
+file that is replaced meanwhile is never mixed with its successor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, BinaryIO, NamedTuple
+
+from pagemill_protocol.source_errors import FetchError
+from pagemill_protocol.sources.base import Listing, RemoteFile
+
+CHUNK_BYTES = 1024 * 1024
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,200})")
+_EXPIRED = ("ExpiredToken", "TokenRefreshRequired", "ExpiredTokenException", "RequestExpired")
+_REFUSED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationRequired")
+
+
+class BucketPath(NamedTuple):
+    bucket: str
+    prefix: str
+    """Without a slash at either end; for one file its folder."""
+    file: str | None
+    """One GGUF file below the prefix."""
+
+
+def parse_bucket(source: str) -> BucketPath | None:
+    """`SCHEME://BUCKET/PREFIX[/FILE.gguf]`; `None`: it is not of this form."""
+    bucket, _, path = source.partition("://")[2].partition("/")
+    parts = [part for part in path.split("/") if part]
+    if not _BUCKET.fullmatch(bucket) or ".." in parts or "?" in source or "#" in source:
+        return None
+    if parts and parts[-1].endswith(".gguf"):
+        return BucketPath(bucket, "/".join(parts[:-1]), parts[-1])
+    return BucketPath(bucket, "/".join(parts), None)
+
+
+def bucket_fault(source: str, form: str) -> str | None:
+    return None if parse_bucket(source) else f"`{source}` is not of the form `{form}`."
+
+
+def client_options(*, allows_http: bool) -> dict[str, Any]:
+    return {
+        "client_options": {"allow_http": allows_http, "connect_timeout": "15s", "read_timeout": "60s", "timeout": "1d"},
+        "retry_config": {"max_retries": 4, "retry_timeout": timedelta(seconds=60)},
+    }
+
+
+class BucketRepository:
+    """The files directly below one prefix of a bucket."""
+
+    def __init__(self, store: Any, at: BucketPath, source: str, server: str) -> None:
+        """`server`: as messages call it."""
+        self.name = f"`{source}`"
+        self._store = store
+        self._at = at
+        self._server = server
+
+    def list_files(self) -> Listing:
+        with self._explained():
+            found = self._store.list_with_delimiter(self._at.prefix or None)
+        files = [_remote_file(entry, self._at.prefix) for entry in found["objects"]]
+        if not files:
+            raise FetchError(
+                "ModelNotFound",
+                f"{self.name}: {self._server} has no file below that prefix. Check the bucket and the prefix; the "
+                "model's files must lie directly below it.",
+            )
+        content = "\n".join(sorted(f"{file.path} {file.num_bytes} {file.etag}" for file in files))
+        return Listing(hashlib.sha256(content.encode()).hexdigest()[:40], files)
+
+    def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
+        options: dict[str, Any] = {"range": (out.tell(), file.num_bytes)}
+        if file.etag is not None:
+            options["if_match"] = file.etag
+        with self._explained(file):
+            for chunk in self._store.get(file.address, options=options).stream(min_chunk_size=CHUNK_BYTES):
+                out.write(chunk)
+
+    def close(self) -> None:
+        """The library keeps its connections."""
+
+    @contextmanager
+    def _explained(self, file: RemoteFile | None = None) -> Iterator[None]:
+        import obstore.exceptions
+
+        try:
+            yield
+        except obstore.exceptions.BaseError as error:
+            raise self._explain(error, file) from error
+
+    def _explain(self, error: Exception, file: RemoteFile | None) -> FetchError:
+        """The library distinguishes causes by its text alone."""
+        import obstore.exceptions
+
+        text = str(error)
+        status, code = _first(_STATUS, text), _first(_CODE, text)
+        what = f"{self.name}: `{file.path}`" if file else self.name
+        said = (
+            f"{code}: {_first(_MESSAGE, text)}" if code else f"status {status}" if status else text.split("\n")[0][:300]
+        )
+        if isinstance(error, obstore.exceptions.PreconditionError) or status == "412":
+            return FetchError("SourceChanged", f"{what} was replaced while it was fetched. It will be fetched again.")
+        if code in _EXPIRED:
+            message = f"{what}: the credentials have expired ({said}). Renew them in the Secret that"
+            return FetchError("Unauthorized", f"{message} spec.model.credentialsSecretRef names, or in the variables.")
+        if status in ("401", "403") or code in _REFUSED or ("token" in text.lower() and "oauth" in text.lower()):
+            message = f"{what}: {self._server} does not let these credentials read it ({said}). Give ones that may list"
+            return FetchError("Unauthorized", f"{message} and read the bucket: spec.model.credentialsSecretRef.")
+        if isinstance(error, obstore.exceptions.NotFoundError) or status == "404":
+            return FetchError("ModelNotFound", f"{what}: {self._server} has none of that name ({said}). Check it.")
+        return FetchError(
+            "SourceUnreachable",
+            f"{what}: {self._server} cannot be reached or does not answer as it should ({said}). Check the network and "
+            "the endpoint.",
+        )
+
+
+def _remote_file(entry: Any, prefix: str) -> RemoteFile:
+    address = str(entry["path"])
+    path = address.removeprefix(prefix).lstrip("/") if prefix else address
+    return RemoteFile(path, int(entry["size"]), etag=entry["e_tag"], address=address)
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match[1] if match else ""

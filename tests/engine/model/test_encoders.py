@@ -1,0 +1,252 @@
+"""Vectors and scores equal to transformers on tiny random models: encoders, decoders that are pooled, classifiers;
+alone, in batches, in chunks, after preemption and behind a prefix cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoder_models import CLASSIFIERS, DECODERS, ENCODERS, VOCAB_SIZE, write_encoder, write_modules
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.factory import create_runner
+from pagemill_kernels.cpu import library
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.pooling import PoolingParams
+from pagemill_protocol.sampling import SamplingParams
+
+LENGTHS = (1, 5, 16, 17, 33, 64, 100, 129, 130, 40, 41)
+"""Below, at and beyond the sides of rectangles, the windows of ModernBERT, and the longest that the models take."""
+TOLERANCE = 3e-6
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = prompts_of(LENGTHS)
+
+
+def core_of(folder: Path, **settings: Any) -> EngineCore:
+    config = EngineConfig(model=str(folder), **{"dtype": "float32", "num_threads": 1, "num_kv_blocks": 256, **settings})
+    return EngineCore(config, create_runner(config, lambda phase, detail: None))
+
+
+def pooled(core: EngineCore, prompts: list[list[int]], **params: Any) -> torch.Tensor:
+    """All at once; the vectors in the order of the prompts."""
+    spec = core.runner.info.pooling
+    assert spec is not None
+    for index, prompt in enumerate(prompts):
+        core.add(request_of(prompt, str(index), PoolingParams(spec.task, **params)))
+    vectors: dict[str, torch.Tensor] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            assert output.error is None
+            vectors[output.request_id] = torch.frombuffer(bytearray(output.pooled), dtype=torch.float32)
+    core.check_integrity()
+    assert core.load().num_blocks_active == 0
+    return torch.stack([vectors[str(index)] for index in range(len(prompts))])
+
+
+def request_of(prompt: list[int], name: str, pooling: PoolingParams | None) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    return GenerateRequest(request_id=name, model="", prompt_token_ids=prompt, sampling=sampling, pooling=pooling)
+
+
+def vectors_of(model: Any, method: str, prompts: list[list[int]] = PROMPTS) -> torch.Tensor:
+    """Of transformers' class, one prompt at a time, normalized."""
+    base = getattr(model, "model", model)
+    pools = {"cls": lambda hidden: hidden[0], "last": lambda hidden: hidden[-1], "mean": lambda hidden: hidden.mean(0)}
+    with torch.no_grad():
+        states = [base(input_ids=torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts]
+    return torch.stack([torch.nn.functional.normalize(pools[method](hidden), dim=0) for hidden in states])
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders_equal_transformers_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
+    model = write_encoder(*ENCODERS[name], tmp_path)
+    write_modules(tmp_path, "mean")
+    core = core_of(tmp_path)
+    together = pooled(core, PROMPTS)
+    torch.testing.assert_close(together, vectors_of(model, "mean"), atol=TOLERANCE, rtol=0)
+    alone = torch.cat([pooled(core, [prompt]) for prompt in PROMPTS])
+    assert torch.equal(together, alone), "a vector depends on what else is in its step"
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_the_torch_backend_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_encoder(*ENCODERS[name], tmp_path)
+    write_modules(tmp_path, "cls")
+    monkeypatch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *model_shape: ("cpu", "cpu"))
+    torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "cls"), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("method", ["cls", "mean", "last"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_pooled_decoders_equal_transformers_in_any_chunks(name: str, method: str, tmp_path: Path) -> None:
+    model = write_encoder(*DECODERS[name], tmp_path)
+    write_modules(tmp_path, method)
+    expected = vectors_of(model, method)
+    for settings in ({}, {"max_num_batched_tokens": 7, "max_num_seqs": 4}, {"num_kv_blocks": 16}, {"overlap": True}):
+        core = core_of(tmp_path, **settings)
+        prompts = [prompt for prompt in PROMPTS if len(prompt) <= core.runner.info.max_model_len]
+        for _ in range(2):  # the second time behind a prefix cache
+            vectors = pooled(core, prompts)
+            torch.testing.assert_close(vectors, expected[: len(prompts)], atol=TOLERANCE, rtol=0)
+
+
+def test_a_preempted_prompt_is_pooled_from_its_beginning(tmp_path: Path) -> None:
+    model = write_encoder(*DECODERS["qwen3"], tmp_path)
+    write_modules(tmp_path, "mean")
+    core = core_of(tmp_path, num_kv_blocks=9, max_num_batched_tokens=48, max_num_seqs=4, max_model_len=130)
+    for index in range(4):
+        core.add(request_of(PROMPTS[6], str(index), PoolingParams()))
+    core.step()
+    for seq in list(core.scheduler._running):
+        core.scheduler._preempt(seq)
+    vectors = [output.pooled for _ in range(40) for output in core.step().outputs]
+    ours = torch.stack([torch.frombuffer(bytearray(vector), dtype=torch.float32) for vector in vectors])
+    assert core.scheduler.num_preemptions > 0
+    torch.testing.assert_close(ours, vectors_of(model, "mean", [PROMPTS[6]] * 4), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_scores_equal_transformers(name: str, tmp_path: Path) -> None:
+    model = write_encoder(*CLASSIFIERS[name], tmp_path)
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=torch.tensor([prompt])).logits for prompt in PROMPTS])
+    torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), logits.sigmoid(), atol=TOLERANCE, rtol=0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), logits, atol=2e-5, rtol=1e-5)
+
+
+def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path: Path) -> None:
+    model = write_encoder(*CLASSIFIERS["bert"], tmp_path)
+    core, prompt = core_of(tmp_path), PROMPTS[5]
+    types = torch.tensor([[0] * 20 + [1] * (len(prompt) - 20)])
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([prompt]), token_type_ids=types).logits.sigmoid()
+    found = pooled(core, [prompt], second_segment=20)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    assert not torch.allclose(found, pooled(core, [prompt]), atol=1e-4)
+
+
+def test_vectors_are_cut_where_the_model_was_trained_for_it(tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path)
+    whole = pooled(core_of(tmp_path), PROMPTS)
+    with pytest.raises(PagemillError, match="`dimensions` 16 is not supported"):
+        core_of(tmp_path).add(request_of(PROMPTS[1], "cut", PoolingParams(dimensions=16)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [16, 32]}))
+    core = core_of(tmp_path)
+    expected = torch.nn.functional.normalize(whole[:, :16], dim=1)
+    torch.testing.assert_close(pooled(core, PROMPTS, dimensions=16), expected, atol=TOLERANCE, rtol=0)
+    with pytest.raises(PagemillError, match="one of 16, 32 for this model, got 17"):
+        core.add(request_of(PROMPTS[1], "cut", PoolingParams(dimensions=17)))
+
+
+def test_requests_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path / "embeds")
+    write_encoder(*CLASSIFIERS["bert"], tmp_path / "scores")
+    write_encoder(*DECODERS["llama"], tmp_path / "generates")
+    for folder, pooling, message in (
+        ("embeds", None, "computes embeddings and generates no text"),
+        ("embeds", PoolingParams("score"), "computes embeddings. Send texts to /v1/embeddings"),
+        ("scores", PoolingParams("embed"), "scores pairs of texts. Send texts to /v1/score"),
+        ("generates", PoolingParams("embed"), "generates text and computes no embeddings"),
+    ):
+        with pytest.raises(PagemillError, match=message):
+            core_of(tmp_path / folder).add(request_of(PROMPTS[1], "wrong", pooling))
+
+
+def test_an_encoder_takes_prompts_up_to_its_positions_and_keeps_nothing(tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["roberta"], tmp_path)
+    core = core_of(tmp_path)
+    assert core.runner.info.max_model_len == 130
+    assert core.runner.info.kv_bytes_per_token == 0
+    assert core.runner.info.memory is not None
+    assert core.runner.info.memory.kv_bytes == 0
+    with pytest.raises(PagemillError, match="131 tokens"):
+        core.add(request_of(prompts_of((131,))[0], "long", PoolingParams()))
+
+
+def test_a_step_of_whole_prompts_is_never_larger_than_its_budget(tmp_path: Path) -> None:
+    model = write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path)
+    core = core_of(tmp_path, max_num_batched_tokens=150)
+    steps: list[int] = []
+    launch = core.runner.launch
+    core.runner.launch = lambda plan: (steps.append(plan.num_tokens), launch(plan))[1]  # type: ignore[method-assign]
+    torch.testing.assert_close(pooled(core, PROMPTS), vectors_of(model, "mean"), atol=TOLERANCE, rtol=0)
+    assert max(steps) <= 150
+    assert sum(steps) == sum(LENGTHS)
+
+
+@pytest.mark.skipif(library.load() is None, reason="no native kernels")
+def test_int8_weights_and_determinism_stay_close(tmp_path: Path) -> None:
+    model = write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path)
+    expected = vectors_of(model, "mean")
+    for settings in ({"quantization": "int8"}, {"deterministic": True}):
+        ours = pooled(core_of(tmp_path, **settings), PROMPTS)
+        assert (ours * expected).sum(1).min() > 0.995
+
+
+def test_the_files_say_how_to_pool(tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path)
+    plain = load_model_spec(tmp_path).pooling
+    assert plain is not None
+    assert (plain.method, plain.normalized, plain.size) == ("mean", False, 64)
+    write_modules(tmp_path, "cls", prompts={"query": "q: ", "document": ""}, default_prompt_name="query")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 77, "do_lower_case": true}')
+    spec = load_model_spec(tmp_path)
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken", "include_prompt": true}')
+    newer = "sentence_transformers.base.modules.transformer.Transformer", "sentence_transformers.x.pooling.Pooling"
+    modules = [{"type": kind, "path": path} for kind, path in zip(newer, ("", "1_Pooling"), strict=True)]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    latest = load_model_spec(tmp_path).pooling
+    assert latest is not None
+    assert (latest.method, latest.normalized) == ("last", False)
+    assert spec.pooling is not None
+    assert (spec.pooling.method, spec.pooling.normalized, spec.pooling.default_prompt) == ("cls", True, "q: ")
+    assert spec.pooling.lower_case
+    assert spec.max_position_embeddings == 77
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("1_Pooling/config.json", '{"pooling_mode_max_tokens": true}', "pools by pooling_mode_max_tokens"),
+        ("1_Pooling/config.json", '{"include_prompt": false}', "leaves prompts out"),
+        ("modules.json", '[{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}]', "module `Dense`"),
+        ("modules.json", '[{"type": "a.Transformer", "path": "0_Transformer"}]', "its weights in `0_Transformer`"),
+        ("modules.json", '{"type": 1}', "no list of modules"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(file: str, content: str, message: str, tmp_path: Path) -> None:
+    write_encoder(*ENCODERS["bert"], tmp_path)
+    write_modules(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(LoadError, match=message):
+        core_of(tmp_path)
+
+
+def test_a_classifier_of_several_labels_and_a_gpu_are_refused(tmp_path: Path) -> None:
+    name, config = CLASSIFIERS["bert"]
+    write_encoder(name, {**config, "num_labels": 3}, tmp_path / "labels")
+    with pytest.raises(LoadError, match="classifier of 3 labels"):
+        core_of(tmp_path / "labels")
+    write_encoder(*ENCODERS["bert"], tmp_path / "bert")
+    with pytest.raises(LoadError, match="computed on the CPU"):
+        core_of(tmp_path / "bert", device="cuda")

@@ -1,0 +1,78 @@
+"""How far a loader is, from its log to the condition."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from observed_world import CACHED, World, running
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_kube.errors import Unreachable
+from pagemill_operator.controller.load_progress import PERIOD_S, LoadProgress, progress_text
+
+GIB = 2**30
+
+
+class Logs:
+    """The API server's answers for logs."""
+
+    def __init__(self) -> None:
+        self.content = b""
+        self.asked: list[str] = []
+        self.down = False
+
+    async def read(self, path: str, *, query: Any, timeout_s: float) -> bytes:
+        self.asked.append(f"{path}?container={query['container']}")
+        if self.down:
+            raise Unreachable("GET")
+        return self.content
+
+
+def pod(container: str = "loader", kind: str = "containerStatuses", **state: Any) -> dict[str, Any]:
+    status = {kind: [{"name": container, "state": state or {"running": {}}}]}
+    return {"metadata": {"namespace": "team", "name": "chat-load-1"}, "status": status}
+
+
+def line(done: int, total: int) -> bytes:
+    return json.dumps({"event": "progress", "done_bytes": done, "total_bytes": total}).encode() + b"\n"
+
+
+def test_the_last_line_with_bytes_counts() -> None:
+    log = b"no json\n" + line(GIB, 4 * GIB) + line(2 * GIB, 4 * GIB) + b'{"event":"file","path":"a"}\n{"cut'
+    assert progress_text(log) == "2.0 of 4.0 GiB"
+    assert progress_text(line(2**20, 3 * 2**20)) == "1.0 of 3.0 MiB"
+
+
+@pytest.mark.parametrize("log", [b"", b"[]\n", b"5\n", b'{"done_bytes": 5, "total_bytes": 1}', b'{"done_bytes": "a"}'])
+def test_a_log_without_bytes_says_nothing(log: bytes) -> None:
+    assert progress_text(log) == ""
+
+
+async def test_only_a_loader_that_runs_costs_requests_and_not_many() -> None:
+    logs, now = Logs(), [0.0]
+    progress = LoadProgress(logs, clock=lambda: now[0])  # type: ignore[arg-type]
+    await progress.look("team/chat", [pod("engine"), pod(terminated={"exitCode": 0})])
+    assert logs.asked == []
+    logs.content = line(GIB, 4 * GIB)
+    await progress.look("team/chat", [pod(kind="initContainerStatuses")])
+    await progress.look("team/chat", [pod(kind="initContainerStatuses")])
+    assert logs.asked == ["/api/v1/namespaces/team/pods/chat-load-1/log?container=loader"]
+    assert progress.text("team/chat") == "1.0 of 4.0 GiB"
+    now[0] += PERIOD_S
+    logs.down = True
+    await progress.look("team/chat", [pod()])
+    assert progress.text("team/chat") == "1.0 of 4.0 GiB"
+    await progress.look("team/chat", [])
+    assert progress.text("team/chat") == ""
+
+
+def test_the_condition_has_the_bytes_and_is_looked_at_again(deployment: Callable[..., LLMDeployment]) -> None:
+    world = World(deployment(**CACHED)).apply().pod(running(started=True), component="loader")
+    world.progress = "1.2 of 4.0 GiB"
+    seen, found = world.at(60.0)
+    assert found["ModelLoaded"].reason == "Downloading"
+    assert found["ModelLoaded"].message == "the loader fills the model's volume: 1.2 of 4.0 GiB"
+    assert seen.look_again_s is not None

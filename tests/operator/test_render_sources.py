@@ -1,0 +1,140 @@
+"""Where a model comes from, as pods see it: the loader's arguments, credentials, volumes, and open ports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from pagemill_crds.models import LLMDeployment
+from pagemill_operator.backends.kubernetes.render import render_children
+from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
+from pagemill_operator.plan import make_plan
+
+Make = Callable[..., LLMDeployment]
+CONTEXT = RenderContext(namespace="pagemill-system", engine_image="engine:1", image_pull_secrets=("own",))
+SECRET = {"model__credentialsSecretRef": {"name": "bucket"}}
+
+
+def render(deployment: LLMDeployment, *, loader_done: bool = True) -> dict[str, Manifest]:
+    plan = make_plan(deployment, "kubernetes")
+    assert plan.problems == ()
+    children = render_children(plan, Owner(plan.namespace, plan.name, "u"), replace(CONTEXT, loader_done=loader_done))
+    return {manifest["kind"]: manifest for manifest in children}
+
+
+def pod(manifests: dict[str, Manifest], kind: str = "Deployment") -> dict[str, Any]:
+    spec: dict[str, Any] = manifests[kind]["spec"]["template"]["spec"]
+    return spec
+
+
+def variables(container: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each.get("value") or each["valueFrom"]["secretKeyRef"] for each in container["env"]}
+
+
+def test_keys_of_a_bucket_come_from_the_secret_by_their_own_names(deployment: Make) -> None:
+    changes = {"model__source": "s3://models/tiny", "model__cache": {"size": "1Gi"}, **SECRET}
+    loader = pod(render(deployment(**changes)), "Job")["containers"][0]
+    given = variables(loader)
+    assert given["AWS_ACCESS_KEY_ID"] == {"name": "bucket", "key": "AWS_ACCESS_KEY_ID"}
+    assert given["AWS_SECRET_ACCESS_KEY"] == {"name": "bucket", "key": "AWS_SECRET_ACCESS_KEY"}
+    assert given["AWS_SESSION_TOKEN"]["optional"] is True
+    assert loader["args"][:2] == ["--source", "s3://models/tiny"]
+
+
+@pytest.mark.parametrize(
+    ("source", "variable", "key"),
+    [
+        ("gs://models/tiny", "GOOGLE_SERVICE_ACCOUNT_KEY", "token"),
+        ("oci://host/team/m:v1", "DOCKER_AUTH_CONFIG", ".dockerconfigjson"),
+        ("org/name", "HF_TOKEN", "token"),
+    ],
+)
+def test_each_kind_says_which_variable_its_credentials_are(
+    deployment: Make, source: str, variable: str, key: str
+) -> None:
+    manifests = render(deployment(**SECRET, model__source=source, model__cache={"size": "1Gi"}))
+    assert variables(pod(manifests, "Job")["containers"][0])[variable] == {"name": "bucket", "key": key}
+    assert "bucket" not in str(pod(manifests))
+
+
+def test_a_bare_name_is_planned_as_a_source_of_the_hub(deployment: Make) -> None:
+    plan = make_plan(deployment(model__source="facebook/opt-125m", model__revision="v1"), "kubernetes")
+    assert plan.source == "hf://facebook/opt-125m@v1"
+
+
+def test_a_folder_of_the_node_is_filled_by_the_pods_themselves(deployment: Make) -> None:
+    cache = {"hostPath": "/var/lib/models", "sizeLimit": "200Gi"}
+    manifests = render(deployment(**SECRET, model__source="s3://models/tiny", model__cache=cache), loader_done=False)
+    assert {"Job", "PersistentVolumeClaim"}.isdisjoint(manifests)
+    spec = pod(manifests)
+    (loader,) = spec["initContainers"]
+    assert "--evict" in loader["args"]
+    assert loader["args"][-2:] == ["--size-limit-bytes", str(200 * 2**30)]
+    assert "AWS_SECRET_ACCESS_KEY" in variables(loader)
+    (engine,) = spec["containers"]
+    assert "bucket" not in str(engine)
+    assert "affinity" not in spec, "every node has a folder of its own"
+    (volume,) = [each for each in spec["volumes"] if each["name"] == "model"]
+    assert volume["hostPath"] == {"path": "/var/lib/models", "type": "DirectoryOrCreate"}
+    mounts = {each["name"]: each for each in engine["volumeMounts"]}
+    assert mounts["model"]["readOnly"] is True
+    kubernetes_validate.validate(manifests["Deployment"], "1.33", strict=True)
+
+
+def test_an_image_is_a_volume_that_the_kubelet_pulls(deployment: Make) -> None:
+    changes = {"model__source": "oci://host:5000/team/m:v1", "model__cache": {"imageVolume": True}}
+    manifests = render(deployment(**SECRET, **changes), loader_done=False)
+    spec = pod(manifests)
+    assert {"Job", "PersistentVolumeClaim"}.isdisjoint(manifests)
+    assert "initContainers" not in spec
+    (volume,) = [each for each in spec["volumes"] if each["name"] == "model"]
+    assert volume["image"] == {"reference": "host:5000/team/m:v1", "pullPolicy": "IfNotPresent"}
+    assert [each["name"] for each in spec["imagePullSecrets"]] == ["own", "bucket"]
+    assert '"model":"file:///models"' in str(manifests["ConfigMap"]["data"]).replace(" ", "")
+    kubernetes_validate.validate(manifests["Deployment"], "1.33", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "environment", "ports"),
+    [
+        ("oci://registry:5000/team/m:v1", {}, {443, 5000}),
+        ("s3://models/tiny", {"AWS_ENDPOINT_URL": "http://minio.storage:9000"}, {443, 9000}),
+        ("gs://models/tiny", {"AWS_ENDPOINT_URL": "http://minio.storage:9000"}, {443}),
+        ("hf://org/name", {"HTTPS_PROXY": "proxy:3128"}, {443, 3128}),
+    ],
+)
+def test_pods_reach_the_ports_that_their_source_needs(
+    deployment: Make, source: str, environment: dict[str, str], ports: set[int]
+) -> None:
+    env = [{"name": name, "value": value} for name, value in environment.items()]
+    manifests = render(deployment(model__source=source, engine__env=env))
+    rules = manifests["NetworkPolicy"]["spec"]["egress"]
+    assert {port["port"] for rule in rules for port in rule["ports"]} - {53} == ports
+
+
+def test_a_volume_of_others_is_not_cleared(deployment: Make) -> None:
+    def arguments(**cache: str) -> list[str]:
+        manifests = render(deployment(model__source="s3://models/tiny", model__cache=cache))
+        found: list[str] = pod(manifests, "Job")["containers"][0]["args"]
+        return found
+
+    assert "--evict" in arguments(size="1Gi")
+    assert "--evict" not in arguments(claimName="shared")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("s4://models/tiny", "unknown scheme `s4`"),
+        ("s3://Models/tiny", "s3://BUCKET/PREFIX"),
+        ("oci://host", "oci://HOST/REPOSITORY"),
+    ],
+)
+def test_what_no_kind_reads_is_refused_in_the_words_of_the_registry(deployment: Make, source: str, words: str) -> None:
+    (problem,) = make_plan(deployment(model__source=source), "kubernetes").problems
+    assert problem.field == "spec.model.source"
+    assert words in problem.message

@@ -1,0 +1,237 @@
+"""`s3://` and `gs://` against a real server: whole models, cut downloads, and one clear error for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
+from tiny_files import model_files, safetensors
+from waiting import wait_until
+
+from pagemill_protocol.sources import FetchError, find_kind, resolve_source
+from pagemill_protocol.sources.store.cache import ModelCache
+
+FILES = model_files()
+Load = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with running_s3_server(tmp_path_factory.mktemp("s3")) as server:
+        server.put("models", {f"tiny/{name}": content for name, content in FILES.items()})
+        server.put("public", {f"a/b/{name}": content for name, content in FILES.items()})
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "PAGEMILL_MODEL_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def signed(monkeypatch: pytest.MonkeyPatch, server: S3Server) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def fetch(source: str) -> Path:
+        return ModelCache(tmp_path / "models").fetch(find_kind(source), source, lambda **_: None)
+
+    return fetch
+
+
+def fault(load: Load, source: str, tmp_path: Path) -> FetchError:
+    with pytest.raises(FetchError) as caught:
+        load(source)
+    assert not [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]
+    return caught.value
+
+
+def assert_is_whole(folder: Path) -> None:
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+
+
+def test_a_model_of_several_files_comes_from_a_bucket(load: Load, signed: None) -> None:
+    assert_is_whole(load("s3://models/tiny"))
+
+
+def test_a_public_bucket_needs_no_credentials(load: Load, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    assert_is_whole(load("s3://public/a/b/"))
+
+
+def test_credentials_come_from_the_profile_as_well(
+    load: Load, server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    (tmp_path / ".aws").mkdir()
+    lines = ["[work]", f"aws_access_key_id = {KEY}", f"aws_secret_access_key = {SECRET}"]
+    (tmp_path / ".aws" / "credentials").write_text("\n".join(lines))
+    assert_is_whole(load("s3://models/tiny"))
+
+
+def test_google_buckets_are_read_through_the_same_protocol(
+    load: Load, server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = {"gcs_base_url": server.url, "disable_oauth": True, "client_email": "", "private_key": ""}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key | {"private_key_id": ""}))
+    assert_is_whole(load("gs://public/a/b"))
+
+
+def test_one_gguf_file_of_a_bucket(load: Load, server: S3Server, signed: None) -> None:
+    server.put("models", {"gguf/m.gguf": b"GGUF" * 99, "gguf/other.gguf": b"GGUF"})
+    folder = load("s3://models/gguf/m.gguf")
+    assert (folder / "m.gguf").read_bytes() == b"GGUF" * 99
+    assert not (folder / "other.gguf").exists()
+
+
+def test_serve_takes_a_bucket_as_it_takes_a_path(signed: None, tmp_path: Path, server: S3Server) -> None:
+    path = resolve_source("s3://models/tiny")
+    assert_is_whole(path)
+    assert path.is_relative_to(tmp_path)
+    assert resolve_source("s3://models/tiny") == path
+
+
+def test_a_download_that_is_cut_goes_on_where_it_stopped(
+    load: Load, server: S3Server, signed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.put("models", {"big/config.json": FILES["config.json"], "big/model.safetensors": safetensors(6_000_000)})
+    proxy = CuttingProxy(server.port, cut_bytes=2_000_000, num_cuts=2)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    folder = load("s3://models/big")
+    assert (folder / "model.safetensors").read_bytes() == safetensors(6_000_000)
+    assert proxy.num_cuts == 0
+    assert proxy.sent_bytes < 9_000_000, "what had arrived was not fetched again"
+    proxy.close()
+
+
+def test_what_a_killed_loader_left_is_not_fetched_again(
+    load: Load, server: S3Server, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    content = safetensors(9_000_000)
+    server.put("models", {"left/config.json": FILES["config.json"], "left/model.safetensors": content})
+    stalling = CuttingProxy(server.port, cut_bytes=6_000_000, num_cuts=1, stalls=True)
+    target = tmp_path / "models" / "one"
+    command = [sys.executable, "-m", "pagemill_engine.loader", "--source", "s3://models/left", "--target", str(target)]
+    loader = subprocess.Popen(command, env=os.environ | {"AWS_ENDPOINT_URL": stalling.url}, stdout=subprocess.DEVNULL)
+    part = tmp_path / "models" / ".one.loading" / "model.safetensors.part"
+    wait_until(lambda: part.exists() and part.stat().st_size > 4_000_000)
+    loader.kill()
+    loader.wait()
+    stalling.close()
+    kept = part.stat().st_size
+    proxy = CuttingProxy(server.port)
+    loaded = subprocess.run(command, env=os.environ | {"AWS_ENDPOINT_URL": proxy.url}, capture_output=True, timeout=120)
+    proxy.close()
+    assert loaded.returncode == 0, loaded.stderr
+    assert (target / "model.safetensors").read_bytes() == content
+    assert proxy.sent_bytes < len(content) - kept + 100_000
+
+
+def test_a_file_that_was_replaced_meanwhile_is_never_mixed(
+    load: Load, server: S3Server, signed: None, tmp_path: Path
+) -> None:
+    source = "s3://models/replaced"
+    server.put(
+        "models", {"replaced/config.json": FILES["config.json"], "replaced/model.safetensors": safetensors(9000)}
+    )
+    kind = find_kind(source)
+    repository = kind.open(source)
+    listing = repository.list_files()
+    server.put("models", {"replaced/model.safetensors": safetensors(9000, seed=1)})
+    (file,) = [file for file in listing.files if file.path == "model.safetensors"]
+    with (tmp_path / "part").open("ab") as out, pytest.raises(FetchError, match="was replaced") as caught:
+        repository.fetch(file, listing.version, out)
+    assert caught.value.reason == "SourceChanged"
+
+
+def test_a_file_that_was_uploaded_in_part_is_found_before_ready(
+    load: Load, server: S3Server, signed: None, tmp_path: Path
+) -> None:
+    half = {"half/config.json": FILES["config.json"], "half/model.safetensors": safetensors(9000)[:5000]}
+    server.put("models", half)
+    error = fault(load, "s3://models/half", tmp_path)
+    assert error.reason == "ModelUnreadable"
+    assert "`model.safetensors`" in error.message
+    assert "upload the file again" in error.message
+
+
+def test_a_shard_that_the_index_names_must_be_there(load: Load, server: S3Server, signed: None, tmp_path: Path) -> None:
+    server.put("models", {f"gap/{name}": text for name, text in FILES.items() if name != "model-1.safetensors"})
+    error = fault(load, "s3://models/gap", tmp_path)
+    assert error.reason == "ModelUnreadable"
+    assert "lacks model-1.safetensors" in error.message
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "words"),
+    [
+        ("s3://no-such-bucket/tiny", "ModelNotFound", "NoSuchBucket"),
+        ("s3://models/nothing", "ModelNotFound", "no file below that prefix"),
+        ("s3://models/tiny/x.gguf", "ModelNotFound", "has no file `x.gguf`"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    load: Load, signed: None, tmp_path: Path, source: str, reason: str, words: str
+) -> None:
+    error = fault(load, source, tmp_path)
+    assert (error.reason, words in error.message) == (reason, True), error.message
+
+
+def test_wrong_credentials_are_not_a_missing_model(
+    load: Load, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-one")
+    error = fault(load, "s3://models/tiny", tmp_path)
+    assert error.reason == "Unauthorized"
+    assert "credentialsSecretRef" in error.message
+    assert "wrong-one" not in error.message
+
+
+def test_an_expired_credential_is_called_expired(
+    load: Load, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Amazon answers; the server of these tests knows no session that ends."""
+
+    class Expired(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None: ...
+
+    answering = ThreadingHTTPServer(("127.0.0.1", 0), Expired)
+    thread = Thread(target=answering.serve_forever, args=(0.02,))
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{answering.server_address[1]}")
+    error = fault(load, "s3://models/tiny", tmp_path)
+    answering.shutdown()
+    thread.join()
+    answering.server_close()
+    assert error.reason == "Unauthorized"
+    assert "have expired" in error.message
+    assert "Renew them" in error.message
+
+
+def test_a_server_that_is_not_there(load: Load, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    error = fault(load, "s3://models/tiny", tmp_path)
+    assert error.reason == "SourceUnreachable"
+    assert "http://127.0.0.1:9" in error.message

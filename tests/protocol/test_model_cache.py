@@ -1,0 +1,219 @@
+"""The cache of models on one machine: fetched once, bounded, evicted by last use, checked before it is believed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+from tiny_files import model_files
+from waiting import WAIT_LIMIT_S, wait_until
+
+from pagemill_protocol.sources import FetchError, resolve_source
+from pagemill_protocol.sources.base import Listing, RemoteFile, Repository, SourceKind
+from pagemill_protocol.sources.settings import parse_size
+from pagemill_protocol.sources.store.cache import ModelCache, entry_name
+from pagemill_protocol.sources.store.record import NAME
+
+FILES = model_files(num_shards=2, shard_bytes=1_000_000)
+MODEL_BYTES = sum(map(len, FILES.values()))
+
+
+class Shelf(SourceKind, Repository):
+    """A kind as a package from outside writes it: it hands out the same files under any name, and counts."""
+
+    scheme = "shelf"
+    where = "network"
+    form = "shelf://NAME"
+    about = "Files of a test."
+    name = "`shelf`"
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fault(self, source: str) -> str | None:
+        return None
+
+    def open(self, source: str) -> Repository:
+        return self
+
+    def list_files(self) -> Listing:
+        return Listing("1", [RemoteFile(path, len(content)) for path, content in FILES.items()])
+
+    def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
+        assert self.gate.wait(WAIT_LIMIT_S)
+        self.fetched.append(file.path)
+        out.write(FILES[file.path][out.tell() :])
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    return Shelf()
+
+
+def fetch(root: Path, shelf: Shelf, name: str, limit_bytes: int | None = None, *, evicts: bool = True) -> Path:
+    return ModelCache(root, limit_bytes, evicts=evicts).fetch(shelf, f"shelf://{name}", lambda **_: None, name=name)
+
+
+def elsewhere(root: Path, name: str) -> Iterator[Path]:
+    """Another process has fetched it and ended: nothing of this one holds it."""
+    code = "import sys; sys.path[:0] = sys.argv[3:]; import test_model_cache as t, pathlib; "
+    code += "t.fetch(pathlib.Path(sys.argv[1]), t.Shelf(), sys.argv[2])"
+    here = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "shared")]
+    subprocess.run([sys.executable, "-c", code, str(root), name, *here], check=True, timeout=WAIT_LIMIT_S)
+    yield root / name
+
+
+def fill(root: Path, *names: str) -> None:
+    """Models without a process that uses them, the first one longest unused."""
+    for age, name in enumerate(names):
+        (path,) = elsewhere(root, name)
+        os.utime(path / NAME, (1000 + age, 1000 + age))
+
+
+def test_a_second_replica_of_the_machine_fetches_nothing(tmp_path: Path, shelf: Shelf) -> None:
+    fetch(tmp_path, shelf, "a")
+    fetch(tmp_path, shelf, "a")
+    assert sorted(shelf.fetched) == sorted(FILES)
+
+
+def test_replicas_that_start_together_fetch_once(tmp_path: Path, shelf: Shelf) -> None:
+    shelf.gate.clear()
+    threads = [threading.Thread(target=fetch, args=(tmp_path, shelf, "a")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: (tmp_path / ".a.loading").is_dir())
+    shelf.gate.set()
+    for thread in threads:
+        thread.join(WAIT_LIMIT_S)
+    assert sorted(shelf.fetched) == sorted(FILES)
+    assert (tmp_path / "a" / "model-1.safetensors").read_bytes() == FILES["model-1.safetensors"]
+
+
+def test_the_longest_unused_model_makes_room(tmp_path: Path, shelf: Shelf) -> None:
+    fill(tmp_path, "old", "new")
+    fetch(tmp_path, shelf, "next", limit_bytes=int(2.5 * MODEL_BYTES))
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"new", "next"}
+
+
+def test_using_a_model_makes_it_the_last_to_go(tmp_path: Path, shelf: Shelf) -> None:
+    fill(tmp_path, "old", "new")
+    (used,) = elsewhere(tmp_path, "old")
+    fetch(tmp_path, shelf, "next", limit_bytes=int(2.5 * MODEL_BYTES))
+    assert used.is_dir()
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_that_a_process_uses_is_never_removed(tmp_path: Path, shelf: Shelf) -> None:
+    fill(tmp_path, "served")
+    code = "import sys; from pagemill_protocol.sources import resolve_source; "
+    code += "print(resolve_source('file://' + sys.argv[1]), flush=True); sys.stdin.read()"
+    engine = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "served")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert engine.stdout is not None
+    assert engine.stdout.readline()
+    with pytest.raises(FetchError, match=r"within the limit of 3 MiB.* served \(2 MiB\); in use") as caught:
+        fetch(tmp_path, shelf, "next", limit_bytes=int(1.5 * MODEL_BYTES))
+    assert caught.value.reason == "DiskFull"
+    assert "sizeLimit" in caught.value.message
+    engine.communicate()
+    fetch(tmp_path, shelf, "next", limit_bytes=int(1.5 * MODEL_BYTES))
+    assert not (tmp_path / "served").exists()
+
+
+def test_parts_of_a_source_that_no_loader_wants_any_more_go_first(tmp_path: Path, shelf: Shelf) -> None:
+    fill(tmp_path, "kept")
+    (tmp_path / ".gone.loading").mkdir()
+    (tmp_path / ".gone.loading" / "model.safetensors.part").write_bytes(bytes(MODEL_BYTES))
+    os.utime(tmp_path / ".gone.loading", (10, 10))
+    fetch(tmp_path, shelf, "next", limit_bytes=int(2.5 * MODEL_BYTES))
+    assert (tmp_path / "kept").is_dir()
+    assert not (tmp_path / ".gone.loading").exists()
+
+
+def test_nothing_is_removed_from_a_volume_of_others(tmp_path: Path, shelf: Shelf) -> None:
+    fill(tmp_path, "theirs")
+    with pytest.raises(FetchError, match="delete the folders that are not used"):
+        fetch(tmp_path, shelf, "next", limit_bytes=MODEL_BYTES, evicts=False)
+    assert (tmp_path / "theirs").is_dir()
+
+
+def test_a_model_larger_than_the_limit_is_refused_before_anything_is_fetched(tmp_path: Path, shelf: Shelf) -> None:
+    with pytest.raises(FetchError, match="needs 2 MiB more within the limit of 1 MiB"):
+        fetch(tmp_path, shelf, "a", limit_bytes=2**20)
+    assert shelf.fetched == []
+
+
+def test_a_damaged_file_is_found_by_its_digest_and_fetched_again(tmp_path: Path, shelf: Shelf) -> None:
+    fill(tmp_path, "a")
+    path = tmp_path / "a" / "model-0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    fetch(tmp_path, shelf, "a")
+    assert path.read_bytes() == FILES["model-0.safetensors"]
+
+
+def test_a_file_that_was_only_touched_is_believed_once_its_digest_is_seen(tmp_path: Path, shelf: Shelf) -> None:
+    fill(tmp_path, "a")
+    os.utime(tmp_path / "a" / "model-0.safetensors", (5, 5))
+    fetch(tmp_path, shelf, "a")
+    assert shelf.fetched == []
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path, shelf: Shelf) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here: run as root, as CI does where it may")
+    try:
+        with pytest.raises(FetchError, match=rf"{disk} has 1 MiB left.*free space") as caught:
+            fetch(disk, shelf, "a")
+        assert caught.value.reason == "DiskFull"
+        (disk / "filler").write_bytes(bytes(2**19))
+        with pytest.raises(FetchError, match="is full") as caught:
+            _fetch_past_the_check(disk, shelf)
+        assert caught.value.reason == "DiskFull"
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def _fetch_past_the_check(disk: Path, shelf: Shelf) -> None:
+    """The disk fills up while files are written."""
+
+    class Careless(ModelCache):
+        def _lack_bytes(self, missing_bytes: int) -> int:
+            return 0
+
+    Careless(disk).fetch(shelf, "shelf://a", lambda **_: None)
+
+
+def test_sources_have_folders_of_their_own() -> None:
+    assert entry_name("s3://a/b") != entry_name("s3://a/c")
+    assert len(entry_name("s3://a/b")) == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("5", 5), ("200Gi", 200 * 2**30), ("1.5T", 1_500_000_000_000), ("3Mi", 3 * 2**20)]
+)
+def test_sizes_are_written_as_in_kubernetes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "5 bananas", "1e400", "-"])
+def test_a_size_that_is_none_names_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="write bytes"):
+        parse_size(text)
+    monkeypatch.setenv("PAGEMILL_MODEL_CACHE_SIZE", text or "Gi")
+    with pytest.raises(Exception, match="PAGEMILL_MODEL_CACHE_SIZE"):
+        resolve_source("s3://bucket/model")

@@ -1,0 +1,166 @@
+"""`oci://`: artifacts and images of a registry that asks for tokens, by tag and digest, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from oci_registry import (
+    IMAGE_LAYER,
+    PASSWORD,
+    USER,
+    Layer,
+    TokenRegistry,
+    artifact,
+    crane_registry,
+    digest_of,
+    image,
+    push,
+    token_registry,
+)
+from tiny_files import model_files
+
+from pagemill_protocol.sources import FetchError, find_kind, resolve_source
+from pagemill_protocol.sources.store.cache import ModelCache
+
+FILES = model_files()
+Load = Callable[[str], Path]
+
+
+def login(registry: TokenRegistry, password: str = PASSWORD) -> str:
+    auth = base64.b64encode(f"{USER}:{password}".encode()).decode()
+    return json.dumps({"auths": {registry.host: {"auth": auth}}})
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TokenRegistry]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with token_registry() as registry:
+        monkeypatch.setenv("DOCKER_AUTH_CONFIG", login(registry))
+        push(registry.url, "team/m", "v1", artifact(FILES))
+        yield registry
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def fetch(source: str) -> Path:
+        return ModelCache(tmp_path / "models").fetch(find_kind(source), source, lambda **_: None)
+
+    return fetch
+
+
+def fault(load: Load, source: str) -> FetchError:
+    with pytest.raises(FetchError) as caught:
+        load(source)
+    return caught.value
+
+
+def assert_is_whole(folder: Path) -> None:
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+
+
+def test_an_artifact_of_files_by_tag(load: Load, registry: TokenRegistry) -> None:
+    assert_is_whole(load(f"oci://{registry.host}/team/m:v1"))
+
+
+def test_a_digest_names_one_content_for_ever(load: Load, registry: TokenRegistry) -> None:
+    digest = push(registry.url, "team/m", "v2", artifact(FILES))
+    push(registry.url, "team/m", "v2", artifact({"config.json": b"{}"}))
+    assert_is_whole(load(f"oci://{registry.host}/team/m:v2@{digest}"))
+
+
+def test_titles_with_a_folder_before_them(load: Load, registry: TokenRegistry) -> None:
+    push(registry.url, "team/m", "deep", artifact({f"models/tiny/{name}": text for name, text in FILES.items()}))
+    assert_is_whole(load(f"oci://{registry.host}/team/m:deep"))
+
+
+def test_an_image_with_the_model_in_its_folder(load: Load, registry: TokenRegistry) -> None:
+    system = {"etc/passwd": b"root", "usr/share/x.json": b"{}", "models/config.json": b"stale"}
+    layers = image(system, {f"models/{name}": text for name, text in FILES.items()})
+    push(registry.url, "team/m", "image", layers)
+    folder = load(f"oci://{registry.host}/team/m:image")
+    assert_is_whole(folder)
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == set(FILES)
+
+
+def test_serve_finds_a_model_one_folder_further_down(registry: TokenRegistry) -> None:
+    push(registry.url, "team/m", "sub", image({f"models/tiny/{name}": text for name, text in FILES.items()}))
+    assert_is_whole(resolve_source(f"oci://{registry.host}/team/m:sub"))
+
+
+def test_an_image_cannot_write_outside_the_folder(load: Load, registry: TokenRegistry, tmp_path: Path) -> None:
+    escaping = {"models/../../../escape.json": b"{}", "/abs.json": b"{}", "models/config.json": FILES["config.json"]}
+    push(registry.url, "team/m", "bad", image(escaping))
+    load(f"oci://{registry.host}/team/m:bad")
+    assert not list(tmp_path.rglob("escape.json"))
+    assert not Path("/abs.json").exists()
+
+
+def test_a_blob_that_is_cut_goes_on_where_it_stopped(load: Load, registry: TokenRegistry) -> None:
+    registry.cuts = [100_000] * 3
+    assert_is_whole(load(f"oci://{registry.host}/team/m:v1"))
+    assert registry.cuts == []
+    assert len({range_ for _, range_ in registry.asked if range_}) >= 2
+
+
+def test_content_of_another_digest_is_refused(load: Load, registry: TokenRegistry) -> None:
+    digest = digest_of(FILES["model-1.safetensors"])
+    registry.blobs[digest] = bytes(len(FILES["model-1.safetensors"]))
+    error = fault(load, f"oci://{registry.host}/team/m:v1")
+    assert error.reason == "ModelCorrupt"
+    assert "`model-1.safetensors` arrived damaged" in error.message
+
+
+def test_a_manifest_of_another_digest_is_refused(load: Load, registry: TokenRegistry) -> None:
+    wanted = "sha256:" + "0" * 64
+    registry.manifests[wanted] = b'{"layers": []}'
+    error = fault(load, f"oci://{registry.host}/team/m@{wanted}")
+    assert error.reason == "ModelCorrupt"
+    assert "Do not trust that registry" in error.message
+
+
+def test_an_artifact_that_is_no_model(load: Load, registry: TokenRegistry) -> None:
+    push(registry.url, "team/m", "text", artifact({"README.md": b"hello"}))
+    assert fault(load, f"oci://{registry.host}/team/m:text").reason == "ModelUnreadable"
+    push(registry.url, "team/m", "os", image({"etc/passwd": b"root"}))
+    assert "neither `config.json` nor" in fault(load, f"oci://{registry.host}/team/m:os").message
+
+
+def test_a_layer_that_is_no_archive(load: Load, registry: TokenRegistry) -> None:
+    push(registry.url, "team/m", "torn", [Layer(b"no tar at all", IMAGE_LAYER)])
+    assert "cannot be unpacked" in fault(load, f"oci://{registry.host}/team/m:torn").message
+
+
+def test_an_unknown_tag(load: Load, registry: TokenRegistry) -> None:
+    error = fault(load, f"oci://{registry.host}/team/m:none")
+    assert error.reason == "ModelNotFound"
+    assert "Check the name and the tag" in error.message
+
+
+@pytest.mark.parametrize("case", ["wrong", "absent", "expired"])
+def test_credentials_that_open_nothing(
+    load: Load, registry: TokenRegistry, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    if case == "expired":
+        registry.token_expires = True
+    else:
+        monkeypatch.setenv("DOCKER_AUTH_CONFIG", login(registry, "wrong-one") if case == "wrong" else "")
+    error = fault(load, f"oci://{registry.host}/team/m:v1")
+    assert error.reason == "Unauthorized"
+    assert "spec.model.credentialsSecretRef" in error.message
+    assert "wrong-one" not in error.message
+
+
+def test_a_registry_that_is_not_there(load: Load, tmp_path: Path) -> None:
+    assert fault(load, "oci://127.0.0.1:9/team/m").reason == "SourceUnreachable"
+
+
+def test_the_registry_that_other_tools_use(load: Load) -> None:
+    with crane_registry() as host:
+        push(f"http://{host}", "team/m", "v1", artifact(FILES))
+        assert_is_whole(load(f"oci://{host}/team/m:v1"))
+        digest = push(f"http://{host}", "team/m", "image", image({f"models/{name}": FILES[name] for name in FILES}))
+        assert_is_whole(load(f"oci://{host}/team/m@{digest}"))

