@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 from hypothesis import HealthCheck, settings
-from waiting import START_LIMIT_S, event_in, wait_until
+from waiting import START_LIMIT_S, busy_factor, event_in, wait_until
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
@@ -229,7 +228,7 @@ def without_a_hang(ask: Callable[[], Asked]) -> Asked:
         began_s = time.monotonic()
         answer = ask()
         took_s = time.monotonic() - began_s
-        if took_s < HANG_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))):
+        if took_s < HANG_S * busy_factor():
             return answer
     raise AssertionError(f"{took_s:.2f} s for {answer}, the {NUM_HANGS}th time")
 
