@@ -383,7 +383,7 @@ async def test_a_step_is_too_long_by_what_was_predicted_for_it_and_not_by_the_lo
     assert await brain.liveness("a") == "stuck"
 
 
-async def test_a_hang_in_a_prompt_of_two_thousand_tokens_on_a_cpu_is_seen_within_seven_seconds(brain: LocalBrain) -> None:
+async def test_a_hang_in_a_prompt_of_two_thousand_tokens_is_seen_within_seven_seconds(brain: LocalBrain) -> None:
     """A small model's step of 2,048 tokens takes 1.6 s on two cores; twice and a half as long is no hang."""
     know(brain, "a")
     report(brain, "a", silent_s=6.0, expected_step_ms=1600.0)
