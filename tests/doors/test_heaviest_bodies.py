@@ -35,6 +35,8 @@ MAX_PEAK_BYTES = 1024 * MIB
 """Of all processes of a server together: the chart's limit of a gateway."""
 MAX_CPU_S = 10.0
 """On a core that others share it takes up to twice as long as the 3 s of an idle one."""
+MAX_ENCODER_CPU_S = 20.0
+"""Where a model reads a thousand texts, too."""
 MAX_LAG_S = 1.0
 """On a machine that is not busy otherwise; else as much more as its cores are shared."""
 BOUNDARY = "boundary-of-the-form"
@@ -306,7 +308,13 @@ def embedding_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]
     write_encoder(*ENCODERS["bert"], folder)
     write_modules(folder, "mean")
     write_wordpiece(folder)
-    engine = {"model": str(folder), "served_names": [MODEL], "dtype": "float32", "num_threads": 1}
+    engine = {
+        "model": str(folder),
+        "served_names": [MODEL],
+        "dtype": "float32",
+        "num_threads": 1,
+        "max_num_waiting": 4096,
+    }
     values = {"engine": engine, "server": {"port": 0, "control_port": 0, "internal_token": TOKEN}}
     yield from running("engine", "pagemill_engine.server", tmp_path_factory.mktemp("embedding"), values, EMBEDS)
 
@@ -348,7 +356,8 @@ def test_the_heaviest_accepted_body_costs_a_bounded_amount(request: pytest.Fixtu
         lags.append(cost.lag_s)
         assert answer.status in accepted(case), answer
         assert cost.peak_bytes < MAX_PEAK_BYTES, f"{cost.peak_bytes / MIB:.0f} MiB"
-        assert cost.cpu_s < MAX_CPU_S, f"{cost.cpu_s:.1f} s of CPU time"
+        most_cpu_s = MAX_ENCODER_CPU_S if pools and case.server == "engine" else MAX_CPU_S
+        assert cost.cpu_s < most_cpu_s, f"{cost.cpu_s:.1f} s of CPU time"
         if cost.lag_s < MAX_LAG_S * busy_factor():
             print(f"{case.label}: {cost.peak_bytes / MIB:.0f} MiB, {cost.cpu_s:.2f} s CPU, {cost.lag_s * 1000:.0f} ms")
             return

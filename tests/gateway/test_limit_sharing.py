@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, sequences_of, step
 from redis_server import RedisServer, redis_server
-from waiting import eventually
+from waiting import busy_factor, eventually
 
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
@@ -393,6 +394,21 @@ async def test_keys_in_redis_are_accepted_and_outlive_it(
         own_server.kill()
         await eventually(lambda: not store.up)
         assert knows(ring, "two")
+        await keys.close()
+
+
+async def test_a_key_that_is_added_changed_or_revoked_in_redis_counts_within_a_second(own_server: RedisServer) -> None:
+    ring = KeyRing([], shared=True)
+    async with stores(own_server, 1, prefix="p") as (store,):
+        keys = SharedKeys(store._link, ring.replace_shared)
+        keys.start()
+        own_server.command("HSET", "p:keys", hash_key("old"), "")
+        await eventually(lambda: knows(ring, "old"))
+        began_s = time.monotonic()
+        own_server.command("HSET", "p:keys", hash_key("new"), "")
+        own_server.command("HDEL", "p:keys", hash_key("old"))
+        await eventually(lambda: knows(ring, "new") and not knows(ring, "old"))
+        assert time.monotonic() - began_s < busy_factor()
         await keys.close()
 
 
