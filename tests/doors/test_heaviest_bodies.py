@@ -448,8 +448,9 @@ def processes(door: Door) -> list[psutil.Process]:
 
 
 def cpu_s(process: psutil.Process) -> float:
+    """With that of its children that have ended."""
     times = process.cpu_times()
-    return float(times.user + times.system)
+    return float(times.user + times.system + times.children_user + times.children_system)
 
 
 def peak_bytes(process: psutil.Process) -> int:
