@@ -19,6 +19,7 @@ from waiting import busy_factor, eventually
 from examples import num_examples
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.limits.redis import link as redis_link
 from pagemill_gateway.limits.redis import store as redis_store
 from pagemill_gateway.limits.redis.link import Link
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
@@ -55,9 +56,11 @@ async def stores(
 ) -> AsyncIterator[list[RedisStore]]:
     """As many gateways, which know each other when they begin."""
     prefix = prefix or next(prefixes)
-    running = [
-        RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms))) for _ in range(count)
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redis_link, "CONNECT_TIMEOUT_S", max(redis_link.CONNECT_TIMEOUT_S, timeout_ms / 1000))
+        running = [
+            RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms))) for _ in range(count)
+        ]
     for each in running:
         each.start()
     try:
