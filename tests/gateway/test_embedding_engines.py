@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from encoder_models import CLASSIFIERS, ENCODERS, write_encoder, write_modules, write_unigram, write_wordpiece
 from real_cluster import Cluster, endpoint_of, start_cluster
 from transformers import AutoTokenizer
+
+from pagemill_protocol.http.auth import hash_key
 
 __all__ = ["start_cluster"]
 TEXTS = ["Paris is the capital of France", "cats sleeping", "the capital of Germany is Berlin", "zebras"]
@@ -188,6 +191,26 @@ def test_what_a_model_does_not_do_is_refused_by_gateway_and_engine(
             assert (status, message in answer["error"]["message"]) == (400, True), answer
     status, answer = post(ranker[0].url, "/v1/embeddings", {"model": "smol", "input": "hi"})
     assert (status, "scores pairs of texts" in answer["error"]["message"]) == (400, True)
+
+
+def test_the_limits_of_a_key_hold_for_embeddings_however_many_ask_at_once(
+    bert: tuple[Path, Any], start_cluster: Callable[..., Cluster]
+) -> None:
+    key, limit = "sk-embeds", 300
+    keys = (f"{hash_key(key)} tokens_per_minute={limit}",)
+    cluster = start_cluster(1, keys, model=str(bert[0]), max_model_len=None, dtype="float32")
+    with openai.OpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0) as client:
+        each = client.embeddings.create(model="smol", input=TEXTS).usage.total_tokens
+
+        def ask(_: int) -> int:
+            try:
+                return client.embeddings.create(model="smol", input=TEXTS).usage.total_tokens
+            except openai.RateLimitError:
+                return 0
+
+        with ThreadPoolExecutor(8) as threads:
+            served = each + sum(threads.map(ask, range(40)))
+    assert limit - each < served <= limit
 
 
 def test_another_engine_answers_when_one_is_killed(cluster: Cluster) -> None:
