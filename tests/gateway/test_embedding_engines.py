@@ -186,6 +186,7 @@ def test_what_a_model_does_not_do_is_refused_by_gateway_and_engine(
         ):
             status, answer = post(url, path, body)
             assert (status, message in answer["error"]["message"]) == (400, True), answer
+        assert post(url, "/api/show", {"model": "smol"})[1]["capabilities"] == ["embedding"]
     status, answer = post(ranker[0].url, "/v1/embeddings", {"model": "smol", "input": "hi"})
     assert (status, "scores pairs of texts" in answer["error"]["message"]) == (400, True)
 

@@ -196,5 +196,8 @@ def test_lists_name_models_with_their_tags() -> None:
     assert [each["context_length"] for each in json.loads(running(asked))["models"]] == [64]
     assert json.loads(show(asked))["model_info"]["pagemill.context_length"] == 64
     assert json.loads(version(asked)) == {"version": "1.2"}
+    pooled = asked._replace(cards=[cards[0]._replace(pools=True)])
+    assert json.loads(show(asked))["capabilities"] == ["completion", "tools"]
+    assert json.loads(show(pooled))["capabilities"] == ["embedding"]
     with pytest.raises(PagemillError, match="`x` does not exist"):
         show(asked._replace(raw=b'{"model": "x"}'))

@@ -124,7 +124,7 @@ def _show(asked: Asked) -> bytes:
             "parameters": "",
             "template": "",
             "model_info": {**info, "pagemill.context_length": card.max_model_len},
-            "capabilities": ["completion", "tools"],
+            "capabilities": ["embedding"] if card.pools else ["completion", "tools"],
         }
     )
 
