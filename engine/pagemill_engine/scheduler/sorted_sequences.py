@@ -15,7 +15,8 @@ OrderKey = Callable[[Sequence], tuple[int, ...]]
 
 
 def serving_key(request: Sequence) -> tuple[int, ...]:
-    """Order of the running sequences, which begins with the priority. The last one, the newest of the lowest priority, is preempted first."""
+    """Order of the running sequences, by priority first. The last one, the newest of the lowest priority, is preempted
+    first."""
     return (request.priority, request.arrival, request.choice)
 
 

@@ -1,7 +1,7 @@
 """Request fields that clients know and this server does not serve, as data.
 
 Ignoring such a field would silently give the client something it did not ask for, so it gets a 400 with the remedy. A
-value that asks for nothing beyond the default (`tools: []`, `suffix: ""`) is harmless and passes. Fields in no table
+value that asks for nothing beyond the default (`tools: []`, `echo: false`) is harmless and passes. Fields in no table
 and no schema are ignored. A field that becomes supported moves from here to `schemas`.
 """
 
@@ -27,7 +27,6 @@ _REMOVE = "Remove it."
 
 COMMON: Mapping[str, Unsupported] = {
     "prompt_embeds": Unsupported("Send the prompt as text or token ids."),
-    "truncate_prompt_tokens": Unsupported("Shorten the prompt before sending it."),
     "logits_processors": Unsupported("Use `logit_bias`.", ([],)),
     "spaces_between_special_tokens": Unsupported(_REMOVE, (True,)),
     "return_tokens_as_token_ids": Unsupported("Send `return_token_ids` to get token ids.", (False,)),
@@ -51,7 +50,6 @@ CHAT: Mapping[str, Unsupported] = {
 COMPLETIONS: Mapping[str, Unsupported] = {
     **COMMON,
     "thinking_token_budget": Unsupported("Only chats have reasoning; send it to /v1/chat/completions.", (-1,)),
-    "suffix": Unsupported("Filling in the middle is not available; put all text into `prompt`.", ("",)),
 }
 
 MESSAGE: Mapping[str, Unsupported] = {
