@@ -196,7 +196,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         return self.n if self.use_beam_search else self.num_sequences
 
     def cut_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """The last tokens of a prompt, as many as `truncate_prompt_tokens` leaves; -1: those that fit beside `max_tokens`.
+        """What `truncate_prompt_tokens` leaves of a prompt: its last tokens; -1: those that fit beside `max_tokens`.
         `max_model_len` 0: not known."""
         cut = self.truncate_prompt_tokens
         if cut == -1:
