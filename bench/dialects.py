@@ -32,13 +32,17 @@ START_LIMIT_S = 60.0
 
 def bodies(num_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """By dialect, path and body."""
-    chat = {"model": "m", "messages": MESSAGES, "stream": True, "max_tokens": num_tokens, "seed": 1}
+    spoken = {"model": "m", "stream": True, "max_tokens": num_tokens, "seed": 1}
+    chat = {**spoken, "messages": MESSAGES}
+    respond = {"model": "m", "stream": True, "max_output_tokens": num_tokens}
     tgi = {"inputs": TEXT, "parameters": {"max_new_tokens": num_tokens, "seed": 1}}
     options = {"num_predict": num_tokens, "seed": 1}
     generate = {"text_input": TEXT, "max_tokens": num_tokens, "seed": 1}
     return {
         "chat": ("/v1/chat/completions", chat),
         "chat, log probabilities": ("/v1/chat/completions", {**chat, "logprobs": True}),
+        "completions": ("/v1/completions", {**spoken, "prompt": TEXT}),
+        "responses": ("/v1/responses", {**respond, "input": MESSAGES}),
         "anthropic": ("/v1/messages", chat),
         "tgi": ("/generate_stream", tgi),
         "ollama": ("/api/chat", {"model": "m", "messages": MESSAGES, "options": options}),

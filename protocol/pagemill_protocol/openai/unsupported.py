@@ -22,7 +22,7 @@ class Unsupported(NamedTuple):
 
 
 _NO_FUNCTIONS = "It is OpenAI's older form; send `tools` and `tool_choice`."
-_TEXT_ONLY = "This server reads and writes text only; remove it."
+TEXT_ONLY = "This server reads and writes text only; remove it."
 _REMOVE = "Remove it."
 
 COMMON: Mapping[str, Unsupported] = {
@@ -38,9 +38,9 @@ CHAT: Mapping[str, Unsupported] = {
     **COMMON,
     "functions": Unsupported(_NO_FUNCTIONS, ([],)),
     "function_call": Unsupported(_NO_FUNCTIONS, ("none",)),
-    "audio": Unsupported(_TEXT_ONLY),
-    "modalities": Unsupported(_TEXT_ONLY, (["text"], [])),
-    "mm_processor_kwargs": Unsupported(_TEXT_ONLY, ({},)),
+    "audio": Unsupported(TEXT_ONLY),
+    "modalities": Unsupported(TEXT_ONLY, (["text"], [])),
+    "mm_processor_kwargs": Unsupported(TEXT_ONLY, ({},)),
     "web_search_options": Unsupported("This server does not search the web; remove it."),
     "documents": Unsupported("Put the documents into a message.", ([],)),
     "chat_template": Unsupported("Templates come from the model or from `model.chatTemplate` of its LLMDeployment."),
@@ -54,5 +54,5 @@ COMPLETIONS: Mapping[str, Unsupported] = {
 
 MESSAGE: Mapping[str, Unsupported] = {
     "function_call": Unsupported("It is OpenAI's older form; send `tool_calls`."),
-    "audio": Unsupported(_TEXT_ONLY),
+    "audio": Unsupported(TEXT_ONLY),
 }
