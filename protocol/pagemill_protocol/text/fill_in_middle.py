@@ -1,7 +1,7 @@
 """The prompt that asks a model for the text between a beginning and an end: `suffix` of completions.
 
 Models that were trained for it have three special tokens, and read beginning and end before they write the middle.
-Which tokens is told by the vocabulary alone; models without them answer with anything, so they are refused.
+The vocabulary alone says which tokens; models without them would answer with anything, so they are refused.
 """
 
 from __future__ import annotations
