@@ -237,7 +237,7 @@ async def test_a_batch_whose_time_is_over_says_so_of_each_line_left(engines, gat
     client = client_of(gateway)
     engines[0].behaviours.append(fake.says("done"))
     engines[0].behaviour = fake.hangs
-    batch = await client.ended(await client.create([line(number) for number in range(9)], window="1s"))
+    batch = await client.ended(await client.create([line(number) for number in range(9)], window="3s"))
     assert (batch["status"], batch["request_counts"]) == ("expired", {"total": 9, "completed": 1, "failed": 8})
     assert {each["error"]["code"] for each in await client.results(batch["error_file_id"])} == {"batch_expired"}
 
