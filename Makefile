@@ -63,7 +63,7 @@ test: .venv/.installed ## Run unit and integration tests (no cluster, no GPU): a
 
 .PHONY: test-full
 test-full: .venv/.installed ## Run every unit and integration test (no cluster, no GPU)
-	$(BIN)/pytest -m "not gpu" $(TEST_WORKERS) tests
+	$(BIN)/pytest -m "not gpu" --hypothesis-profile=full $(TEST_WORKERS) tests
 
 .PHONY: clients
 clients: .venv/.installed | $(UV) ## Run other projects' clients against a gateway (CLIENTS="openai litellm" picks some)
@@ -102,7 +102,8 @@ bench-peers: .venv/.installed | $(UV) ## Install other CPU engines and measure t
 	$(BIN)/python bench/side_by_side.py --uv $(UV) $(PEERS)
 
 .PHONY: bench-gate
-bench-gate: .venv/.installed ## Compare decode, prefill, step and gateway with an earlier commit (GATE="--base main" passes options)
+bench-gate: .venv/.installed | $(UV) ## Compare decode, prefill, step and gateway with an earlier commit (GATE="--base main" passes options)
+	$(UV) sync --frozen --quiet --group build $(UV_FLAGS) # compiles the earlier commit's kernels
 	$(BIN)/python bench/gate.py $(GATE)
 
 # On a machine with an NVIDIA device: the Python that has torch and Triton, nothing of ours installed, no network.

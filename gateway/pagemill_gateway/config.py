@@ -303,6 +303,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_batches(self.batches, self.redis)
         if self.tracing is not None:
             self.tracing.check()
+        self._check_doors()
+        self._check_numbers()
+        return self
+
+    def _check_doors(self) -> None:
         shares_keys = self.redis is not None and self.redis.keys
         has_keys = bool(self.api_keys) or self.api_keys_file is not None or shares_keys
         if has_keys and self.allow_anonymous:
@@ -330,6 +335,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise SettingsError(
                     f"allowed_origins: {origin[:80]!r} is no origin. Write it like https://app.example.com."
                 )
+
+    def _check_numbers(self) -> None:
         for field in ("port", "control_port"):
             if not 0 <= getattr(self, field) <= 65535:
                 value = getattr(self, field)
@@ -362,7 +369,6 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"max_in_flight_body_bytes: {self.max_in_flight_body_bytes} must be at least max_body_bytes "
                 f"({self.max_body_bytes}), or the largest bodies would always be refused."
             )
-        return self
 
 
 def load_config(path: Path) -> GatewayConfig:

@@ -155,6 +155,8 @@ _FUSE_LAYERS: dict[Backend, str] = {
     "cpu_native": "decoder_layer.native:fuse_layers",
     "cpu_bfloat16": "decoder_layer.native:fuse_layers",
 }
+_KEEP_FLOATS8: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
+"""Backends that multiply floats of 8 bits as they are stored."""
 _KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
 """Backends that multiply float32 by bfloat16 weights."""
 _ON_DEVICE: dict[Backend, dict[str, str]] = {
@@ -219,6 +221,8 @@ class Ops(NamedTuple):
     """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
     keeps_codes: bool = False
     """Matrices stored in codes stay so: the same values in less memory."""
+    keeps_floats8: bool = False
+    """Among these codes are floats of 8 bits."""
     keeps_bfloat16: bool = False
     """So do matrices stored in bfloat16, whatever the model computes in."""
     gathers: bool = True
@@ -269,6 +273,7 @@ def ops_for(
         fuse_layers=None if torch_attention else _optional(_FUSE_LAYERS, backend),
         weight_dtype=weight_dtype,
         keeps_codes=backend in _PACK_CODES,
+        keeps_floats8=backend in _KEEP_FLOATS8,
         keeps_bfloat16=backend in _KEEP_BFLOAT16,
         gathers=backend not in _OPAQUE,
         device=_device(backend),

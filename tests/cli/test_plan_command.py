@@ -160,7 +160,9 @@ def test_the_same_plan_is_rehearsed_the_same_and_more_load_is_felt() -> None:
 
 
 @pytest.mark.parametrize(("input_tokens", "output_tokens"), [(128, 256), (256, 128), (1500, 100)])
-@pytest.mark.parametrize("share_of_capacity", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "share_of_capacity", [pytest.param(0.1, marks=pytest.mark.full), pytest.param(0.5, marks=pytest.mark.full), 0.9]
+)
 def test_the_autoscaler_predicts_what_the_scheduler_then_does(
     input_tokens: int, output_tokens: int, share_of_capacity: float
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from examples import num_examples
 from pagemill_crds.base import forbidden_changes
 from pagemill_crds.explain import root, walk
 from pagemill_crds.models import LLMDeployment
@@ -161,7 +162,7 @@ OTHERS = [-1, 0, 1, 2, 15, 16, 64, 4097, 10**9, 0.5, True, False, [], {}, ["a"],
 VALUES = st.sampled_from([*TEXTS, *OTHERS])
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(400), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(SETTABLE), VALUES, min_size=1, max_size=3))
 def test_both_agree_on_any_change_of_some_fields(changes: dict[str, Any], admit: Admit) -> None:
     try:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 from front_doors import MAX_MODEL_LEN, MODEL, Door, start_door
-from hypothesis import settings
 
 TOKEN = "internal-secret"
 ENGINE = {
@@ -18,8 +17,6 @@ ENGINE = {
     "max_model_len": MAX_MODEL_LEN,
     "step_time": {"knots_tokens": [1, 512], "knot_ms": [2.0, 2.0]},
 }
-
-settings.register_profile("thorough", max_examples=5000, deadline=None)
 
 
 @pytest.fixture(scope="session")

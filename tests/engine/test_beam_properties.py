@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.block_pool import KVCacheError
 from pagemill_engine.kv.manager import BlockTable, KVCacheManager
@@ -131,7 +132,7 @@ def assert_as_alone(make: Make, requests: list[GenerateRequest], answers: Answer
             assert answers[key] == token_ids
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks)
 def test_every_search_ends_once_with_the_answers_it_finds_alone(
     checking_runner: Make, requests: list[GenerateRequest], options: dict[str, Any], num_blocks: int
@@ -144,7 +145,7 @@ def test_every_search_ends_once_with_the_answers_it_finds_alone(
     assert_as_alone(checking_runner, requests, answers)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
 def test_an_abort_at_any_time_ends_a_search_as_a_whole(
     checking_runner: Make,
@@ -168,7 +169,7 @@ def test_an_abort_at_any_time_ends_a_search_as_a_whole(
     assert core.load().num_blocks_active == 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
 def test_a_broken_row_fails_its_search_and_no_other(
     checking_runner: Make,

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from examples import num_examples
 from pagemill_engine.kv.integrity import check_integrity
 from pagemill_engine.kv.manager import KVCacheManager
 
@@ -206,6 +207,6 @@ class KVMachine(RuleBasedStateMachine):
 
 
 KVMachine.TestCase.settings = settings(
-    max_examples=1000, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=num_examples(1000), stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 test_kv_bookkeeping = KVMachine.TestCase

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.offline import check_tokens, config_of, conversations_of, prompts_of, sampling_of, search_of
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
@@ -304,7 +305,7 @@ def one_prompt(value: Any) -> Any:
     return value
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=num_examples(600), deadline=None)
 @given(anything)
 @example([1.7])
 @example({"prompt": "a", "multi_modal_data": {}})
@@ -320,7 +321,7 @@ def test_any_prompts_are_used_exactly_as_given_or_refused_by_name(prompts: Any) 
     assert repr(read) == repr(expected)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=num_examples(1000), deadline=None)
 @given(st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), anything, max_size=2))
 @example({"stop": "Paris"})
 @example({"stop_token_ids": 5})

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.kv.block_pool import BlockPool, KVCacheError
 from pagemill_engine.kv.manager import BlockTable, KVCacheManager
@@ -91,7 +92,7 @@ def serve(core: EngineCore, requests: list[GenerateRequest], stagger: int = 0) -
 
 
 @settings(
-    max_examples=150,
+    max_examples=num_examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -106,7 +107,7 @@ def test_every_request_ends_once_with_the_answer_it_gets_alone(
             assert answers[key] == token_ids
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
 def test_aborts_at_any_time_leave_nothing_behind(
     checking_runner: Make,
@@ -133,7 +134,7 @@ def test_aborts_at_any_time_leave_nothing_behind(
     assert core.load().num_blocks_active == 0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads(), engine_settings, numbers_of_blocks, st.data())
 def test_failing_steps_and_rows_harm_no_other_request(
     checking_runner: Make,

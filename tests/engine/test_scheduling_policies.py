@@ -10,6 +10,7 @@ from hand_clock import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.null import NullRunner
@@ -121,7 +122,7 @@ def test_no_request_starves_however_many_others_keep_coming(
         assert clock.now - start_s <= lead_s + 5 * period_s, "the victim waits for those who came after its lead"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.lists(st.tuples(st.integers(1, 300), st.integers(-3, 3), st.floats(0, 5)), min_size=2, max_size=12),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from redis_server import RedisServer, redis_server
 from waiting import eventually
 
+from examples import num_examples
 from pagemill_gateway.brain.interface import Assignment, HashScheme, Target
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.limiter import Limiter, Reservation
@@ -323,7 +324,7 @@ async def use_up(world: World) -> None:
         await world.step()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=num_examples(80), deadline=None)
 @given(limits=limits, steps=st.lists(rounds, max_size=8))
 def test_engines_never_generate_more_than_the_limits_of_a_key(limits: Limits, steps: list[Any]) -> None:
     async def main() -> None:

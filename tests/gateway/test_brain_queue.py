@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queued_world import BLOCK, Pod, World, limits, served, settle, spawn
 
+from examples import num_examples
 from pagemill_gateway.brain.interface import (
     Assignment,
     CompletedRequest,
@@ -315,7 +316,7 @@ async def test_longer_answers_than_expected_cost_their_key_its_next_turns() -> N
         task.cancel()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(data=st.data())
 def test_whatever_happens_no_request_is_lost_and_nothing_stays_reserved(data: st.DataObject) -> None:
     asyncio.run(live_through(data))

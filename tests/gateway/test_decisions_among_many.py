@@ -10,6 +10,7 @@ from hand_clock import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Assignment, CompletedRequest, FailureKind, RoutingRequest
@@ -235,7 +236,7 @@ class World:
         return candidate_of(record, self.clock.now, depth * CHUNK_TOKENS if fresh else 0, session)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(seed=st.integers(0, 2**32))
 def test_what_the_brain_keeps_of_endpoints_is_what_it_would_find_if_it_looked_again(seed: int) -> None:
     """The twin has the same past, and forgets before each decision whatever it keeps."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_gateway.admission.fair_queue import MAX_DEBTS, MAX_KEPT, FairQueue, Waiter
 
 
@@ -202,7 +203,7 @@ def test_a_noisy_neighbour_gets_no_more_than_anybody(seed: int, num_quiet: int, 
     assert not queue.find_inconsistencies()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(data=st.data(), max_requests=st.integers(0, 6), max_bytes=st.integers(0, 40))
 def test_nothing_is_lost_and_the_bounds_hold_whatever_happens(
     data: st.DataObject, max_requests: int, max_bytes: int

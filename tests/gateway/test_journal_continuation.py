@@ -19,6 +19,7 @@ from byte_bundle import byte_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.ipc.messages import LogprobsOut, TokensOut
 from pagemill_engine.output.processor import OutputProcessor
 from pagemill_gateway.admission.attempts import MOST_ENDS
@@ -238,7 +239,7 @@ def make_request(texts: list[str], *, stream: bool, **fields: Any) -> GenerateRe
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(TEXTS, STOPS, BREAKS, st.sampled_from([None, 1]), st.sampled_from(["chat", "completions"]))
 def test_a_stream_cut_at_any_byte_is_the_undisturbed_one(
     byte_tokenizer: Tokenizer,
@@ -257,7 +258,7 @@ def test_a_stream_cut_at_any_byte_is_the_undisturbed_one(
     assert msgspec.structs.replace(got_usage, cached_tokens=1) == usage
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(TEXTS, STOPS, BREAKS)
 def test_a_body_whose_engines_are_lost_is_the_undisturbed_one(
     byte_tokenizer: Tokenizer, texts: list[str], stop: list[str], breaks: list[Break]

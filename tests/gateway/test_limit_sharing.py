@@ -15,6 +15,7 @@ from limit_histories import limits, sequences_of, step
 from redis_server import RedisServer, redis_server
 from waiting import eventually
 
+from examples import num_examples
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.redis import store as redis_store
@@ -76,7 +77,7 @@ def ask(limits: Limits, tokens: int = 1, account: str = "a") -> Ask:
 histories = st.lists(step, max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(limits=limits, history=histories)
 @example(limits=Limits(tokens_per_month=1), history=[("reserve", 0), ("extend", 1), ("reserve", 1)])
 def test_redis_decides_exactly_as_the_memory_of_one_gateway(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, sequences_of, step
 
+from examples import num_examples
 from pagemill_gateway.limits.memory import MemoryStore
 from pagemill_gateway.limits.periods import periods_at
 from pagemill_gateway.limits.store import Answer, Ask, More
@@ -98,7 +99,7 @@ class World:
         self.store.settle(taken.lease, tokens)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(limits=limits, steps=steps)
 def test_no_minute_ever_takes_more_than_its_limits(limits: Limits, steps: list[tuple[str, int]]) -> None:
     world = World(limits)
@@ -122,7 +123,7 @@ def test_no_minute_ever_takes_more_than_its_limits(limits: Limits, steps: list[t
             world.settle(world.book.open[0], amount)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(limits=limits, steps=steps)
 def test_a_refusal_says_truly_when_to_come_back(limits: Limits, steps: list[tuple[str, int]]) -> None:
     world = World(limits._replace(concurrency=None, tokens_per_day=None, tokens_per_month=None))
@@ -143,7 +144,7 @@ def test_a_refusal_says_truly_when_to_come_back(limits: Limits, steps: list[tupl
             assert again.refused != answer.refused, "the limit named has capacity now"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(limits=limits, steps=steps)
 def test_what_is_settled_is_conserved_and_nothing_stays_behind(limits: Limits, steps: list[tuple[str, int]]) -> None:
     """Budgets hold exactly what was used, places are all free again, and the minute forgets."""

@@ -10,6 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.ipc.messages import PrefixEvents
 from pagemill_engine.kv.manager import KVCacheManager
 from pagemill_engine.server.state_stream import StatePublisher
@@ -121,7 +122,7 @@ events = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=num_examples(60))
 @given(st.lists(events, max_size=60))
 def test_after_any_evictions_losses_and_departures_the_index_equals_the_engines_own_sets(
     steps: list[tuple[str, str, list[int] | int]],

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import num_examples
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.paged_attention import native, reference
@@ -78,7 +79,7 @@ def stored(cache: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @needs_bfloat16
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4), (32, 1)]),

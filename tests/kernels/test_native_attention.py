@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_kernels.activation import native as activation
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library
@@ -41,7 +42,7 @@ def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: in
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90)), min_size=1, max_size=6),
     heads=st.sampled_from([(1, 1), (9, 3), (8, 2), (4, 4), (32, 1)]),

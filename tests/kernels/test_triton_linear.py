@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -32,6 +33,10 @@ CODES = {
     "8 bits in groups of 16": codes_of(8, 40, 96, group_size=16, offsets=False),
     "8 bits in groups of 16 with offsets": codes_of(8, 40, 96, group_size=16),
     "one group": codes_of(4, 5, 32),
+    "4 bits in groups of 64": codes_of(4, 40, 192, group_size=64),
+    "8 bits in one group": codes_of(8, 40, 96, group_size=96, offsets=False),
+    "4 bits in another order": replace(codes_of(4, 40, 192, group_size=96), input_order=torch.randperm(192)),
+    "8 bits in another order": replace(codes_of(8, 40, 96), input_order=torch.randperm(96)),
 }
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import LENGTHS, Scaled, arrivals, busy, engines, signals
 
+from examples import num_examples
 from pagemill_operator.autoscaler.demand import DemandPolicy
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import Record, decode_record, encode_record, replay
@@ -56,7 +57,7 @@ def instants(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(policies, st.lists(st.tuples(instants(), st.floats(0.1, 400)), min_size=1, max_size=12), st.integers(0, 30))
 def test_bounds_hold_reasons_are_given_and_every_record_replays(
     policy: ScalingSettings, story: list, replicas: int
@@ -71,7 +72,7 @@ def test_bounds_hold_reasons_are_given_and_every_record_replays(
         scaled.now += pause_s
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(instants(), st.integers(1, 20))
 def test_what_is_missing_never_removes(fields: dict[str, object], replicas: int) -> None:
     policy = ScalingSettings("Active", 0, 20, kv_cache_usage=0.8, down=Direction(0.0), idle_s=0.0)
@@ -119,7 +120,7 @@ def _poisson(rng: random.Random, mean: float) -> int:
     return count
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 @given(instants(), st.integers(0, 10))
 def test_the_same_input_gives_the_same_decision(fields: dict[str, object], replicas: int) -> None:
     policy = ScalingSettings("Active", 0, 20, kv_cache_usage=0.8, queue_depth=2, slo=Slo(500.0, 50.0))

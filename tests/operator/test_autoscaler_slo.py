@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import BLOCK_SIZE, BLOCKS, SEATS, STEP_TIME, Scaled, arrivals, engines, signals
 
+from examples import num_examples
 from pagemill_operator.autoscaler.memory import Memory, Rate
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
@@ -46,7 +47,7 @@ def test_the_steady_state_is_that_of_littles_law() -> None:
 rates = st.floats(0.01, 200.0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(rates, st.integers(1, 50), st.floats(1, 4000), st.floats(1, 1000))
 def test_more_replicas_are_never_slower_and_more_load_never_faster(
     rate: float, replicas: int, prompt: float, output: float

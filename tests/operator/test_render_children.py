@@ -21,6 +21,7 @@ from foreign_kinds import VALIDATORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_crds.models import LLMDeployment
 from pagemill_engine.config import ServerConfig
 from pagemill_operator.backends.kubernetes.render import loader_name, render_children
@@ -487,7 +488,7 @@ def test_another_source_or_another_secret_is_another_job(deployment: Make) -> No
         },
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_whatever_is_wished_the_manifests_match_kubernetes_schemas(sections: dict[str, Any]) -> None:
     document = {
         "apiVersion": "pagemill.dev/v1alpha1",

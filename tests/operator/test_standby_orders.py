@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import arrivals, engines, signals
 
+from examples import num_examples
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.demand import DemandPolicy
 from pagemill_operator.autoscaler.memory import Memory
@@ -182,7 +183,7 @@ class World:
         return sum(phase == "asleep" for phase in phases.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     warm=st.integers(0, 3),
     most=st.integers(1, 6),
@@ -210,7 +211,7 @@ def test_whatever_was_wanted_before_it_settles_and_stays(
     assert sorted(world.seen.values()) == phases
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(st.integers(0, 5), st.floats(0, 8), st.integers(0, 60), st.integers(1, 4))
 def test_who_sleeps_is_no_capacity_for_any_decision(ready: int, active: float, waiting: int, asleep: int) -> None:
     policy = ScalingSettings("Active", 0, 10, 3, 0.8, 2)

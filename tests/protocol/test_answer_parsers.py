@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_protocol.answers.events import (
     AnswerFormat,
     CallArguments,
@@ -159,7 +160,7 @@ SNIPPETS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.sampled_from(FORMS), st.lists(SNIPPETS, max_size=4).map("".join), st.data())
 def test_any_cutting_gives_the_same_events_and_at_any_place_the_same_events_so_far(
     form: AnswerFormat, answer: str, data: st.DataObject

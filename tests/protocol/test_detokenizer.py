@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from examples import num_examples
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.sentencepiece import decoder_json, model_json, normalizer_json
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -59,13 +60,13 @@ def pieces(tokenizer: Tokenizer, ids: list[int], cuts: list[int], prompt: tuple[
     return [*shown, detokenizer.flush()]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400), deadline=None)
 @given(ids=st.lists(st.integers(0, 270), max_size=40), cuts=st.lists(st.integers(0, 100), max_size=20))
 def test_any_cut_of_any_ids_gives_the_text_of_decoding_at_once(tokenizer, ids, cuts):
     assert "".join(pieces(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(text=st.text(max_size=30), cuts=st.lists(st.integers(0, 200), max_size=60))
 def test_valid_text_never_shows_a_replacement_character(tokenizer, text, cuts):
     text = text.replace("\ufffd", "").replace("▁", "")
@@ -77,7 +78,7 @@ def test_valid_text_never_shows_a_replacement_character(tokenizer, text, cuts):
 
 
 @pytest.mark.model
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(ids=st.lists(st.integers(0, 49_151), max_size=60), cuts=st.lists(st.integers(0, 100), max_size=20))
 def test_the_embedded_models_stream_is_its_decoding(smollm2, ids, cuts):
     assert "".join(pieces(smollm2, ids, cuts)) == smollm2.decode(ids)

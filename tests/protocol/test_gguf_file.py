@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_protocol.gguf_file import MAX_ARRAY_ENTRIES, GGMLType, GGUFError, GGUFFile
 
 REFUSAL_LIMIT_S = 0.05
@@ -174,7 +175,7 @@ def test_a_value_of_the_wrong_type_is_named(write_gguf):
         file.get("llama.block_count", int)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_gives_a_gguf_error_or_a_readable_file(tmp_path, write_gguf, data):
     path = tmp_path / "llama.gguf"

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import UnsupportedModelArchitecture
 from pagemill_protocol.models.known import BUILT_IN, known_architectures
@@ -400,7 +401,7 @@ json_values = st.recursive(
 extra_keys = ["rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types", "use_sliding_window"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from([*LLAMA, "hidden_act", *extra_keys]), json_values, max_size=3))
 def test_any_configuration_gives_a_spec_or_a_source_error(folder, changes):
     try:

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from examples import num_examples
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import (
@@ -380,7 +381,7 @@ field_names = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(
     st.dictionaries(field_names, json_values, max_size=5), st.sampled_from([ChatCompletionRequest, CompletionRequest])
 )
@@ -390,7 +391,7 @@ def test_any_json_is_parsed_or_refused_in_shape(fields: dict[str, Any], schema: 
     assert_parsed_or_refused(raw, schema)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(st.binary(max_size=80))
 @example(b'{"a":"\\u0000')
 @example(b'"\\udfff\\u0000"')

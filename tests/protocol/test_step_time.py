@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 
@@ -191,7 +192,7 @@ steps = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(st.lists(steps, max_size=60), st.lists(steps, min_size=1, max_size=20))
 def test_predictions_are_finite_never_negative_and_rise_with_tokens(
     observed: list[tuple[int, int, int, float]], asked: list[tuple[int, int, int, float]]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from examples import num_examples
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.text import fitting
 from pagemill_protocol.text.bundle import TokenizerBundle
@@ -65,7 +66,7 @@ def test_no_token_stands_for_more_bytes_than_the_bound(tokenizer_json: dict[str,
     coverage, tokenizer = coverage_of(tokenizer_json), tokenizer_of(tokenizer_json)
     assert coverage is not None
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=num_examples(300), deadline=None)
     @given(TEXTS)
     def every(text: str) -> None:
         assert coverage.num_bytes(text.encode()) <= coverage.bytes_per_token * len(tokenizer.encode(text))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
+from examples import num_examples
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generation_defaults import GenerationDefaults
 from pagemill_protocol.gguf_file import GGUFError, GGUFFile
@@ -52,7 +53,7 @@ def smollm2_reference(smollm2_path: Path) -> Backend:
 
 
 @pytest.mark.model
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=num_examples(500), deadline=None)
 @given(text=texts)
 def test_smollm2_encodes_and_decodes_as_its_published_pipeline(smollm2, smollm2_reference, text):
     ids = smollm2.encode(text)
@@ -61,7 +62,7 @@ def test_smollm2_encodes_and_decodes_as_its_published_pipeline(smollm2, smollm2_
 
 
 @pytest.mark.model
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(text=st.text(alphabet=st.characters(max_codepoint=0x1FFFF, exclude_categories=("Cc", "Cs")), max_size=20))
 def test_smollm2_gives_back_the_text_it_encoded(smollm2, text):
     # Its vocabulary lacks some control characters and the first bytes of planes in which nothing is assigned.
@@ -69,7 +70,7 @@ def test_smollm2_gives_back_the_text_it_encoded(smollm2, text):
 
 
 @pytest.mark.model
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(ids=st.lists(st.integers(0, 49_300), max_size=30), skip=st.booleans())
 def test_smollm2_decodes_any_ids_as_the_tokenizers_library(smollm2, smollm2_reference, ids, skip):
     assert smollm2.decode(ids, skip) == smollm2_reference.decode(ids, skip_special_tokens=skip)
@@ -232,7 +233,7 @@ def test_word_patterns_are_those_that_transformers_uses_for_the_same_names():
         assert PRE_TOKENIZERS[name].splits == (mapping.GGUF_PRE_TOKENIZER_SPLITS[name],), name
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(["gpt2", "llama"]), data=st.data())
 def test_a_damaged_vocabulary_gives_a_source_error_or_a_tokenizer(tmp_path, write_gguf, kind, data):
     path = tmp_path / f"{kind}.gguf"
@@ -296,7 +297,7 @@ def sentencepiece() -> dict[str, Any]:
     return sentencepiece_metadata()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.one_of(st.text(max_size=20), st.text(alphabet="abehlortu  ü", max_size=40)))
 def test_sentencepiece_merges_the_best_piece_first_and_falls_back_to_bytes(write_gguf, sentencepiece, text):
     tokenizer = cached_tokenizer(write_gguf, sentencepiece)

@@ -23,6 +23,8 @@ import psutil
 from hypothesis import HealthCheck, settings
 from waiting import START_LIMIT_S, event_in, wait_until
 
+from examples import num_examples
+
 MODEL = "tiny"
 MAX_MODEL_LEN = 512
 ANSWER_TIMEOUT_S = 60.0
@@ -38,9 +40,8 @@ Asked = TypeVar("Asked")
 
 def examples(number: int) -> settings:
     """That many of them; `--hypothesis-profile=thorough` multiplies."""
-    scaled = max(1, number * settings().max_examples // 100)
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    return settings(max_examples=scaled, deadline=None, suppress_health_check=checks)
+    return settings(max_examples=num_examples(number), deadline=None, suppress_health_check=checks)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
@@ -205,7 +206,7 @@ def test_the_same_workload_gives_the_same_outcome() -> None:
     assert other.requests != first.requests
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 @given(
     drawn=st.lists(
         st.tuples(

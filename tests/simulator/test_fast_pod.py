@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.config import EngineConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.engine import EngineSimulation
@@ -94,7 +95,7 @@ requests = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     drawn=st.lists(requests, min_size=1, max_size=20),
     num_blocks=st.sampled_from([60, 120, 1000]),
@@ -121,7 +122,7 @@ def test_any_small_workload_takes_what_it_takes_the_scheduler(
     assert_same(trace, engine)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     drawn=st.lists(requests, min_size=1, max_size=12),
     looks=st.lists(st.floats(0.0, 3.0), max_size=30),

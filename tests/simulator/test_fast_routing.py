@@ -7,6 +7,7 @@ from typing import NamedTuple
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_gateway.admission.reservations import Need, Reservations
 from pagemill_gateway.brain.endpoints.record import EndpointRecord, has_capacity
@@ -164,7 +165,7 @@ def pod_of(
     num_output_tokens=1,
     mean=1.0,
 ).via("a search for equal costs")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(
     drawn=st.lists(pods(), min_size=1, max_size=6),
     num_prompt_tokens=st.integers(1, 4000),

@@ -41,11 +41,15 @@ class CodeKind(NamedTuple):
     bits: Literal[4, 8]
     group_size: int = GROUP_SIZE
     has_offsets: bool = False
+    is_float: bool = False
 
     @property
-    def stored_bits(self) -> int:
+    def stored_bits(self) -> float:
         """Bits of one weight, with its share of the float32 scale and offset."""
-        return self.bits + 32 * (1 + self.has_offsets) // self.group_size
+        return self.bits + 32 * (1 + self.has_offsets) / self.group_size
+
+    def __str__(self) -> str:
+        return f"{self.bits}-bit {'floats' if self.is_float else 'codes'} of {self.stored_bits:.4g} bits a weight"
 
 
 CODE_KINDS: dict[str, CodeKind] = {
@@ -65,13 +69,10 @@ CODE_KINDS: dict[str, CodeKind] = {
 }
 
 
-def in_words(kind: str, kinds: Iterable[CodeKind | None] = ()) -> str:
-    """What weights that files store as `kind` are in memory; empty for types that are no codes.
-
-    `kinds`: of all tensors, where the type does not say it.
-    """
-    found = CODE_KINDS.get(kind) or next((each for each in kinds if each is not None), None)
-    return "" if found is None else f", {kind} as {found.bits}-bit codes of {found.stored_bits} bits a weight"
+def in_words(stored_as: str, kinds: Iterable[CodeKind | None]) -> str:
+    """What tensors that files store so are in memory. `kinds`: those of all tensors, `None` for floats."""
+    found = sorted({str(kind) for kind in kinds if kind is not None})
+    return f"{stored_as} as {' and '.join(found) or 'floats'}"
 
 
 _STORED_OFFSETS = {"Q4_0": False, "Q4_1": True, "Q8_0": False}

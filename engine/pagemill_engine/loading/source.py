@@ -53,4 +53,4 @@ def stored_bytes(source: WeightSource, name: str, dtype: torch.dtype, keep_store
     """Of one tensor; arguments as for `num_bytes`."""
     kind = source.code_kind(name) if keep_stored else None
     kept = torch.bfloat16 if keep_stored and source.is_bfloat16(name) else dtype
-    return math.prod(source.shapes[name]) * (8 * kept.itemsize if kind is None else kind.stored_bits) // 8
+    return int(math.prod(source.shapes[name]) * (8 * kept.itemsize if kind is None else kind.stored_bits) / 8)

@@ -9,23 +9,36 @@ from types import MappingProxyType
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.gguf_weights import GGUFWeights
 from pagemill_engine.loading.packed.folder import PackedFolder
-from pagemill_engine.loading.packed.formats import FORMATS
+from pagemill_engine.loading.packed.formats import FORMATS, in_words
+from pagemill_engine.loading.packed.matrix import Settings
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_engine.loading.source import WeightSource
 from pagemill_protocol.json_file import read_object
 
 
 def open_weights(
-    path: Path, early_digest: EarlyDigest | None = None, stacked: Mapping[str, str] = MappingProxyType({})
+    path: Path,
+    early_digest: EarlyDigest | None = None,
+    stacked: Mapping[str, str] = MappingProxyType({}),
+    keeps_floats8: bool = False,
 ) -> WeightSource:
     """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
 
-    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`.
+    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`. `keeps_floats8`: floats of 8
+    bits are codes, too.
     """
     if path.is_dir():
-        folder = SafetensorsFolder(path, stacked)
-        settings = read_object(path / "config.json").get("quantization_config")
-        if isinstance(settings, dict) and settings.get("quant_method") in FORMATS:
-            return PackedFolder(folder, settings)
-        return folder
+        folder, settings = SafetensorsFolder(path, stacked), _settings(path)
+        return PackedFolder(folder, settings, keeps_floats8) if settings.get("quant_method") in FORMATS else folder
     return GGUFWeights(path, early_digest)
+
+
+def stored_as(path: Path, quantization: str) -> str:
+    """What the weights in `path` are, in words. `quantization`: as in `ModelSpec`."""
+    settings = _settings(path) if path.is_dir() else {}
+    return in_words(settings) if settings.get("quant_method") else quantization
+
+
+def _settings(folder: Path) -> Settings:
+    found = read_object(folder / "config.json").get("quantization_config")
+    return found if isinstance(found, dict) else {}

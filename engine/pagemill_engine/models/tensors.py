@@ -51,7 +51,7 @@ def read_stacked(source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Te
 
 
 def codes_stacked(source: TensorSource, names: list[str]) -> GroupCodes | None:
-    """The named tensors' codes one under another; `None` unless all are stored in codes."""
+    """The named tensors' codes one under another; `None` unless all are stored in codes that lie together."""
     parts = _read_all(source.read_codes, names)
     return None if parts is None else stack(parts)
 

@@ -14,6 +14,7 @@ from pagemill_engine.loading.codes import in_words
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.source import WeightSource
+from pagemill_engine.loading.weights import stored_as
 from pagemill_engine.models.decoder import Decoder, Model
 from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
 from pagemill_engine.models.fusing import fuse_layers
@@ -74,18 +75,14 @@ def _load(
     compute = choose_compute(config, spec)
     dtype, activation_dtype, kv_dtype, ops = compute.dtype, compute.activation_dtype, compute.kv_dtype, compute.ops
     try:
-        weights = weights_of(config, path, spec, early_digest)
+        weights = weights_of(config, path, spec, ops.keeps_floats8, early_digest)
         if not spec.decoder.by_transformers:
             check_depth(spec.decoder, weights.shapes)
         sizes = sizes_of(config, weights, spec, held_by(compute))
         before = measure_device(ops.device)
         config = choose_step_limits(config, spec, sizes, before)
         num_blocks, budget = plan_memory(config, spec, sizes, before)
-        parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
-        held = ""
-        if ops.keeps_codes and config.quantization == "none" and spec.quantization is not None:
-            held = in_words(spec.quantization, (weights.code_kind(name) for name in weights.shapes))
-        progress("loading", f"{path.name}: {parameters} as {_name(dtype)}{held}, {compute.how}")
+        progress("loading", f"{path.name}: {_held(config, path, spec, ops, weights, dtype)}, {compute.how}")
         model = _model(path, spec, ops, activation_dtype, weights)
         give_back()
         settles = settles_on(ops.device)
@@ -114,20 +111,12 @@ def _load(
         step=config.step,
         pooling=spec.pooling,
     )
-    on_device = ops.on_device is not None
     num_allocated = 0 if settles else num_blocks
-    kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=not on_device)
-    if spec.pooling is not None:
-        assert isinstance(model, Decoder)
-        pooler = Pooler(spec.pooling, model.classifier)
-        if keeps_nothing(spec):
-            return EncoderRunner(model, ops, kv_cache, rotations, info, pooler)
-        return PoolingRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs, pooler)
-    if not on_device:
-        return EagerRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
-    assert isinstance(model, Decoder)
-    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
+    by_block = ops.on_device is None
+    kv_cache = KVCache(spec, num_allocated, config.block_size, kv_dtype, ops.device, by_block=by_block)
+    runner = _runner(spec, model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
     if settles:
+        assert isinstance(runner, DeviceRunner)
         progress("warming", _keep_kernels(config.kernel_cache_dir))
         settle(runner, config, spec, sizes, before, CudaMeter())
         progress("allocating", _cache_in_words(runner.info.num_blocks, config.block_size, kv_bytes, kv_dtype))
@@ -135,6 +124,22 @@ def _load(
             progress("warming", "recording decodes")
             record_decodes(runner, config)
     return runner
+
+
+def _runner(
+    spec: ModelSpec, model: Model, ops: Ops, kv_cache: KVCache, rotations: Rotations, info: RunnerInfo, num_rows: int
+) -> LoadedRunner:
+    """The runner for what the model does and where it computes."""
+    if spec.pooling is not None:
+        assert isinstance(model, Decoder)
+        pooler = Pooler(spec.pooling, model.classifier)
+        if keeps_nothing(spec):
+            return EncoderRunner(model, ops, kv_cache, rotations, info, pooler)
+        return PoolingRunner(model, ops, kv_cache, rotations, info, num_rows, pooler)
+    if ops.on_device is None:
+        return EagerRunner(model, ops, kv_cache, rotations, info, num_rows)
+    assert isinstance(model, Decoder)
+    return DeviceRunner(model, ops, kv_cache, rotations, info, num_rows)
 
 
 def _model(path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, weights: WeightSource) -> Model:
@@ -147,6 +152,17 @@ def _model(path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype, weights: W
     load_weights(model, weights)
     fuse_layers(model, ops)
     return model
+
+
+def _held(
+    config: EngineConfig, path: Path, spec: ModelSpec, ops: Ops, weights: WeightSource, dtype: torch.dtype
+) -> str:
+    """What was found in the files, and what it is in memory."""
+    parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
+    if spec.quantization is None or config.quantization != "none":
+        return f"{parameters}, weights as {_name(dtype)}"
+    kinds = (weights.code_kind(name) for name in weights.shapes) if ops.keeps_codes else ()
+    return f"{parameters}, {in_words(stored_as(path, spec.quantization), kinds)}, other weights as {_name(dtype)}"
 
 
 def settles_on(device: torch.device) -> bool:

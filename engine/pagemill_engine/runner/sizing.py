@@ -35,6 +35,7 @@ class Holding(NamedTuple):
     activation_dtype: torch.dtype
     kv_dtype: torch.dtype
     keeps_codes: bool
+    keeps_floats8: bool
     keeps_bfloat16: bool
     lends_rows: bool
     """A tied embedding takes no memory of its own."""
@@ -49,6 +50,7 @@ def held_by(compute: Compute) -> Holding:
         activation_dtype=compute.activation_dtype,
         kv_dtype=compute.kv_dtype,
         keeps_codes=ops.keeps_codes,
+        keeps_floats8=ops.keeps_floats8,
         keeps_bfloat16=ops.keeps_bfloat16,
         lends_rows=ops.gathers,
         attention_gathers=compute.attention_gathers,
@@ -64,6 +66,7 @@ def held_by_gpu(config: EngineConfig) -> Holding:
         activation_dtype=dtype,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype],
         keeps_codes=True,
+        keeps_floats8=False,
         keeps_bfloat16=False,
         lends_rows=True,
         attention_gathers=False,
@@ -72,13 +75,17 @@ def held_by_gpu(config: EngineConfig) -> Holding:
 
 def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """On this machine, as `device` says. Raises `LoadError`."""
-    return sizes_of(config, weights_of(config, path, spec), spec, held_by(choose_compute(config, spec)))
+    return _sizes(config, path, spec, held_by(choose_compute(config, spec)))
 
 
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """On an NVIDIA device, which need not be there. Raises `LoadError`."""
     check_gpu_features(config, spec)
-    return sizes_of(config, weights_of(config, path, spec), spec, held_by_gpu(config))
+    return _sizes(config, path, spec, held_by_gpu(config))
+
+
+def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, holding: Holding) -> Sizes:
+    return sizes_of(config, weights_of(config, path, spec, holding.keeps_floats8), spec, holding)
 
 
 def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holding: Holding) -> Sizes:
@@ -92,10 +99,11 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holdi
 
 
 def weights_of(
-    config: EngineConfig, path: Path, spec: ModelSpec, early_digest: EarlyDigest | None = None
+    config: EngineConfig, path: Path, spec: ModelSpec, keeps_floats8: bool, early_digest: EarlyDigest | None = None
 ) -> WeightSource:
     """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
-    weights: WeightSource = DeclaredWeights(open_weights(path, early_digest, spec.decoder.stacked), spec.decoder)
+    stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_floats8)
+    weights: WeightSource = DeclaredWeights(stored, spec.decoder)
     if config.quantization == "none":
         return weights
     quantized = QuantizedWeights(weights, config.quantization, spec.decoder)

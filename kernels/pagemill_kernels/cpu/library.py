@@ -18,10 +18,11 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
-FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4, FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS = range(7)
+FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
+FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS, FORMAT_FLOATS8 = range(4, 8)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
 """Their places are the kernels' numbers."""
 
@@ -43,6 +44,7 @@ class PackedWeight(ctypes.Structure):
         ("in_features", c_int64),
         ("codes", c_void_p),
         ("scales", c_void_p),
+        ("input_order", c_void_p),
     )
 
 

@@ -16,7 +16,7 @@ from pagemill_kernels.experts import triton_body
 from pagemill_kernels.experts.parts import ExpertParts, Gate
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear.packed import PackedLinear
-from pagemill_kernels.linear.triton_launch import CodesLinear, FloatLinear, WeightParts
+from pagemill_kernels.linear.triton_launch import CodesLinear, FloatLinear, Runs, WeightParts, runs_of
 
 SUM_BLOCK = 1024
 
@@ -44,7 +44,8 @@ class GroupedExperts:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (each for parts in self._weights for each in (parts.weight, parts.scales, parts.offsets))
+        held = ((parts.weight, parts.scales, parts.offsets, parts.order) for parts in self._weights)
+        tensors = (each for parts in held for each in parts)
         return sum(each.nbytes for each in tensors if each is not None)
 
     def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
@@ -89,6 +90,7 @@ def _multiply(weight: WeightParts, x: Tensor, rows: _Rows, num_experts: int, div
     """[slots, out], of the rows slot // divisor of x."""
     in_features = x.shape[1]
     out_features = weight.weight.shape[1]
+    runs = Runs(1, 1) if weight.scales is None else runs_of(in_features // weight.scales.shape[2])
     out = torch.empty(len(rows.slots), out_features, dtype=x.dtype, device=x.device)
     block_n = 32 if rows.block_m == 16 else 64
     triton_body.multiply_experts[(rows.num_blocks, triton.cdiv(out_features, block_n))](
@@ -99,6 +101,7 @@ def _multiply(weight: WeightParts, x: Tensor, rows: _Rows, num_experts: int, div
         weight_ptr=weight.weight,
         scales_ptr=weight.weight if weight.scales is None else weight.scales,
         offsets_ptr=weight.weight if weight.offsets is None else weight.offsets,
+        order_ptr=weight.weight if weight.order is None else weight.order,
         bias_ptr=weight.weight if weight.bias is None else weight.bias,
         out_ptr=out,
         NUM_EXPERTS=num_experts,
@@ -106,12 +109,14 @@ def _multiply(weight: WeightParts, x: Tensor, rows: _Rows, num_experts: int, div
         DIVISOR=divisor,
         OUT=out_features,
         IN=in_features,
-        GROUP=1 if weight.scales is None else in_features // weight.scales.shape[2],
+        RUN=runs.size,
+        RUNS_IN_GROUP=runs.in_group,
         BITS=weight.bits,
         BLOCK_M=rows.block_m,
         BLOCK_N=block_n,
         BLOCK_K=64,
         HAS_OFFSETS=weight.offsets is not None,
+        HAS_ORDER=weight.order is not None,
         HAS_BIAS=weight.bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         enable_fp_fusion=True,
@@ -131,8 +136,18 @@ def _stacked(linears: Sequence[PackedLinear]) -> WeightParts:
         _stack([each.bias for each in parts]),
         _stack([each.scales for each in parts]),
         _stack([each.offsets for each in parts]),
+        _stack_orders([each.order for each in parts], parts[0].weight),
         parts[0].bits,
     )
+
+
+def _stack_orders(orders: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+    """Where one expert has an order, all get one."""
+    size = next((len(each) for each in orders if each is not None), None)
+    if size is None:
+        return None
+    plain = torch.arange(size, dtype=torch.int32, device=like.device)
+    return torch.stack([plain if each is None else each for each in orders])
 
 
 def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:

@@ -1,50 +1,62 @@
-"""Weights in codes: 4 or 8 bits an input, a scale and perhaps an offset for every 32 or 16 inputs.
+"""Weights in codes: 4 or 8 bits an input, a scale and perhaps an offset for each group of inputs.
 
-GGUF's quantized types are this exactly (`engine.loading` translates), so nothing is requantized. How floats become
-codes: `linear.quantize`.
+GGUF's quantized types and packed checkpoints are this exactly (`engine.loading` translates), so nothing is requantized.
+How floats become codes: `linear.quantize`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
-"""Inputs of a group, except where 8-bit codes have groups of `SMALL_GROUP_SIZE`."""
+"""Inputs of the smallest group, except where 8-bit codes have groups of `SMALL_GROUP_SIZE`; others are multiples."""
 SMALL_GROUP_SIZE = 16
+FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(slots=True, frozen=True)
 class GroupCodes:
-    """weight[o, i] = codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size]."""
+    """Column i has the values codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size]; it is
+    the weight of input `input_order[i]`."""
 
     bits: Literal[4, 8]
     codes: Tensor
-    """uint8 [out, in], 0 to 15 (4 bits); int8 [out, in] (8 bits)."""
+    """uint8 [out, in], 0 to 15 (4 bits); int8 or `FLOAT8` [out, in] (8 bits)."""
     scales: Tensor
     """float32 [out, in / group_size]."""
     offsets: Tensor | None
     """float32 [out, in / group_size]; `None` means zero."""
+    input_order: Tensor | None = None
+    """int64 [in]; `None`: columns are in the order of the inputs."""
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale: 32, or 16 for some 8-bit codes."""
+        """Inputs that share a scale: a multiple of 32, or 16 for some 8-bit codes."""
         return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def is_float(self) -> bool:
+        """Codes are floats of 8 bits, without offsets."""
+        return self.codes.dtype == FLOAT8
 
     def reordered(self, order: Tensor) -> GroupCodes:
         """Row i of the result is row order[i]; int64 [out]."""
         offsets = None if self.offsets is None else self.offsets[order]
-        return GroupCodes(self.bits, self.codes[order], self.scales[order], offsets)
+        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)
+        return replace(self, codes=codes, scales=self.scales[order], offsets=offsets)
 
     def dequantize(self) -> Tensor:
-        """float32 [out, in]."""
+        """float32 [out, in], in the order of the inputs."""
         grouped = self.codes.to(torch.float32).view(*self.scales.shape, self.group_size) * self.scales[..., None]
         if self.offsets is not None:
             grouped += self.offsets[..., None]
-        return grouped.view(self.codes.shape)
+        values = grouped.view(self.codes.shape)
+        return values if self.input_order is None else torch.empty_like(values).index_copy_(1, self.input_order, values)
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,31 +86,42 @@ def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:
     return CodeBlocks(first.bits, first.stored_offsets, data)
 
 
-def stack(parts: list[GroupCodes]) -> GroupCodes:
-    """The parts one under another, of one width; those of another kind are widened, which changes no value."""
+def stack(parts: list[GroupCodes]) -> GroupCodes | None:
+    """The parts one under another, of one width; those of another kind are widened, which changes no value.
+
+    `None` where they have no kind in common: floats beside integers, or columns in several orders.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if len({part.is_float for part in parts}) > 1 or not all(_same_order(part, first) for part in parts):
+        return None
     bits: Literal[4, 8] = 4 if all(part.bits == 4 for part in parts) else 8
-    group_size = min(part.group_size for part in parts)
+    group_size = math.gcd(*(part.group_size for part in parts))
     with_offsets = any(part.offsets is not None for part in parts)
     parts = [_widened(part, bits, group_size, with_offsets) for part in parts]
-    if len(parts) == 1:
-        return parts[0]
     offsets = [part.offsets for part in parts if part.offsets is not None]
-    return GroupCodes(
-        bits,
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        torch.cat(offsets) if offsets else None,
-    )
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype)
+    scales = torch.cat([part.scales for part in parts])
+    return GroupCodes(bits, codes, scales, torch.cat(offsets) if offsets else None, first.input_order)
+
+
+def _same_order(one: GroupCodes, other: GroupCodes) -> bool:
+    if one.input_order is None or other.input_order is None:
+        return one.input_order is other.input_order
+    return torch.equal(one.input_order, other.input_order)
 
 
 def _widened(part: GroupCodes, bits: Literal[4, 8], group_size: int, with_offsets: bool) -> GroupCodes:
     """The same values in wider codes, smaller groups, with offsets."""
-    repeats = part.group_size // group_size
     codes = part.codes if part.bits == bits else part.codes.view(torch.int8)
     offsets = part.offsets
     if offsets is None and with_offsets:
         offsets = torch.zeros_like(part.scales)
-    if repeats == 1:
-        return GroupCodes(bits, codes, part.scales, offsets)
-    scales = part.scales.repeat_interleave(repeats, 1)
-    return GroupCodes(bits, codes, scales, None if offsets is None else offsets.repeat_interleave(repeats, 1))
+    repeats = part.group_size // group_size
+    scales = _repeated(part.scales, repeats)
+    return GroupCodes(bits, codes, scales, None if offsets is None else _repeated(offsets, repeats), part.input_order)
+
+
+def _repeated(values: Tensor, times: int) -> Tensor:
+    return values if times == 1 else values.repeat_interleave(times, 1)

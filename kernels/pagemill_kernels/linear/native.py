@@ -1,4 +1,4 @@
-"""Linear layers over weights in the native panel layout: float32, bfloat16, or 4- and 8-bit codes, float32 arithmetic.
+"""Linear layers over weights in native panels: float32, bfloat16, or codes of 4 and 8 bits, float32 arithmetic.
 
 Beside oneDNN on two Zen 3 cores: 4 to 5 times faster at one row with 4-bit codes (a sixth of the memory), 1.3 times at
 64 rows and more. The packed weight replaces the plain one.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
+from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 BFLOAT16_ROWS = 9
 """Rows from which on products in bfloat16 are faster than those in integers, codes of 4 bits or of 8."""
@@ -29,6 +29,8 @@ class _Packed(NamedTuple):
     group_size: int = GROUP_SIZE
     has_offsets: bool = False
     bfloat16_rows: int = 0
+    input_order: Tensor | None = None
+    """int32 [in]: the input that each column multiplies."""
 
 
 class NativeLinear:
@@ -39,7 +41,7 @@ class NativeLinear:
     def __init__(self, weight: _Packed, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         codes, scales = weight.codes, weight.scales
-        self._codes, self._scales = codes, scales
+        self._codes, self._scales, self._order = codes, scales, weight.input_order
         self._bias = None if bias is None else bias.float().contiguous()
         self._weight = library.PackedWeight(
             format=weight.format,
@@ -49,17 +51,18 @@ class NativeLinear:
             out_features=self.out_features,
             in_features=self.in_features,
             codes=codes.data_ptr(),
-            scales=0 if scales is None else scales.data_ptr(),
+            scales=_address(scales),
+            input_order=_address(weight.input_order),
         )
         self.address = ctypes.addressof(self._weight)
         """Address of the C struct; valid as long as this object lives."""
-        self.bias_address = 0 if self._bias is None else self._bias.data_ptr()
+        self.bias_address = _address(self._bias)
         self._pointer = ctypes.byref(self._weight)
         self._linear = launch.native().pagemill_linear
 
     @property
     def num_bytes(self) -> int:
-        return self._codes.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        return sum(each.nbytes for each in (self._codes, self._scales, self._order) if each is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = torch.empty(*x.shape[:-1], self.out_features)
@@ -75,6 +78,8 @@ class NativeLinear:
         flat = ids.reshape(-1).contiguous()
         out = torch.empty(len(flat), self.in_features)
         launch.native().pagemill_gather_rows(self._pointer, flat.data_ptr(), len(flat), out.data_ptr())
+        if self._order is not None:
+            out = torch.empty_like(out).index_copy_(1, self._order.long(), out)
         return out.view(*ids.shape, self.in_features)
 
     def _run(self, x: Tensor, out: Tensor, accumulate: int) -> None:
@@ -108,8 +113,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> NativeLinear:
 
 
 def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
-    """Keep the weight in its codes. With the scales of groups of 32: 6 bits an input (4-bit codes), 9 (8-bit codes)."""
-    return _pack_codes(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8)
+    """Keep the weight in its codes. With the scales of groups of 32: 6 bits an input (4-bit codes), 9 (8-bit codes);
+    of 128: 4.5 and 8.25."""
+    return _pack_codes(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else _bytes_format(weight))
 
 
 def pack_pairs(weight: Tensor, bias: Tensor | None) -> NativeLinear:
@@ -132,7 +138,8 @@ def pack_codes_for_bfloat16(weight: GroupCodes, bias: Tensor | None) -> NativeLi
     """
     if not library.has_bfloat16():
         return pack_codes_for_dots(weight, bias)
-    return _pack_codes(weight, bias, _dots_format(weight.bits), BFLOAT16_ROWS)
+    format = library.FORMAT_FLOATS8 if weight.is_float else _dots_format(weight.bits)
+    return _pack_codes(weight, bias, format, BFLOAT16_ROWS)
 
 
 def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
@@ -145,13 +152,18 @@ def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> NativeLinear
     return _pack_codes(weight, bias, library.FORMAT_DOTS4)
 
 
+def _bytes_format(weight: GroupCodes) -> int:
+    return library.FORMAT_FLOATS8 if weight.is_float else library.FORMAT_CODES8
+
+
 def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, in_features = weight.codes.shape
     has_offsets = weight.offsets is not None
-    if in_features % GROUP_SIZE or (weight.bits == 4 and (weight.group_size != GROUP_SIZE or not has_offsets)):
+    is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
+    if in_features % GROUP_SIZE or not is_whole or (weight.bits == 4 and not has_offsets):
         raise ValueError(
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
-            f"whole groups of {GROUP_SIZE} are, or of 16 for 8-bit codes, and 4-bit codes need offsets"
+            f"groups of multiples of {GROUP_SIZE} are, or of 16 for 8-bit codes, and 4-bit codes need offsets"
         )
     codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
     offsets = None if weight.offsets is None else weight.offsets.contiguous()
@@ -161,7 +173,7 @@ def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_r
     launch.native().pagemill_pack_codes(
         codes.data_ptr(),
         scales.data_ptr(),
-        0 if offsets is None else offsets.data_ptr(),
+        _address(offsets),
         out_features,
         in_features,
         format,
@@ -171,7 +183,8 @@ def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_r
         launch.num_threads(),
     )
     shape = (out_features, in_features)
-    kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows)
+    order = None if weight.input_order is None else weight.input_order.to(torch.int32)
+    kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order)
     return NativeLinear(kept, bias)
 
 
@@ -223,6 +236,10 @@ def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int, bfloat16_
     shape = (out_features, in_features)
     kept = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
     return NativeLinear(kept, bias)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _panels(out_features: int) -> int:

@@ -1,7 +1,8 @@
 """Products with weights in codes: a tile of codes becomes floats where it is multiplied, and nowhere else.
 
-8-bit codes lie as [out, in] bytes. 4-bit codes lie as [out, in / 2] bytes: the 16 bytes of a group of 32 inputs hold
-its first 16 codes in their low halves and its last 16 in their high halves.
+8-bit codes lie as [out, in] bytes. 4-bit codes lie as [out, in / 2] bytes: the 16 bytes of a run of 32 inputs hold
+its first 16 codes in their low halves and its last 16 in their high halves. A group, whose inputs share a scale, is one
+run or several.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """[ROWS, GROUPS] -> [ROWS, GROUPS * SIZE]: each value for all inputs of its group."""
+    """[ROWS, GROUPS] -> [ROWS, GROUPS * SIZE]: each value for all inputs of its run."""
     wide = tl.broadcast_to(tl.expand_dims(values, 2), (ROWS, GROUPS, SIZE))
     return tl.reshape(wide, (ROWS, GROUPS * SIZE))
 
@@ -27,44 +28,51 @@ def add_codes_product(
     codes_ptr,
     scales_ptr,
     offsets_ptr,
+    order_ptr,
     IN: tl.constexpr,
-    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_IN_GROUP: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
+    RUNS: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """result + x W^T for the rows of x that `x_row` points to and the rows `weight_row` (int64) of W."""
-    NUM_GROUPS: tl.constexpr = IN // GROUP
-    # Inputs of a group that one product takes: with 4 bits, the low halves and the high halves apart.
-    SIZE: tl.constexpr = GROUP // 2 if BITS == 4 else GROUP
-    ROW_BYTES: tl.constexpr = NUM_GROUPS * SIZE
+    NUM_RUNS: tl.constexpr = IN // RUN
+    NUM_GROUPS: tl.constexpr = NUM_RUNS // RUNS_IN_GROUP
+    # Inputs of a run that one product takes: with 4 bits, the low halves and the high halves apart.
+    SIZE: tl.constexpr = RUN // 2 if BITS == 4 else RUN
+    ROW_BYTES: tl.constexpr = NUM_RUNS * SIZE
     code_row = codes_ptr + weight_row[:, None] * ROW_BYTES
-    byte = tl.arange(0, GROUPS * SIZE)
+    byte = tl.arange(0, RUNS * SIZE)
     element = x_row.dtype.element_ty
-    for first in range(0, NUM_GROUPS, GROUPS):
-        group = first + tl.arange(0, GROUPS)
-        is_group = is_column[:, None] & (group < NUM_GROUPS)[None, :]
-        group_at = weight_row[:, None] * NUM_GROUPS + group[None, :]
-        scales = spread(tl.load(scales_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
+    for first in range(0, NUM_RUNS, RUNS):
+        run = first + tl.arange(0, RUNS)
+        is_run = is_column[:, None] & (run < NUM_RUNS)[None, :]
+        group_at = weight_row[:, None] * NUM_GROUPS + (run // RUNS_IN_GROUP)[None, :]
+        scales = spread(tl.load(scales_ptr + group_at, mask=is_run, other=0.0), BLOCK_N, RUNS, SIZE)
         at = first * SIZE + byte
         inside = at < ROW_BYTES
         codes = tl.load(code_row + at[None, :], mask=is_column[:, None] & inside[None, :], other=0)
         low = (codes & 15) if BITS == 4 else codes
         weights = low.to(tl.float32) * scales
         if HAS_OFFSETS:
-            offsets = spread(tl.load(offsets_ptr + group_at, mask=is_group, other=0.0), BLOCK_N, GROUPS, SIZE)
+            offsets = spread(tl.load(offsets_ptr + group_at, mask=is_run, other=0.0), BLOCK_N, RUNS, SIZE)
             weights += offsets
-        inputs = at // SIZE * GROUP + at % SIZE
+        columns = at // SIZE * RUN + at % SIZE
         mask = is_row[:, None] & inside[None, :]
+        inputs = tl.load(order_ptr + columns, mask=inside, other=0) if HAS_ORDER else columns
         x = tl.load(x_row + inputs[None, :], mask=mask, other=0.0)
         result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
         if BITS == 4:
             weights = (codes >> 4).to(tl.float32) * scales
             if HAS_OFFSETS:
                 weights += offsets
-            x = tl.load(x_row + (inputs + SIZE)[None, :], mask=mask, other=0.0)
+            columns += SIZE
+            inputs = tl.load(order_ptr + columns, mask=inside, other=0) if HAS_ORDER else columns
+            x = tl.load(x_row + inputs[None, :], mask=mask, other=0.0)
             result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
     return result
 
@@ -77,21 +85,24 @@ def multiply_codes(
     codes_ptr,
     scales_ptr,
     offsets_ptr,
+    order_ptr,
     bias_ptr,
     out_ptr,
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_IN_GROUP: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GROUPS: tl.constexpr,
+    RUNS: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out (+)= x W^T + bias, where W[o, i] = codes[o, i] * scales[o, i // GROUP] + offsets[o, i // GROUP]."""
+    """out (+)= x W^T + bias, where W[o, order[i]] = codes[o, i] * scales[o, g] + offsets[o, g] of its group g."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = row < num_rows, column < OUT
@@ -104,12 +115,15 @@ def multiply_codes(
         codes_ptr,
         scales_ptr,
         offsets_ptr,
+        order_ptr,
         IN,
-        GROUP,
+        RUN,
+        RUNS_IN_GROUP,
         BITS,
         BLOCK_N,
-        GROUPS,
+        RUNS,
         HAS_OFFSETS,
+        HAS_ORDER,
         PRECISION,
     )
     if HAS_BIAS:
@@ -129,23 +143,25 @@ def gather_codes(
     offsets_ptr,
     out_ptr,
     IN: tl.constexpr,
-    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_IN_GROUP: tl.constexpr,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):
-    """out[i] = W[ids[i]] in floats, a piece at a time."""
+    """out[i] = W[ids[i]] in floats, a piece at a time, in the order of the columns."""
     i = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < IN
     row = tl.load(ids_ptr + i)
     if BITS == 4:
-        HALF: tl.constexpr = GROUP // 2
-        byte = column // GROUP * HALF + column % HALF
+        HALF: tl.constexpr = RUN // 2
+        byte = column // RUN * HALF + column % HALF
         both = tl.load(codes_ptr + row * (IN // 2) + byte, mask=mask, other=0)
-        codes = tl.where(column % GROUP < HALF, both & 15, both >> 4)
+        codes = tl.where(column % RUN < HALF, both & 15, both >> 4)
     else:
         codes = tl.load(codes_ptr + row * IN + column, mask=mask, other=0.0)
+    GROUP: tl.constexpr = RUN * RUNS_IN_GROUP
     group_at = row * (IN // GROUP) + column // GROUP
     values = codes.to(tl.float32) * tl.load(scales_ptr + group_at, mask=mask, other=0.0)
     if HAS_OFFSETS:

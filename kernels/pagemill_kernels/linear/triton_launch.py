@@ -13,7 +13,7 @@ from torch import Tensor
 from pagemill_kernels.gather.triton_launch import gather_rows
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear import triton_body
-from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
+from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, GroupCodes
 
 GATHER_BLOCK = 1024
 
@@ -26,6 +26,8 @@ class WeightParts(NamedTuple):
     bias: Tensor | None
     scales: Tensor | None = None
     offsets: Tensor | None = None
+    order: Tensor | None = None
+    """int32 [in]: the input that each column multiplies."""
     bits: int = 0
     """Of a code; 0: floats."""
 
@@ -56,10 +58,23 @@ class FloatLinear:
         return gather_rows(self._weight, ids.reshape(-1)).view(*ids.shape, -1)
 
 
+class Runs(NamedTuple):
+    """What is multiplied by one scale at a time."""
+
+    size: int
+    """Inputs."""
+    in_group: int
+    """Runs that share a scale."""
+
+
+def runs_of(group_size: int) -> Runs:
+    return Runs(min(group_size, GROUP_SIZE), max(group_size // GROUP_SIZE, 1))
+
+
 class Tiles(NamedTuple):
     block_m: int
     block_n: int
-    groups: int
+    runs: int
     num_warps: int
     num_stages: int
 
@@ -89,24 +104,29 @@ class CodesLinear(CodesOnDevice):
 
     def __init__(self, weight: GroupCodes, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.codes.shape
-        self._bits, self._group_size = weight.bits, weight.group_size
+        self._bits, self._runs = weight.bits, runs_of(weight.group_size)
         codes = pack_nibbles(weight.codes) if weight.bits == 4 else weight.codes
         self._codes = launch.to_device(codes.contiguous())
         self._scales = launch.to_device(weight.scales.contiguous())
         self._offsets = None if weight.offsets is None else launch.to_device(weight.offsets.contiguous())
+        order = weight.input_order
+        self._order = None if order is None else launch.to_device(order.to(torch.int32))
         self._bias = None if bias is None else launch.to_device(bias)
 
     @property
     def num_bytes(self) -> int:
-        return self._codes.nbytes + self._scales.nbytes + (0 if self._offsets is None else self._offsets.nbytes)
+        held = (self._codes, self._scales, self._offsets, self._order)
+        return sum(each.nbytes for each in held if each is not None)
 
     def parts(self) -> WeightParts:
-        return WeightParts(self._codes, self._bias, self._scales, self._offsets, self._bits)
+        return WeightParts(self._codes, self._bias, self._scales, self._offsets, self._order, self._bits)
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
-        return gather_codes(
-            ids, self._codes, self._scales, self._offsets, (self.in_features, self._group_size, self._bits)
+        layout = self.in_features, *self._runs, self._bits
+        columns = gather_codes(ids, self._codes, self._scales, self._offsets, layout)
+        return (
+            columns if self._order is None else torch.empty_like(columns).index_copy_(-1, self._order.long(), columns)
         )
 
     def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
@@ -121,7 +141,7 @@ class CodesLinear(CodesOnDevice):
         x = x.reshape(-1, self.in_features)
         if len(x) == 0:
             return
-        tiles = choose_tiles(len(x), self._group_size)
+        tiles = choose_tiles(len(x), self._runs.size)
         grid = (triton.cdiv(len(x), tiles.block_m), triton.cdiv(self.out_features, tiles.block_n))
         triton_body.multiply_codes[grid](
             num_rows=len(x),
@@ -130,16 +150,19 @@ class CodesLinear(CodesOnDevice):
             codes_ptr=self._codes,
             scales_ptr=self._scales,
             offsets_ptr=self._scales if self._offsets is None else self._offsets,
+            order_ptr=self._scales if self._order is None else self._order,
             bias_ptr=self._scales if self._bias is None else self._bias,
             out_ptr=out,
             OUT=self.out_features,
             IN=self.in_features,
-            GROUP=self._group_size,
+            RUN=self._runs.size,
+            RUNS_IN_GROUP=self._runs.in_group,
             BITS=self._bits,
             BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
-            GROUPS=tiles.groups,
+            RUNS=tiles.runs,
             HAS_OFFSETS=self._offsets is not None,
+            HAS_ORDER=self._order is not None,
             HAS_BIAS=self._bias is not None,
             ACCUMULATES=accumulates,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -150,12 +173,12 @@ class CodesLinear(CodesOnDevice):
 
 
 def gather_codes(
-    ids: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, layout: tuple[int, int, int]
+    ids: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, layout: tuple[int, int, int, int]
 ) -> Tensor:
-    """Rows of a weight in codes. ids: int64 [...]; layout: inputs, inputs that share a scale, bits of a code.
-    Returns float32 [..., in].
+    """Rows of a weight in codes. ids: int64 [...]; layout: inputs, inputs of a run, runs of a group, bits of a code.
+    Returns float32 [..., in], in the order of the columns.
     """
-    in_features, group_size, bits = layout
+    in_features, run_size, runs_in_group, bits = layout
     out = torch.empty(*ids.shape, in_features, dtype=torch.float32, device=codes.device)
     if ids.numel():
         triton_body.gather_codes[(ids.numel(), triton.cdiv(in_features, GATHER_BLOCK))](
@@ -165,7 +188,8 @@ def gather_codes(
             offsets_ptr=scales if offsets is None else offsets,
             out_ptr=out,
             IN=in_features,
-            GROUP=group_size,
+            RUN=run_size,
+            RUNS_IN_GROUP=runs_in_group,
             BITS=bits,
             BLOCK=GATHER_BLOCK,
             HAS_OFFSETS=offsets is not None,
@@ -175,14 +199,14 @@ def gather_codes(
     return out
 
 
-def choose_tiles(num_rows: int, group_size: int) -> Tiles:
+def choose_tiles(num_rows: int, run_size: int) -> Tiles:
     """Few rows: narrow tiles, so that the weight is read by many programs; many rows: tiles that read it seldom."""
-    groups = 2 * GROUP_SIZE // group_size
+    runs = 2 * GROUP_SIZE // run_size
     if num_rows <= 16:
-        return Tiles(16, 32, 2 * groups, 4, 3)
+        return Tiles(16, 32, 2 * runs, 4, 3)
     if num_rows <= 64:
-        return Tiles(64, 64, groups, 4, 3)
-    return Tiles(128, 64, groups, 8, 3)
+        return Tiles(64, 64, runs, 4, 3)
+    return Tiles(128, 64, runs, 8, 3)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> FloatLinear:
@@ -199,10 +223,12 @@ def pack_rows(table: Tensor) -> FloatLinear:
 def pack_codes(weight: GroupCodes, bias: Tensor | None) -> CodesLinear:
     """Keep the weight in its codes."""
     in_features = weight.codes.shape[1]
-    if in_features % GROUP_SIZE or weight.group_size not in (16, 32) or (weight.bits, weight.group_size) == (4, 16):
+    is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
+    if in_features % GROUP_SIZE or not is_whole or weight.is_float:
         raise ValueError(
-            f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
-            f"whole groups of {GROUP_SIZE} are, or of 16 for 8-bit codes"
+            f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} as "
+            f"{weight.codes.dtype} are not packed; integers in groups of multiples of {GROUP_SIZE} are, or of 16 for "
+            "8-bit codes"
         )
     return CodesLinear(weight, bias)
 

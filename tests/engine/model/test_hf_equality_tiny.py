@@ -166,7 +166,7 @@ def test_preemption_changes_nothing(tiny: TinyModel, driver: Any) -> None:
     assert sum(result.num_preemptions for result in results) > 0
 
 
-@pytest.mark.parametrize("oversubscription", [2.0, 4.0])
+@pytest.mark.parametrize("oversubscription", [pytest.param(2.0, marks=pytest.mark.full), 4.0])
 def test_any_pressure_on_the_cache_changes_nothing(tiny: TinyModel, driver: Any, oversubscription: float) -> None:
     """So many times the blocks that there are would be needed to run all fifty at once."""
     prompts = tiny.prompts * 5
@@ -248,6 +248,7 @@ ROUNDED = [
     *(("cpu", architecture) for architecture in ("llama", "qwen2", "qwen3-wide-heads")),
 ]
 """What is unlike the others on each path that computes bfloat16: products alone, nothing, everything."""
+SAMPLE = (("cpu_onednn", "qwen3-wide-heads"), ("cpu_native", "mistral-window"), ("cpu", "llama"))
 
 
 @dataclass
@@ -266,7 +267,10 @@ class RoundedModel:
         return results
 
 
-@pytest.fixture(scope="module", params=ROUNDED, ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=[pytest.mark.full] * (each not in SAMPLE), id="-".join(each)) for each in ROUNDED],
+)
 def rounded(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -52,7 +52,7 @@ def test_codes_are_the_dequantized_values(kind: str) -> None:
     dequantize_into(kind, data, expected)
     codes = read_codes(kind, data, (5, 512))
     expected_kind = CODE_KINDS[kind]
-    assert (codes.bits, codes.group_size, codes.offsets is not None) == expected_kind
+    assert (codes.bits, codes.group_size, codes.offsets is not None, codes.is_float) == expected_kind
     assert codes.codes.shape == (5, 512)
     torch.testing.assert_close(codes.dequantize(), expected, rtol=1e-5, atol=1e-5)
 

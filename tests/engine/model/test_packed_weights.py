@@ -17,10 +17,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.packed.formats import FORMATS
 from pagemill_engine.loading.packed.matrix import PackedMatrix
+from pagemill_engine.runner.factory import create_runner
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
 
@@ -67,7 +69,7 @@ class Folder:
 
 def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMatrix:
     named = {f"m.{name}": tensor for name, tensor in tensors.items()}
-    found = FORMATS[settings["quant_method"]](settings, Folder(named))
+    found = FORMATS[settings["quant_method"]].matrices(settings, Folder(named))
     assert set(found) == {"m.weight"}
     assert set(found["m.weight"].parts) == set(named), "nothing is left over that no model asks for"
     return found["m.weight"]
@@ -109,7 +111,7 @@ def test_what_others_packed_has_the_values_that_they_were_given(name: str) -> No
 KINDS = {
     "awq": CodeKind(4, has_offsets=True),
     "gptq": CodeKind(4, has_offsets=True),
-    "gptq act-order": None,
+    "gptq act-order": CodeKind(4, has_offsets=True),
     "gptq 8 bits": CodeKind(8, has_offsets=True),
     "compressed-tensors w4a16": CodeKind(4, has_offsets=True),
     "compressed-tensors w4a16 asymmetric": CodeKind(4, has_offsets=True),
@@ -178,6 +180,17 @@ def gptq(shape: tuple[int, int]) -> Packed:
     return tensors, grouped_values(integers, scales, zeros)
 
 
+def gptq_act_order(shape: tuple[int, int]) -> Packed:
+    """The groups of each input as `desc_act` scatters them; matrices of the same inputs have the same."""
+    tensors, _ = gptq(shape)
+    order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(shape[1]))
+    integers, scales, zeros = drawn(shape, 4, 32)
+    group_of = (torch.arange(shape[1]) // 32)[order]
+    tensors |= {"qweight": words(integers, 4).t(), "qzeros": words(zeros.t() - 1, 4), "scales": scales.t()}
+    tensors["g_idx"] = group_of.to(torch.int32)
+    return tensors, (integers - zeros.float()[:, group_of]) * scales.float()[:, group_of]
+
+
 def channel_int8(shape: tuple[int, int]) -> Packed:
     weight = torch.randint(-127, 128, shape).to(torch.int8)
     scales = torch.rand(shape[0], 1) * 0.004 + 0.002
@@ -212,6 +225,7 @@ CT = {"quant_method": "compressed-tensors"}
 MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, gptq),
+    "gptq act-order": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}, gptq_act_order),
     "compressed-tensors int8": ({**CT, "format": "int-quantized"}, channel_int8),
     "compressed-tensors fp8": ({**CT, "format": "float-quantized"}, fp8_channels),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, fp8_blocks),
@@ -261,6 +275,20 @@ def test_a_packed_checkpoint_answers_as_its_values_do(
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
 
 
+def test_the_start_says_what_was_found_and_what_it_becomes(tmp_path: Path) -> None:
+    for name, said in {
+        "gptq act-order": "gptq (4 bits, groups of 32, act-order) as 4-bit codes of 6 bits a weight",
+        "fp8 tensor": "fp8 (e4m3, activations static: not rounded here) as ",
+        "compressed-tensors int8": "compressed-tensors as 8-bit codes of 8.",
+    }.items():
+        write(tmp_path / name, name)
+        phases: dict[str, str] = {}
+        config = EngineConfig(model=str(tmp_path / name), num_kv_blocks=8, max_model_len=64, num_threads=1)
+        create_runner(config, lambda phase, detail, found=phases: found.setdefault(phase, detail)).close()
+        assert said in phases["loading"]
+        assert ", other weights as " in phases["loading"]
+
+
 @pytest.mark.parametrize(
     ("name", "ending", "change", "message"),
     [
@@ -268,6 +296,7 @@ def test_a_packed_checkpoint_answers_as_its_values_do(
         ("awq", "scales", lambda scales: scales[:, :5], r"down_proj\.scales` has the shape \[3, 5\]; \[3, 64\] is"),
         ("gptq", "scales", lambda scales: scales[:2], r"qzeros` has the shape \[3, 8\]; \[2, 8\] is wanted"),
         ("gptq", "g_idx", lambda index: index[:7], r"g_idx` has the shape \[7\]; \[96\] is wanted"),
+        ("gptq act-order", "g_idx", lambda index: index + 1, r"g_idx` names the group 3 of 3"),
         ("fp8 blocks", "weight_scale_inv", lambda scales: scales[:1], r"has the shape \[1, 3\]; \[2, 3\] is wanted"),
         ("bitsandbytes int8", "SCB", lambda largest: largest[:9], r"SCB` has the shape \[9\]; \[64\] is wanted"),
     ],

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from examples import num_examples
 from pagemill_engine.models.rope import rope_tables
 from pagemill_protocol.rope_scaling import RopeError
 from pagemill_protocol.rope_settings import read_rope
@@ -99,7 +100,7 @@ some_settings = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400), deadline=None)
 @given(some_settings)
 def test_any_settings_give_finite_tables_or_are_refused(scaling: dict[str, Any]) -> None:
     try:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import num_examples
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, sample
 from pagemill_engine.scheduler.step import AdmittedSequence
@@ -154,7 +155,7 @@ def penalised(logits: torch.Tensor, params: SamplingParams, prompt: list[int], o
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),
     output=st.lists(st.integers(0, VOCAB - 1), max_size=8),

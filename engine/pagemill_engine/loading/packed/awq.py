@@ -17,6 +17,8 @@ from pagemill_engine.loading.packed.matrix import (
     code_kind,
     coded,
     group_codes,
+    group_size_in_words,
+    groups_of,
     integer_setting,
     spread,
     unpacked,
@@ -37,6 +39,10 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     return {f"{base}.weight": _matrix(stored, base) for base in bases(stored, ".qweight")}
 
 
+def details(settings: Settings) -> list[str]:
+    return ["4 bits", *group_size_in_words(settings)]
+
+
 def _matrix(stored: Stored, base: str) -> PackedMatrix:
     parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
     in_features, words = stored.shape(parts[0])
@@ -55,8 +61,8 @@ def _matrix(stored: Stored, base: str) -> PackedMatrix:
     kind = code_kind(4, in_features, num_groups, offsets=True)
     if kind is not None:
         return coded((out_features, in_features), parts, kind, codes)
-    group_of = torch.arange(in_features) // -(-in_features // num_groups)
-    return PackedMatrix((out_features, in_features), parts, lambda: spread(*integers(), group_of))
+    groups = groups_of(stored, None, in_features, num_groups)
+    return PackedMatrix((out_features, in_features), parts, lambda: spread(*integers(), groups.of_input))
 
 
 def _outputs(words: Tensor) -> Tensor:

@@ -41,6 +41,13 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     return found
 
 
+def details(settings: Settings) -> list[str]:
+    if settings.get("load_in_8bit"):
+        return ["8 bits: activations not rounded here"]
+    double = ["double quantization"] if settings.get("bnb_4bit_use_double_quant") else []
+    return [str(settings.get("bnb_4bit_quant_type", "fp4")), *double]
+
+
 def _integers(stored: Stored, base: str) -> PackedMatrix:
     name, scales_name, form = f"{base}.weight", f"{base}.SCB", f"{base}.weight_format"
     out_features, in_features = stored.shape(name)

@@ -23,6 +23,7 @@ from pagemill_engine.loading.packed.matrix import (
     code_kind,
     coded,
     group_codes,
+    groups_of,
     spread,
     unpacked,
     unsupported,
@@ -51,6 +52,19 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     return found
 
 
+def details(settings: Settings) -> list[str]:
+    found = []
+    for group in (settings.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        size = weights.get("group_size") or 0
+        per = f"groups of {size}" if size > 0 else str(weights.get("strategy") or "")
+        order = "act-order" if weights.get("actorder") == "group" else ""
+        inputs = group.get("input_activations")
+        rounded = "" if inputs is None else f"activations of {inputs.get('num_bits')} bits: not rounded here"
+        found += [f"{weights.get('num_bits')}-bit {weights.get('type', 'int')} weights", per, order, rounded]
+    return [each for each in dict.fromkeys(found) if each]
+
+
 def _packed(stored: Stored, base: str) -> PackedMatrix:
     """The width of its integers follows from its shapes: groups of a folder may differ."""
     name, shape_name = f"{base}{PACKED}", f"{base}.weight_shape"
@@ -73,7 +87,7 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
     out_features, in_features = stored.shape(name)
 
     def integers() -> Tensor:
-        return (stored.read(name).to(torch.int16) + 128).to(torch.uint8)
+        return stored.read(name).view(torch.uint8) ^ 128
 
     return _grouped(stored, base, (out_features, in_features), 8, (name,), integers)
 
@@ -86,6 +100,7 @@ def _grouped(
     scale, zero, index = f"{base}.weight_scale", f"{base}.weight_zero_point", f"{base}.weight_g_idx"
     num_groups = stored.shape(scale)[-1] if stored.has(scale) and len(stored.shape(scale)) == 2 else 1
     check_shape(stored, scale, (), (1,), (out_features,), (out_features, num_groups))
+    groups = groups_of(stored, index, in_features, num_groups)
     others = [f"{base}.input_scale", f"{base}.input_zero_point", f"{base}.input_global_scale"]
     parts = (*parts, *(each for each in (scale, zero, index, *others) if stored.has(each)))
 
@@ -103,13 +118,10 @@ def _grouped(
 
     def codes() -> GroupCodes:
         if bits == 8 and not stored.has(zero):
-            signed = (integers().to(torch.int16) - 128).to(torch.int8)
-            return group_codes(8, signed, scales(), None)
-        return group_codes(cast(Literal[4, 8], bits), integers(), scales(), zeros())
+            return group_codes(8, (integers() ^ 128).view(torch.int8), scales(), None, groups.order)
+        return group_codes(cast(Literal[4, 8], bits), integers(), scales(), zeros(), groups.order)
 
-    runs = torch.arange(in_features) // -(-in_features // num_groups)
-    group_of = stored.read(index).long() if stored.has(index) else runs
     kind = code_kind(bits, in_features, num_groups, offsets=stored.has(zero))
-    if kind is not None and (torch.equal(group_of, runs) or int(group_of[0]) < 0):
+    if kind is not None and groups.are_runs:
         return coded(shape, parts, kind, codes)
-    return PackedMatrix(shape, parts, lambda: spread(integers(), scales(), zeros(), group_of))
+    return PackedMatrix(shape, parts, lambda: spread(integers(), scales(), zeros(), groups.of_input))

@@ -6,9 +6,13 @@ Activations are not rounded: `input_scale` and `activation_scheme` are not used.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
+from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.packed.matrix import PackedMatrix, Settings, Stored, check_shape
+from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 E4M3 = "F8_E4M3"
 _SCALES = (".weight_scale_inv", ".weight_scale")
@@ -26,6 +30,13 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     }
 
 
+def details(settings: Settings) -> list[str]:
+    block = settings.get("weight_block_size")
+    scheme = settings.get("activation_scheme")
+    blocks = ["blocks of " + " x ".join(map(str, block))] if block else []
+    return ["e4m3", *blocks, *([] if scheme is None else [f"activations {scheme}: not rounded here"])]
+
+
 def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMatrix:
     """`block`: outputs and inputs that share a scale; `None`: all, or those of an output, by the scales' shape."""
     name = f"{base}.weight"
@@ -36,12 +47,26 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
         allowed = ((-(-out_features // block[0]), -(-in_features // block[1])),)
     check_shape(stored, scale, *allowed)
 
-    def floats() -> Tensor:
+    # Blocks of inputs may be cut off at the last one: a group is the largest that divides both.
+    group = in_features if block is None else math.gcd(block[1], in_features)
+
+    def scales() -> Tensor:
+        """[out, in / group]."""
         factors = stored.read(scale).float()
         if block is None:
-            return stored.read(name).float() * factors.reshape(-1, 1)
-        factors = factors.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        return stored.read(name).float() * factors[:out_features, :in_features]
+            return factors.reshape(-1, 1).expand(out_features, 1)
+        columns = factors.repeat_interleave(block[1] // group, 1)[:, : in_features // group]
+        return columns.repeat_interleave(block[0], 0)[:out_features]
+
+    def codes() -> GroupCodes:
+        return GroupCodes(8, stored.read(name), scales(), None)
 
     unused = tuple(base + each for each in _UNUSED if stored.has(base + each))
-    return PackedMatrix((out_features, in_features), (name, scale, *unused), floats)
+    kind = CodeKind(8, group, is_float=True) if group % GROUP_SIZE == 0 else None
+    return PackedMatrix(
+        (out_features, in_features),
+        (name, scale, *unused),
+        lambda: codes().dequantize(),
+        kind,
+        None if kind is None else codes,
+    )

@@ -2,14 +2,13 @@
 
 `qweight` int32 [in * bits / 32, out] holds consecutive inputs a word, `qzeros` int32 [groups, out * bits / 32],
 `scales` [groups, out], `g_idx` int32 [in] the group of each input. With `desc_act` (act-order) groups are no runs of
-inputs, so those matrices are given as floats.
+inputs: columns are put into the order of their groups, and a matmul takes its inputs in that order.
 """
 
 from __future__ import annotations
 
 from typing import Literal, cast
 
-import torch
 from torch import Tensor
 
 from pagemill_engine.loading.packed.matrix import (
@@ -22,6 +21,8 @@ from pagemill_engine.loading.packed.matrix import (
     code_kind,
     coded,
     group_codes,
+    group_size_in_words,
+    groups_of,
     integer_setting,
     spread,
     unpacked,
@@ -40,6 +41,11 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     }
 
 
+def details(settings: Settings) -> list[str]:
+    order = ["act-order"] if settings.get("desc_act") else []
+    return [f"{settings.get('bits')} bits", *group_size_in_words(settings), *order]
+
+
 def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: bool) -> PackedMatrix:
     """`lessened`: zeros are stored less one, as all writers before `gptq_v2` did."""
     parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
@@ -52,6 +58,7 @@ def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: 
     index = f"{base}.g_idx"
     if stored.has(index):
         check_shape(stored, index, (in_features,))
+    groups = groups_of(stored, index if has_order else None, in_features, num_groups)
 
     def integers() -> tuple[Tensor, Tensor, Tensor]:
         values, zeros, scales = (stored.read(part) for part in parts)
@@ -61,12 +68,10 @@ def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: 
         return unpacked(values.t(), bits), scales.t(), zeros.t()
 
     def codes() -> GroupCodes:
-        return group_codes(cast(Literal[4, 8], bits), *integers())
+        return group_codes(cast(Literal[4, 8], bits), *integers(), groups.order)
 
-    runs = torch.arange(in_features) // -(-in_features // num_groups)
-    group_of = stored.read(index).long() if has_order and stored.has(index) else runs
     all_parts = (*parts, index) if stored.has(index) else parts
     kind = code_kind(bits, in_features, num_groups, offsets=True)
-    if kind is not None and torch.equal(group_of, runs):
+    if kind is not None and groups.are_runs:
         return coded((out_features, in_features), all_parts, kind, codes)
-    return PackedMatrix((out_features, in_features), all_parts, lambda: spread(*integers(), group_of))
+    return PackedMatrix((out_features, in_features), all_parts, lambda: spread(*integers(), groups.of_input))

@@ -6,8 +6,8 @@ Helpers for all formats: taking integers out of 32-bit words, and making `GroupC
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 WORD_BITS = 32
+REMEDY = "Fetch the folder again and compare its files with the publisher's."
 
 
 class Stored(Protocol):
@@ -56,6 +57,10 @@ class PackedMatrix:
     codes: Callable[[], GroupCodes] | None = None
     """There where `kind` is; they have the values of `floats`."""
 
+    def without_floats8(self) -> PackedMatrix:
+        """For kernels that multiply no floats of 8 bits."""
+        return replace(self, kind=None, codes=None) if self.kind is not None and self.kind.is_float else self
+
 
 def coded(
     shape: tuple[int, int], parts: tuple[str, ...], kind: CodeKind, codes: Callable[[], GroupCodes]
@@ -67,23 +72,56 @@ def code_kind(bits: int, in_features: int, num_groups: int, *, offsets: bool) ->
     """What integers in groups along the inputs are in memory; `None` where groups of 32 do not divide them."""
     if bits not in (4, 8) or in_features % num_groups or (in_features // num_groups) % GROUP_SIZE:
         return None
-    return CodeKind(4, has_offsets=True) if bits == 4 else CodeKind(8, has_offsets=offsets)
+    return CodeKind(cast(Literal[4, 8], bits), in_features // num_groups, has_offsets=bits == 4 or offsets)
 
 
-def group_codes(bits: Literal[4, 8], integers: Tensor, scales: Tensor, zeros: Tensor | None) -> GroupCodes:
+def group_codes(
+    bits: Literal[4, 8], integers: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None = None
+) -> GroupCodes:
     """weight = (integers - zeros) * scales.
 
     integers: uint8 [out, in], or with 8 bits and without zeros int8; scales and zeros: [out, groups] of any type.
+    `order`: of the inputs, which puts groups in runs.
     """
-    repeats = integers.shape[1] // scales.shape[1] // GROUP_SIZE
-    scales = scales.float().repeat_interleave(repeats, 1)
+    integers = integers if order is None else integers[:, order]
+    scales = scales.float()
     if zeros is None:
-        return GroupCodes(bits, integers, scales, None)
-    zeros = zeros.float().repeat_interleave(repeats, 1)
+        return GroupCodes(bits, integers, scales, None, order)
     if bits == 4:
-        return GroupCodes(4, integers, scales, -zeros * scales)
-    signed = (integers.to(torch.int16) - 128).to(torch.int8)
-    return GroupCodes(8, signed, scales, (128 - zeros) * scales)
+        return GroupCodes(4, integers, scales, -zeros.float() * scales, order)
+    signed = (integers ^ 128).view(torch.int8)
+    return GroupCodes(8, signed, scales, (128 - zeros.float()) * scales, order)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which group each input of a matrix belongs to."""
+
+    of_input: Tensor
+    """int64 [in]."""
+    order: Tensor | None
+    """The inputs group after group; `None`: they are so."""
+    are_runs: bool
+    """In that order, which needs groups of one size."""
+
+
+def groups_of(stored: Stored, index: str | None, in_features: int, num_groups: int) -> Groups:
+    """`index`: the tensor that says it, as act-order needs; `None`: runs of one size. Raises `LoadError`."""
+    runs = torch.arange(in_features) // -(-in_features // num_groups)
+    if index is None or not stored.has(index):
+        return Groups(runs, None, are_runs=True)
+    check_shape(stored, index, (in_features,))
+    of_input = stored.read(index).long()
+    if torch.equal(of_input, runs) or int(of_input.max()) < 0:
+        return Groups(runs, None, are_runs=True)
+    low, high = int(of_input.min()), int(of_input.max())
+    if low < 0 or high >= num_groups:
+        raise LoadError(
+            "ModelUnreadable",
+            f"{stored.where}: tensor `{index}` names the group {low if low < 0 else high} of {num_groups}. {REMEDY}",
+        )
+    order = of_input.argsort(stable=True)
+    return Groups(of_input, order, are_runs=torch.equal(of_input[order], runs))
 
 
 def spread(integers: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor) -> Tensor:
@@ -95,10 +133,9 @@ def spread(integers: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Ten
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [n, m] to uint8 [n, m * 32 / bits]; the lowest bits come first."""
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
-    integers: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
-    return integers.to(torch.uint8).flatten(-2)
+    """int32 [n, m] to uint8 [n, m * 32 / bits]; the lowest bits come first. `bits`: 4 or 8."""
+    octets = words.to(torch.int32).contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
 def check_shape(stored: Stored, name: str, *allowed: tuple[int, ...]) -> None:
@@ -110,8 +147,7 @@ def check_shape(stored: Stored, name: str, *allowed: tuple[int, ...]) -> None:
     what = "is not there" if found is None else f"has the shape {list(found)}"
     raise LoadError(
         "ModelUnreadable",
-        f"{stored.where}: tensor `{name}` {what}; {wanted} is wanted. Fetch the folder again and compare its files "
-        "with the publisher's.",
+        f"{stored.where}: tensor `{name}` {what}; {wanted} is wanted. {REMEDY}",
     )
 
 
@@ -130,6 +166,13 @@ def integer_setting(stored: Stored, settings: Settings, *keys: str, allowed: tup
     if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
         raise unsupported(stored, f"`{key}` {value!r} ({' or '.join(map(str, allowed))} is read)")
     return value
+
+
+def group_size_in_words(settings: Settings) -> list[str]:
+    size = settings.get("group_size", settings.get("q_group_size"))
+    if not isinstance(size, int):
+        return []
+    return [f"groups of {size}" if size > 0 else "a scale for each output"]
 
 
 def bases(stored: Stored, ending: str) -> list[str]:

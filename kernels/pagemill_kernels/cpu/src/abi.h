@@ -5,23 +5,24 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 10;
+constexpr int32_t kAbiVersion = 11;
 
-// The first four are multiplied in float32. The others round what they meet: kDots4 and kDots8 to integers of 16 bits
-// (dots.cpp) or, from PackedWeight::bfloat16_rows on, to bfloat16 (bfloat16.cpp), kPairs always to bfloat16.
+// The first four and kFloats8 (e4m3) are multiplied in float32, kDots4 and kDots8 round what they meet to integers of 16
+// bits (dots.cpp), kPairs to bfloat16 (bfloat16.cpp). From PackedWeight::bfloat16_rows on the last four do the latter.
 enum Format : int32_t {
-  kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4, kDots8 = 5, kPairs = 6
+  kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4, kDots8 = 5, kPairs = 6, kFloats8 = 7
 };
 
 struct PackedWeight {
   int32_t format;
-  int32_t group;        // inputs that share a scale: 16 or 32 (codes only)
+  int32_t group;        // inputs that share a scale: 16 (8 bits only) or a multiple of 32 (codes only)
   int32_t has_offsets;  // value = code * scale + offset, else code * scale (codes only)
   int32_t bfloat16_rows;  // from this many rows on products are in bfloat16; 0: never
   int64_t out_features;
   int64_t in_features;
   const uint8_t* codes;
   const float* scales;
+  const int32_t* input_order;  // [in_features]: the input that each column multiplies; null: in order
 };
 
 // What an MLP computes between its two products; activation.cpp.

@@ -1,11 +1,13 @@
 // Where the codes of one group lie inside a panel. Written by pack.cpp, read by linear.cpp (codes) and dots.cpp (dots).
 //
-//   kCodes8: rows of 16 bytes, one input each
+//   kCodes8, kFloats8: rows of 16 bytes, one input each
 //   kCodes4: rows of 16 bytes, input 2k low and 2k + 1 high
 //   kDots4:  rows of 32 bytes, four neighbouring inputs side by side: outputs 0 to 7 low, 8 to 15 high
 //   kDots8:  rows of 64 bytes, four neighbouring inputs side by side, signed
 //   kPairs:  no groups: bfloat16, two neighbouring inputs side by side
 #pragma once
+#include <algorithm>
+
 #include "abi.h"
 #include "tile.h"
 
@@ -21,7 +23,8 @@ constexpr bool in_nibbles(int32_t format) { return format == kCodes4 || format =
 template <int32_t Code>
 constexpr Place place_of(int64_t input, int64_t output) {
   switch (Code) {
-    case kCodes8: return {input * kPanel + output, false};
+    case kCodes8:
+    case kFloats8: return {input * kPanel + output, false};
     case kDots8: return {input / 4 * 4 * kPanel + output * 4 + input % 4, false};
     case kCodes4: return {input / 2 * kPanel + output, input % 2 == 1};
     default: return {input / 4 * 2 * kPanel + output % kLanes * 4 + input % 4, output >= kLanes};
@@ -41,11 +44,42 @@ inline void fetch_ahead(const uint8_t* weight, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(weight + kAheadBytes + at);
 }
 
-// The same for a group of codes and its scales.
-inline void fetch_ahead(const uint8_t* codes, int64_t bytes, const float* scales, int64_t floats) {
-  fetch_ahead(codes, bytes);
-  const int64_t ahead = kAheadBytes / bytes * floats;
-  for (int64_t at = 0; at < floats; at += 16) __builtin_prefetch(scales + ahead + at);
+// A panel's inputs one run after another: what is multiplied before a scale is applied. A group is one run of 16 inputs
+// or several of 32, which share a scale.
+constexpr int64_t kRun = 32;
+
+inline int64_t run_of(const PackedWeight& w) { return w.group < kRun ? w.group : kRun; }
+inline int64_t scale_floats(const PackedWeight& w) { return w.has_offsets ? 2 * kPanel : kPanel; }
+inline const float* scales_of(const PackedWeight& w, int64_t panel, int64_t input) {
+  return w.scales + (panel * (w.in_features / w.group) + input / w.group) * scale_floats(w);
 }
+
+// Goes along with the runs of a panel, of `run_bytes` each: the scales of the group that the run belongs to.
+class ScaleWalk {
+ public:
+  ScaleWalk(const PackedWeight& w, int64_t panel, int64_t run_bytes, int64_t input = 0)
+      : scales_(scales_of(w, panel, input)),
+        floats_(scale_floats(w)),
+        runs_(w.group / run_of(w)),
+        run_bytes_(run_bytes),
+        ahead_(std::max<int64_t>(kAheadBytes / (run_bytes * runs_), 1) * floats_),
+        left_(runs_ - input % w.group / run_of(w)) {}
+  const float* scales() const { return scales_; }
+  // The run's bytes from `codes` on, and where a group begins its scales, some time before they are multiplied.
+  // offset: of another panel's scales.
+  void fetch(const uint8_t* codes, int64_t offset = 0) const {
+    fetch_ahead(codes, run_bytes_);
+    if (left_ != runs_) return;
+    for (int64_t at = 0; at < floats_; at += 16) __builtin_prefetch(scales_ + offset + ahead_ + at);
+  }
+  void next() {
+    if (--left_ == 0) left_ = runs_, scales_ += floats_;
+  }
+
+ private:
+  const float* scales_;
+  const int64_t floats_, runs_, run_bytes_, ahead_;
+  int64_t left_;
+};
 
 }  // namespace pagemill

@@ -27,12 +27,12 @@ constexpr float kLargest = 32512.0f;  // 127 * 256: its high byte and those belo
 // Rounded rows, by tiles of up to kDotsRows that meet a panel together.
 struct Rounded {
   std::vector<int32_t> words;  // per tile [inputs / 4][row][2]
-  std::vector<float> scales;   // per tile [group of the weight][row][2]: scale, scale * sum of the integers
+  std::vector<float> scales;   // per tile [run of the weight][row][2]: scale, scale * sum of the integers
   int64_t row_words = 0, row_scales = 0;
 
   void reserve(int64_t rows, const PackedWeight& w) {
     row_words = w.in_features / 4 * 2;
-    row_scales = w.in_features / w.group * 2;
+    row_scales = w.in_features / run_of(w) * 2;
     if (static_cast<int64_t>(words.size()) < rows * row_words) words.resize(rows * row_words);
     if (static_cast<int64_t>(scales.size()) < rows * row_scales) scales.resize(rows * row_scales);
   }
@@ -55,7 +55,7 @@ inline int32_t sum_of(__m256i words) {
 }
 
 // One row of x to its place in a tile of `tile_rows`.
-void round_row(const float* x, int64_t size, int64_t group, int64_t tile_rows, int32_t* words, float* scales) {
+void round_row(const float* x, int64_t size, int64_t run, int64_t tile_rows, int32_t* words, float* scales) {
   const int64_t stride = 2 * tile_rows;
   for (int64_t k = 0; k < size; k += kDotsGroup, x += kDotsGroup, words += kDotsGroup / 4 * stride) {
     const float most = largest_magnitude(x), scale = most / kLargest;
@@ -66,9 +66,9 @@ void round_row(const float* x, int64_t size, int64_t group, int64_t tile_rows, i
     const int32_t first = sum_of(_mm256_add_epi32(whole[0], whole[1]));
     const int32_t second = sum_of(_mm256_add_epi32(whole[2], whole[3]));
     scales[0] = scale;
-    scales[1] = scale * static_cast<float>(group == kDotsGroup ? first + second : first);
+    scales[1] = scale * static_cast<float>(run == kDotsGroup ? first + second : first);
     scales += stride;
-    if (group == kDotsGroup) continue;
+    if (run == kDotsGroup) continue;
     scales[0] = scale;
     scales[1] = scale * static_cast<float>(second);
     scales += stride;
@@ -78,7 +78,7 @@ void round_row(const float* x, int64_t size, int64_t group, int64_t tile_rows, i
 // The tile of rows first..first + count.
 void round_tile(const PackedWeight& w, const float* x, int64_t x_stride, int64_t first, int64_t count, Rounded& to) {
   for (int64_t r = 0; r < count; ++r)
-    round_row(x + (first + r) * x_stride, w.in_features, w.group, count, to.words.data() + first * to.row_words + 2 * r,
+    round_row(x + (first + r) * x_stride, w.in_features, run_of(w), count, to.words.data() + first * to.row_words + 2 * r,
               to.scales.data() + first * to.row_scales + 2 * r);
 }
 

@@ -6,7 +6,7 @@
 
 namespace pagemill {
 
-constexpr int64_t kDotsGroup = 32;  // inputs that share a scale, in x and in the weight
+constexpr int64_t kDotsGroup = 32;  // inputs that share a scale in x; in the weight a multiple of it
 constexpr int kDotsRows = 2;        // rows that meet a panel at once: 8 sums
 
 // 32 rounded inputs as two words for four of them: four high bytes, then four low ones. `words`: that of the next four is
@@ -29,12 +29,11 @@ inline void store_words(const __m256i whole[4], int32_t* words, int64_t stride) 
 // c += the products of `Rows` rows with a panel. c: [Rows][16], aligned; it stays in the first-level cache.
 template <int Rows>
 inline void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* words, const float* scales, float* c) {
-  const int64_t num_groups = w.in_features / kDotsGroup;
-  const uint8_t* codes = w.codes + panel * num_groups * group_bytes(kDots4, kDotsGroup);
-  const float* weight_scales = w.scales + panel * num_groups * 2 * kPanel;
+  const uint8_t* codes = w.codes + panel * group_bytes(kDots4, w.in_features);
+  ScaleWalk walk(w, panel, group_bytes(kDots4, kDotsGroup));
   const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), high_unit = _mm256_set1_epi16(256);
-  for (int64_t g = 0; g < num_groups; ++g, weight_scales += 2 * kPanel, scales += 2 * Rows) {
-    fetch_ahead(codes, group_bytes(kDots4, kDotsGroup), weight_scales, 2 * kPanel);
+  for (int64_t run = 0; run < w.in_features; run += kDotsGroup, walk.next(), scales += 2 * Rows) {
+    walk.fetch(codes);
     __m256i sums[Rows][2][2];  // of each row: outputs 0 to 7 and 8 to 15, by high and low bytes
 #pragma GCC unroll 2
     for (int r = 0; r < Rows; ++r) sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = _mm256_setzero_si256();
@@ -53,6 +52,7 @@ inline void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* word
         }
       }
     }
+    const float* weight_scales = walk.scales();
     const __m256 s0 = _mm256_loadu_ps(weight_scales), s1 = _mm256_loadu_ps(weight_scales + kLanes);
     const __m256 o0 = _mm256_loadu_ps(weight_scales + kPanel), o1 = _mm256_loadu_ps(weight_scales + kPanel + kLanes);
 #pragma GCC unroll 2

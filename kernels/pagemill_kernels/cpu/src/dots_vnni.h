@@ -8,7 +8,7 @@
 
 namespace pagemill {
 
-constexpr int64_t kDotsGroup = 32;  // inputs that share a scale in x; in the weight 32 or 16
+constexpr int64_t kDotsGroup = 32;  // inputs that share a scale in x; in the weight 16 or a multiple of it
 constexpr int kDotsRows = 4;        // rows that meet a panel at once
 
 // 32 rounded inputs as two words for four of them: the first and third, the second and fourth, as codes are widened.
@@ -46,18 +46,17 @@ inline Widened widened(const uint8_t* codes) {
 template <int32_t Code, bool Offsets, int Rows>
 void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* words, const float* scales, float* c) {
   constexpr int kRowBytes = (in_nibbles(Code) ? 2 : 4) * kPanel;
-  constexpr int64_t kScaleFloats = Offsets ? 2 * kPanel : kPanel;
-  const int64_t num_groups = w.in_features / w.group;
-  const uint8_t* codes = w.codes + panel * num_groups * group_bytes(Code, w.group);
-  const float* weight_scales = w.scales + panel * num_groups * kScaleFloats;
+  const int64_t run_size = run_of(w);
+  const uint8_t* codes = w.codes + panel * group_bytes(Code, w.in_features);
+  ScaleWalk walk(w, panel, run_size / 4 * kRowBytes);
   __m512 totals[Rows];
   for (int r = 0; r < Rows; ++r) totals[r] = _mm512_loadu_ps(c + r * kPanel);
-  for (int64_t g = 0; g < num_groups; ++g, weight_scales += kScaleFloats, scales += 2 * Rows) {
-    fetch_ahead(codes, w.group / 4 * kRowBytes, weight_scales, kScaleFloats);
+  for (int64_t run = 0; run < w.in_features; run += run_size, walk.next(), scales += 2 * Rows) {
+    walk.fetch(codes);
     __m512i sums[Rows];
     for (int r = 0; r < Rows; ++r) sums[r] = _mm512_setzero_si512();
 #pragma GCC unroll 1
-    for (int64_t quad = 0; quad < w.group / 4; ++quad, codes += kRowBytes, words += 2 * Rows) {
+    for (int64_t quad = 0; quad < run_size / 4; ++quad, codes += kRowBytes, words += 2 * Rows) {
       const Widened code = widened<Code>(codes);
 #pragma GCC unroll 4
       for (int r = 0; r < Rows; ++r) {
@@ -65,6 +64,7 @@ void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* words, cons
         sums[r] = _mm512_dpwssd_epi32(sums[r], code.odd, _mm512_set1_epi32(words[2 * r + 1]));
       }
     }
+    const float* weight_scales = walk.scales();
     const __m512 weight_scale = _mm512_loadu_ps(weight_scales);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {

@@ -2,8 +2,8 @@
 //
 // Panel layouts (k runs over the input features, n over the panel's 16 outputs; a group is 16 or 32 inputs):
 //   float32, bfloat16: [k][n]
-//   codes of 8 bits:   per group [k][n], signed
-//   codes of 4 bits:   per group of 32 inputs, 16 rows of 16 bytes: row k holds input 2k low, 2k + 1 high
+//   codes of 8 bits:   [k][n], signed integers or e4m3
+//   codes of 4 bits:   rows of 16 bytes: row k holds input 2k low, 2k + 1 high
 //   scales: per panel and group float32 scale[16], then offset[16] where the weight has offsets
 //   codes for dots and pairs: codes.h, dots.cpp, bfloat16.cpp
 // All arithmetic here is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
@@ -29,9 +29,7 @@ constexpr int64_t kDepth = 768;     // inputs unpacked at a time: 48 KiB of floa
 constexpr int64_t kRowBlock = 192;  // rows of x repacked at a time, in the second-level cache beside the panel
 constexpr int64_t kDirectRows = 4;  // up to here codes and bfloat16 are read directly
 constexpr int64_t kPairRows = 2;    // up to here two panels at a time
-constexpr int kGroup4 = 32;         // groups of 4-bit codes
-
-int64_t scale_floats(const PackedWeight& w) { return w.has_offsets ? 2 * kPanel : kPanel; }
+constexpr int64_t kOrderedRows = 768;  // rows of x put into the order of a weight's columns at a time: whole blocks of all kernels
 
 // The scales and offsets of one panel's group, and what its codes stand for.
 template <bool Offsets>
@@ -56,19 +54,21 @@ struct Pair {
   void second(Floats& a, Floats& b) const { a = to_floats(low >> 4), b = to_floats(high >> 4); }
 };
 
-inline void signed_codes(const uint8_t* codes, Floats& low, Floats& high) {
-  low = from_signed_bytes(load_as<SignedBytes>(codes));
-  high = from_signed_bytes(load_as<SignedBytes>(codes + kLanes));
+// The panel's outputs for one input: kCodes8 or kFloats8.
+template <int32_t Code>
+inline void row_of_bytes(const uint8_t* codes, Floats& low, Floats& high) {
+  const auto floats = Code == kFloats8 ? from_e4m3_bytes : from_signed_bytes;
+  low = floats(load_as<SignedBytes>(codes));
+  high = floats(load_as<SignedBytes>(codes + kLanes));
 }
 
 void unpack_codes4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
-  const int64_t num_groups = w.in_features / kGroup4;
-  for (int64_t g = begin / kGroup4; g < end / kGroup4; ++g, out += kGroup4 * kPanel) {
-    const uint8_t* codes = w.codes + (panel * num_groups + g) * (kGroup4 / 2) * kPanel;
-    const float* from = w.scales + (panel * num_groups + g) * 2 * kPanel;
-    fetch_ahead(codes, kGroup4 / 2 * kPanel, from, 2 * kPanel);
-    const Scales<true> scales(from);
-    for (int k = 0; k < kGroup4; k += 2, codes += kPanel) {
+  const uint8_t* codes = w.codes + (panel * w.in_features + begin) / 2 * kPanel;
+  ScaleWalk walk(w, panel, kRun / 2 * kPanel, begin);
+  for (int64_t run = begin; run < end; run += kRun, out += kRun * kPanel, walk.next()) {
+    walk.fetch(codes);
+    const Scales<true> scales(walk.scales());
+    for (int64_t k = 0; k < kRun; k += 2, codes += kPanel) {
       const Pair pair(codes);
       Floats a, b;
       pair.first(a, b);
@@ -83,17 +83,17 @@ void unpack_codes4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t 
   }
 }
 
-template <bool Offsets>
-void unpack_codes8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
-  const int64_t group = w.group, num_groups = w.in_features / group;
+template <int32_t Code, bool Offsets>
+void unpack_bytes(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
   const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
-  for (int64_t g = begin / group; g < end / group; ++g) {
-    const float* from = w.scales + (panel * num_groups + g) * scale_floats(w);
-    fetch_ahead(codes, group * kPanel, from, scale_floats(w));
-    const Scales<Offsets> scales(from);
-    for (int64_t k = 0; k < group; ++k, codes += kPanel, out += kPanel) {
+  const int64_t run = run_of(w);
+  ScaleWalk walk(w, panel, run * kPanel, begin);
+  for (int64_t at = begin; at < end; at += run, walk.next()) {
+    walk.fetch(codes);
+    const Scales<Offsets> scales(walk.scales());
+    for (int64_t k = 0; k < run; ++k, codes += kPanel, out += kPanel) {
       Floats a, b;
-      signed_codes(codes, a, b);
+      row_of_bytes<Code>(codes, a, b);
       scales.apply(a, b);
       store(out, a);
       store(out + kLanes, b);
@@ -114,7 +114,10 @@ const float* unpack(const PackedWeight& w, int64_t panel, int64_t begin, int64_t
   switch (w.format) {
     case kFloat32: return reinterpret_cast<const float*>(w.codes) + (panel * w.in_features + begin) * kPanel;
     case kBfloat16: unpack_bfloat16(w, panel, begin, end, buffer); break;
-    case kCodes8: (w.has_offsets ? unpack_codes8<true> : unpack_codes8<false>)(w, panel, begin, end, buffer); break;
+    case kFloats8: unpack_bytes<kFloats8, false>(w, panel, begin, end, buffer); break;
+    case kCodes8:
+      (w.has_offsets ? unpack_bytes<kCodes8, true> : unpack_bytes<kCodes8, false>)(w, panel, begin, end, buffer);
+      break;
     default: unpack_codes4(w, panel, begin, end, buffer); break;
   }
   return buffer;
@@ -152,15 +155,14 @@ struct Sums {
 
 template <int Rows, int Panels>
 void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
-  const int64_t num_groups = w.in_features / kGroup4;
-  const int64_t panel_codes = w.in_features / 2 * kPanel, panel_scales = num_groups * 2 * kPanel;
+  const int64_t panel_codes = w.in_features / 2 * kPanel, panel_scales = w.in_features / w.group * 2 * kPanel;
   const uint8_t* codes = w.codes + panel * panel_codes;
-  const float* scale = w.scales + panel * panel_scales;
+  ScaleWalk walk(w, panel, kRun / 2 * kPanel);
   Sums<Rows, Panels> sums(c);
-  for (int64_t g = 0; g < num_groups; ++g, scale += 2 * kPanel) {
-    for (int p = 0; p < Panels; ++p)
-      fetch_ahead(codes + p * panel_codes, kGroup4 / 2 * kPanel, scale + p * panel_scales, 2 * kPanel);
-    for (int k = 0; k < kGroup4; k += 2, codes += kPanel, x += 2)
+  for (int64_t run = 0; run < w.in_features; run += kRun, walk.next()) {
+    const float* scale = walk.scales();
+    for (int p = 0; p < Panels; ++p) walk.fetch(codes + p * panel_codes, p * panel_scales);
+    for (int64_t k = 0; k < kRun; k += 2, codes += kPanel, x += 2)
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; ++p) {
         const Scales<true> scales(scale + p * panel_scales);
@@ -177,21 +179,21 @@ void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t
   sums.end(c);
 }
 
-template <int Rows, int Panels, bool Offsets>
-void direct_codes8(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
-  const int64_t group = w.group, num_groups = w.in_features / group;
-  const int64_t panel_codes = w.in_features * kPanel, panel_scales = num_groups * scale_floats(w);
+template <int Rows, int Panels, int32_t Code, bool Offsets>
+void direct_bytes(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
+  const int64_t run_size = run_of(w);
+  const int64_t panel_codes = w.in_features * kPanel, panel_scales = w.in_features / w.group * scale_floats(w);
   const uint8_t* codes = w.codes + panel * panel_codes;
-  const float* scale = w.scales + panel * panel_scales;
+  ScaleWalk walk(w, panel, run_size * kPanel);
   Sums<Rows, Panels> sums(c);
-  for (int64_t g = 0; g < num_groups; ++g, scale += scale_floats(w)) {
-    for (int p = 0; p < Panels; ++p)
-      fetch_ahead(codes + p * panel_codes, group * kPanel, scale + p * panel_scales, scale_floats(w));
-    for (int64_t k = 0; k < group; ++k, codes += kPanel, ++x)
+  for (int64_t run = 0; run < w.in_features; run += run_size, walk.next()) {
+    const float* scale = walk.scales();
+    for (int p = 0; p < Panels; ++p) walk.fetch(codes + p * panel_codes, p * panel_scales);
+    for (int64_t k = 0; k < run_size; ++k, codes += kPanel, ++x)
 #pragma GCC unroll 4
       for (int p = 0; p < Panels; ++p) {
         Floats a, b;
-        signed_codes(codes + p * panel_codes, a, b);
+        row_of_bytes<Code>(codes + p * panel_codes, a, b);
         Scales<Offsets>(scale + p * panel_scales).apply(a, b);
         sums.add(p, x, x_stride, a, b);
       }
@@ -216,18 +218,25 @@ void direct_bfloat16(const PackedWeight& w, int64_t panel, const float* x, int64
   sums.end(c);
 }
 
+using Direct = void (*)(const PackedWeight&, int64_t, const float*, int64_t, float*);
+template <int Panels>
+constexpr Direct kDirect4[kDirectRows] = {direct_codes4<1, Panels>, direct_codes4<2, Panels>, direct_codes4<3, Panels>,
+                                          direct_codes4<4, Panels>};
+template <int Panels>
+constexpr Direct kDirect16[kDirectRows] = {direct_bfloat16<1, Panels>, direct_bfloat16<2, Panels>,
+                                           direct_bfloat16<3, Panels>, direct_bfloat16<4, Panels>};
+template <int Panels, int32_t Code, bool Offsets>
+constexpr Direct kDirect8[kDirectRows] = {direct_bytes<1, Panels, Code, Offsets>, direct_bytes<2, Panels, Code, Offsets>,
+                                          direct_bytes<3, Panels, Code, Offsets>, direct_bytes<4, Panels, Code, Offsets>};
+
 template <int Panels>
 void direct(const PackedWeight& w, int64_t panel, const float* x, int64_t rows, int64_t x_stride, float* c) {
-  using Kernel = void (*)(const PackedWeight&, int64_t, const float*, int64_t, float*);
-  static constexpr Kernel kKernels[4][kDirectRows] = {
-      {direct_codes4<1, Panels>, direct_codes4<2, Panels>, direct_codes4<3, Panels>, direct_codes4<4, Panels>},
-      {direct_codes8<1, Panels, false>, direct_codes8<2, Panels, false>, direct_codes8<3, Panels, false>,
-       direct_codes8<4, Panels, false>},
-      {direct_codes8<1, Panels, true>, direct_codes8<2, Panels, true>, direct_codes8<3, Panels, true>,
-       direct_codes8<4, Panels, true>},
-      {direct_bfloat16<1, Panels>, direct_bfloat16<2, Panels>, direct_bfloat16<3, Panels>, direct_bfloat16<4, Panels>}};
-  const int kind = w.format == kBfloat16 ? 3 : w.format == kCodes4 ? 0 : w.has_offsets ? 2 : 1;
-  kKernels[kind][rows - 1](w, panel, x, x_stride, c);
+  const Direct* kernels = w.format == kBfloat16  ? kDirect16<Panels>
+                          : w.format == kCodes4  ? kDirect4<Panels>
+                          : w.format == kFloats8 ? kDirect8<Panels, kFloats8, false>
+                          : w.has_offsets        ? kDirect8<Panels, kCodes8, true>
+                                                 : kDirect8<Panels, kCodes8, false>;
+  kernels[rows - 1](w, panel, x, x_stride, c);
 }
 
 // A few rows: the weight is read as it is stored.
@@ -268,6 +277,24 @@ void many_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_st
   }
 }
 
+void linear_floats(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
+                   int64_t out_stride, bool accumulate, int32_t num_threads) {
+  const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
+  const bool as_stored = rows <= kDirectRows && w.format != kFloat32;
+#pragma omp parallel num_threads(num_threads)
+  {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
+    (as_stored ? few_rows : many_rows)(w, x, rows, x_stride, bias, out, out_stride, accumulate, begin, end);
+  }
+}
+
+// The kernel by all the rows of a call: one that takes them by blocks rounds each as if they came at once.
+auto kernel_for(const PackedWeight& w, int64_t rows) {
+  if (w.format == kPairs || (w.bfloat16_rows > 0 && rows >= w.bfloat16_rows)) return linear_bfloat16;
+  return w.format == kDots4 || w.format == kDots8 ? linear_dots : linear_floats;
+}
+
 }  // namespace
 }  // namespace pagemill
 
@@ -277,19 +304,17 @@ extern "C" void pagemill_linear(const PackedWeight* weight, const float* x, int6
                                 const float* bias, float* out, int64_t out_stride, int32_t accumulate,
                                 int32_t num_threads) {
   const PackedWeight& w = *weight;
-  if (w.format == kPairs || (w.bfloat16_rows > 0 && rows >= w.bfloat16_rows))
-    return linear_bfloat16(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, num_threads);
-  if (w.format == kDots4 || w.format == kDots8)
-    return linear_dots(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, num_threads);
-  const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
-  const bool as_stored = rows <= kDirectRows && w.format != kFloat32;
-#pragma omp parallel num_threads(num_threads)
-  {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
-    if (as_stored)
-      few_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, begin, end);
-    else
-      many_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, begin, end);
+  const auto kernel = kernel_for(w, rows);
+  if (!w.input_order) return kernel(w, x, rows, x_stride, bias, out, out_stride, accumulate != 0, num_threads);
+  thread_local std::vector<float> storage;
+  const int64_t size = w.in_features;
+  storage.resize(std::max<size_t>(storage.size(), std::min(rows, kOrderedRows) * size));
+  float* ordered = storage.data();
+  for (int64_t row = 0; row < rows; row += kOrderedRows) {
+    const int64_t count = std::min(kOrderedRows, rows - row);
+#pragma omp parallel for schedule(static) num_threads(threads_for(count* size, num_threads))
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t k = 0; k < size; ++k) ordered[r * size + k] = x[(row + r) * x_stride + w.input_order[k]];
+    kernel(w, ordered, count, size, bias, out + row * out_stride, out_stride, accumulate != 0, num_threads);
   }
 }

@@ -160,7 +160,7 @@ void gather_codes(const PackedWeight& w, int64_t id, float* out) {
       const Place place = place_of<Code>(k, n);
       const uint8_t byte = codes[place.byte];
       const int code = !in_nibbles(Code) ? static_cast<int8_t>(byte) : place.high ? byte >> 4 : byte & 15;
-      out[k] = static_cast<float>(code) * scale[n] + offset;
+      out[k] = (Code == kFloats8 ? from_e4m3(byte) : static_cast<float>(code)) * scale[n] + offset;
     }
   }
 }
@@ -204,8 +204,8 @@ void pagemill_pack_pairs(const uint16_t* weight, int64_t out_features, int64_t i
   pack_pairs(weight, out_features, in_features, packed, num_threads);
 }
 
-// codes: [out_features][in_features], one byte a code (signed for 8 bits, 0 to 15 for 4 bits).
-// scales, offsets: [out_features][in_features / group]; offsets may be null. 4-bit codes: groups of 32 with offsets.
+// codes: [out_features][in_features], one byte a code (signed integers or e4m3 for 8 bits, 0 to 15 for 4 bits).
+// scales, offsets: [out_features][in_features / group]; offsets may be null, not with 4-bit codes.
 void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
                          int64_t in_features, int32_t format, int32_t group, uint8_t* packed, float* packed_scales,
                          int32_t num_threads) {
@@ -215,6 +215,7 @@ void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float*
     case kCodes4: return pack_codes<kCodes4>(from, packed, packed_scales, num_threads);
     case kDots4: return pack_codes<kDots4>(from, packed, packed_scales, num_threads);
     case kDots8: return pack_codes<kDots8>(from, packed, packed_scales, num_threads);
+    case kFloats8: return pack_codes<kFloats8>(from, packed, packed_scales, num_threads);
   }
 }
 
@@ -230,7 +231,8 @@ void pagemill_pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t i
   pack(blocks, out_features, in_features, stored_offsets != 0, packed, packed_scales, num_threads);
 }
 
-// out[i] = row ids[i] of the weight, as floats. For embeddings that share their matrix with the head.
+// out[i] = row ids[i] of the weight, as floats in the order of its columns. For embeddings that share their matrix with
+// the head.
 void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i, out += weight->in_features) {
     switch (weight->format) {
@@ -238,6 +240,7 @@ void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_
       case kCodes4: gather_codes<kCodes4>(*weight, ids[i], out); break;
       case kDots4: gather_codes<kDots4>(*weight, ids[i], out); break;
       case kDots8: gather_codes<kDots8>(*weight, ids[i], out); break;
+      case kFloats8: gather_codes<kFloats8>(*weight, ids[i], out); break;
       case kPairs: gather_pairs(*weight, ids[i], out); break;
       default: gather_plain(*weight, ids[i], out);
     }

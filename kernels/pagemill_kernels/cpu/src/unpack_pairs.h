@@ -22,19 +22,18 @@ inline uint16_t* store_pairs(uint16_t* out, const __m512 values[4]) {
 }
 
 inline void unpack_dots4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
-  constexpr int64_t kGroup = 32;
-  const int64_t first = panel * (w.in_features / kGroup) + begin / kGroup;
-  const uint8_t* codes = w.codes + first * group_bytes(kDots4, kGroup);
-  const float* scales = w.scales + first * 2 * kPanel;
+  const uint8_t* codes = w.codes + group_bytes(kDots4, panel * w.in_features + begin);
   const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   // Outputs 8 to 15 are in the upper halves of the bytes; a table of 16 needs no mask.
   const __m512i halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
   __m512i shifts[4];
   for (int i = 0; i < 4; ++i) shifts[i] = _mm512_add_epi32(halves, _mm512_set1_epi32(8 * i));
-  for (int64_t k = begin; k < end; k += kGroup, scales += 2 * kPanel) {
-    fetch_ahead(codes, group_bytes(kDots4, kGroup), scales, 2 * kPanel);
+  ScaleWalk walk(w, panel, group_bytes(kDots4, kRun), begin);
+  for (int64_t k = begin; k < end; k += kRun, walk.next()) {
+    walk.fetch(codes);
+    const float* scales = walk.scales();
     const __m512 scale = _mm512_loadu_ps(scales), offset = _mm512_loadu_ps(scales + kPanel);
-    for (int quad = 0; quad < kGroup / 4; ++quad, codes += 2 * kPanel) {
+    for (int64_t quad = 0; quad < kRun / 4; ++quad, codes += 2 * kPanel) {
       const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
       __m512 of_input[4];
 #pragma GCC unroll 4
@@ -48,15 +47,15 @@ inline void unpack_dots4(const PackedWeight& w, int64_t panel, int64_t begin, in
 }
 
 inline void unpack_dots8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
-  const int64_t group = w.group, first = panel * (w.in_features / group) + begin / group;
-  const int64_t scale_floats = w.has_offsets ? 2 * kPanel : kPanel;
-  const uint8_t* codes = w.codes + first * group_bytes(kDots8, group);
-  const float* scales = w.scales + first * scale_floats;
-  for (int64_t k = begin; k < end; k += group, scales += scale_floats) {
-    fetch_ahead(codes, group_bytes(kDots8, group), scales, scale_floats);
+  const int64_t run = run_of(w);
+  const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
+  ScaleWalk walk(w, panel, run * kPanel, begin);
+  for (int64_t k = begin; k < end; k += run, walk.next()) {
+    walk.fetch(codes);
+    const float* scales = walk.scales();
     const __m512 scale = _mm512_loadu_ps(scales);
     const __m512 added = w.has_offsets ? _mm512_loadu_ps(scales + kPanel) : _mm512_setzero_ps();
-    for (int64_t quad = 0; quad < group / 4; ++quad, codes += 4 * kPanel) {
+    for (int64_t quad = 0; quad < run / 4; ++quad, codes += 4 * kPanel) {
       const __m512i bytes = _mm512_loadu_si512(codes);
       __m512 of_input[4];
 #pragma GCC unroll 4
@@ -64,6 +63,27 @@ inline void unpack_dots8(const PackedWeight& w, int64_t panel, int64_t begin, in
         const __m512i code = _mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * i), 24);
         of_input[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), scale, added);
       }
+      out = store_pairs(out, of_input);
+    }
+  }
+}
+
+inline __m512 from_e4m3(__m128i bytes) {
+  const __m512i fields = _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20), _mm512_set1_epi32(kE4m3Fields));
+  return _mm512_mul_ps((__m512)fields, _mm512_set1_ps(kFromE4m3));
+}
+
+inline void unpack_floats8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
+  const int64_t run = run_of(w);
+  const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
+  ScaleWalk walk(w, panel, run * kPanel, begin);
+  for (int64_t k = begin; k < end; k += run, walk.next()) {
+    walk.fetch(codes);
+    const __m512 scale = _mm512_loadu_ps(walk.scales());
+    for (int64_t i = 0; i < run; i += 4, codes += 4 * kPanel) {
+      __m512 of_input[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) of_input[j] = _mm512_mul_ps(from_e4m3(load_as<__m128i>(codes + j * kPanel)), scale);
       out = store_pairs(out, of_input);
     }
   }
@@ -82,7 +102,7 @@ inline Pairs unpack_pairs(const PackedWeight& w, int64_t panel, int64_t panels, 
     return {reinterpret_cast<const uint16_t*>(w.codes) + panel * stride + begin * kPanel, stride};
   }
   const int64_t stride = (end - begin) * kPanel;
-  const auto unpack = w.format == kDots4 ? unpack_dots4 : unpack_dots8;
+  const auto unpack = w.format == kDots4 ? unpack_dots4 : w.format == kDots8 ? unpack_dots8 : unpack_floats8;
   for (int64_t p = 0; p < panels; ++p) unpack(w, panel + p, begin, end, buffer + p * stride);
   return {buffer, stride};
 }

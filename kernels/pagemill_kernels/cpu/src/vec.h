@@ -17,6 +17,10 @@ typedef uint8_t Bytes __attribute__((vector_size(16)));  // 16 codes: one panel 
 typedef int8_t SignedBytes __attribute__((vector_size(8)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
 
+// Of the float32 with an e4m3 float's fields: its sign and the seven bits behind it, 20 bits up from a signed byte's.
+constexpr int32_t kE4m3Fields = static_cast<int32_t>(0x87f00000);
+constexpr float kFromE4m3 = 0x1p120f;  // and what that float32 is to be multiplied with
+
 template <typename Vector>
 inline Vector load_as(const void* from) {
   Vector value;
@@ -56,6 +60,16 @@ inline Floats from_signed_bytes(SignedBytes codes) {
 #endif
 }
 
+inline Floats from_e4m3_bytes(SignedBytes codes) {
+#ifdef __AVX2__
+  const Ints wide = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&codes)));
+#else
+  const Ints wide = __builtin_convertvector(codes, Ints);
+#endif
+  const Ints fields = wide << 20 & kE4m3Fields;
+  return load_as<Floats>(&fields) * kFromE4m3;
+}
+
 inline Floats from_bfloat16(Halves halves) {
 #ifdef __AVX2__
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)halves), 16);
@@ -90,6 +104,10 @@ inline Floats load(const uint16_t* from) { return from_bfloat16(load_as<Halves>(
 inline void store(uint16_t* to, Floats value) {
   const Halves halves = to_bfloat16(value);
   std::memcpy(to, &halves, sizeof halves);
+}
+inline float from_e4m3(uint8_t byte) {
+  const int32_t fields = static_cast<int32_t>(static_cast<uint32_t>(static_cast<int8_t>(byte)) << 20) & kE4m3Fields;
+  return load_as<float>(&fields) * kFromE4m3;
 }
 inline float load_one(const float* from) { return *from; }
 inline float load_one(const uint16_t* from) {
