@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -160,12 +160,10 @@ def test_of_a_long_prompt_the_last_tokens_are_read_where_the_client_asks_for_it(
 
 
 @pytest.mark.parametrize("markers", KNOWN, ids=lambda markers: markers.before_middle)
-def test_a_suffix_makes_a_prompt_for_the_middle(byte_tokenizer: Tokenizer, markers: Markers) -> None:
-    parsed = json.loads(byte_tokenizer.bundle.tokenizer_json)
-    special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    parsed["added_tokens"] = [{"id": 256 + place, "content": each, **special} for place, each in enumerate(markers)]
-    bundle = msgspec.structs.replace(byte_tokenizer.bundle, tokenizer_json=json.dumps(parsed), vocab_size=259)
-    tokenizer = Tokenizer(bundle)
+def test_a_suffix_makes_a_prompt_for_the_middle(
+    with_tokens: Callable[[Sequence[str]], Tokenizer], markers: Markers
+) -> None:
+    tokenizer = with_tokens(markers)
     (request,) = completions(tokenizer, prompt="be", suffix="end")
     assert request.prompt_token_ids == [256, *tokenizer.encode("be"), 257, *tokenizer.encode("end"), 258]
     assert completions(tokenizer, prompt="be", suffix="")[0].prompt_token_ids == tokenizer.encode("be")
