@@ -126,6 +126,7 @@ HEAVIEST: dict[str, dict[str, Callable[[], Body]]] = {
     },
     "POST /v1/completions": {
         "a prompt as long as the context": lambda: prompt(LONG, echo=True),
+        "a text of six contexts, of which the end is read": lambda: prompt("word " * 800_000, truncate_prompt_tokens=8),
         "a million token ids in 1,024 prompts": lambda: prompt([[7] * 1023] * 1024),
         "1,024 texts": lambda: prompt(["word " * 1000] * 1024),
         "2,048 choices": lambda: prompt(["x"] * 16, logprobs=20, **{**WIDE, "max_tokens": 16}),

@@ -116,7 +116,7 @@ class LocalBrain:
         now = self._clock()
         was_connected, was_usable, slept = record.reports.connected, record.usable, record.sleeping
         num_identities = record.reports.num_identities
-        record.reports.accept(frame, record.reserved.num_sequences, now)
+        record.reports.accept(frame, record.reserved.num_sequences, now, record.reserved.num_sequences_giving_way)
         record.reserved.reported()
         self.placement.observe(record, frame, now)
         record.unreachable = False
@@ -385,9 +385,11 @@ class LocalBrain:
     def _served_name(self, name: str) -> ServedName:
         """Deployments that share a name serve what all of them can."""
         deployments = self.registry.named(name)
-        lengths = [record.max_model_len for deployment in deployments for record in deployment.usable()]
+        records = [record for deployment in deployments for record in deployment.usable()]
+        max_model_len = min((record.max_model_len for record in records), default=None)
+        pools = any(record.pools for record in records)
         first = deployments[0]
-        return ServedName(name, first.model.name, min(lengths, default=None), first.adapter_digest(name) != "")
+        return ServedName(name, first.model.name, max_model_len, first.adapter_digest(name) != "", pools)
 
     def _place(self, to_place: PlacementRequest, outage: Outage) -> Assignment | None:
         """Decide and account; None while there is no capacity, or no engine but one is expected."""

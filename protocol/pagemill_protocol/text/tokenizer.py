@@ -141,6 +141,10 @@ class Tokenizer:
         """The bytes the token stands for; special tokens spell themselves."""
         return self._table[token_id]
 
+    def has_token(self, text: str) -> bool:
+        """Whether `text` is one token of the vocabulary."""
+        return self._backend.token_to_id(text) is not None
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Tokens that are no text: they spell themselves, and `decode` leaves them out."""
