@@ -13,6 +13,10 @@ FILE ?= examples/llmdeployment.yaml
 BIN := .venv/bin
 # Compiled bytecode is kept, even where the shell turns it off: tests start hundreds of processes that import the same files.
 export PYTHONDONTWRITEBYTECODE :=
+# uv's cache lies in the home folder; where none can be written (another user, a container), beside uv itself.
+ifeq ($(UV_CACHE_DIR)$(XDG_CACHE_HOME)$(shell test -w "$$HOME" && echo writable),)
+export UV_CACHE_DIR := $(CURDIR)/.uv/cache
+endif
 PACKAGES := crds protocol kernels engine gateway operator simulator cli
 # Where bench results go; each bench prints a table and a last line of JSON.
 BENCHES := offline_throughput experts quantized structured_output quality kv_waste kv_sharing step_overhead routing startup sleep up gateway_streams chaos simulator_truth

@@ -30,7 +30,6 @@ from report import emit
 MODEL, TOKEN = "smollm2", "bench"
 NUM_ENGINES, MAX_SEQS = 2, 16
 OUTPUT_TOKENS, LOAD, GOAL = 48, 0.8, 1.05
-STEP_TIME = {"knots_tokens": [1, 256], "knot_ms": [30.0, 60.0]}
 PROMPT = "word " * 100
 BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 
@@ -38,21 +37,22 @@ BODY: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": OUTPUT_T
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0, help="of each round")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="of one token; longer on a machine that is busy")
     parser.add_argument("--rounds", type=int, default=2, help="with a batch, and as many without")
     parser.add_argument("--max-load", type=float, nargs="+", default=[0.5, 0.9], help="the setting batches.max_load")
     args = parser.parse_args()
     rows, result = [], {}
     for max_load in args.max_load:
-        found = asyncio.run(measured(max_load, args.seconds, args.rounds))
+        found = asyncio.run(measured(max_load, args.step_ms, args.seconds, args.rounds))
         rows.append([f"max_load {max_load}", *found.values()])
         result[f"max_load_{max_load}"] = found
     columns = ["", "capacity req/s", "TTFT p95 ms", "with a batch", "ratio", "idle capacity used"]
     emit("batch_effect", columns, rows, {**result, "goal": GOAL})
 
 
-async def measured(max_load: float, seconds: float, rounds: int) -> dict[str, float]:
+async def measured(max_load: float, step_ms: float, seconds: float, rounds: int) -> dict[str, float]:
     async with (
-        platform(max_load) as url,
+        platform(max_load, step_ms) as url,
         aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
         capacity = await closed_loop(session, seconds / 2)
@@ -81,7 +81,7 @@ async def measured(max_load: float, seconds: float, rounds: int) -> dict[str, fl
 
 
 @contextlib.asynccontextmanager
-async def platform(max_load: float) -> AsyncIterator[str]:
+async def platform(max_load: float, step_ms: float) -> AsyncIterator[str]:
     """The gateway's URL."""
     with tempfile.TemporaryDirectory() as folder:
         engines = [(free_port(), free_port()) for _ in range(NUM_ENGINES)]
@@ -92,7 +92,7 @@ async def platform(max_load: float) -> AsyncIterator[str]:
             "num_kv_blocks": 8192,
             "max_model_len": 1024,
             "max_num_seqs": MAX_SEQS,
-            "step_time": STEP_TIME,
+            "step_time": {"knots_tokens": [1, 256], "knot_ms": [step_ms, 2 * step_ms]},
         }
         endpoints = [
             {

@@ -1,36 +1,59 @@
-"""What lines of a batch cost live requests in the engines' schedulers, in virtual time: the machine's load has no part.
+"""What lines of a batch cost live requests, in virtual time: the machine's load has no part in it.
 
-Two schedulers, all real, with given step times, and the gateway's rule of when a line may start; no HTTP, no gateway.
-Live requests arrive at random at 80 % of the capacity measured first, and go where fewer sequences are. Compared with
-the same arrivals without a batch: the 95th percentile of the time to the first token; and the batch's tokens as a share
-of the capacity less the live tokens. `bench/batch_effect.py` measures the whole, on a machine that is idle.
+Two engines behind the gateway's real brain (placement, queue, and its rule of when a line may start), each with the
+real scheduler and given step times; the network takes a millisecond each way, and there is no HTTP. Live requests
+arrive at random at 80 % of the capacity measured first. Compared with the same arrivals without a batch: the 95th
+percentile of the time to the first token; and the batch's tokens as a share of the capacity less the live tokens.
+`bench/batch_effect.py` measures the whole, on a machine that is idle.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from statistics import quantiles
+from typing import NamedTuple
 
+import msgspec
 from report import emit
 
-from pagemill_engine.scheduler.limits import SchedulerLimits
-from pagemill_engine.scheduler.scheduler import Scheduler
-from pagemill_engine.scheduler.step import StepResult
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_gateway.batches.idle import POLL_S
+from pagemill_gateway.brain.brain import LocalBrain
+from pagemill_gateway.brain.interface import Assignment, CompletedRequest, QueueTicket, RoutingRequest
+from pagemill_gateway.config import GatewayConfig
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
-from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepTimeModel
+from pagemill_protocol.state import StateFrame, StepTimeParams
+from pagemill_simulator.events import Events, EventsLoop
+from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
 
-NUM_ENGINES, MAX_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = 2, 16, 103, 48
+MODEL, NUM_ENGINES, MAX_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = "sim", 2, 16, 103, 48
 STEP_TIME = StepTimeParams(knots_tokens=[1, 256], knot_ms=[30.0, 60.0])
 LOAD, GOAL = 0.8, 1.05
 BATCH_PRIORITY = Caller(is_batch=True).priority(0)
+
+
+class Lines(NamedTuple):
+    """How lines are scheduled: the priorities by which gateway and engines know that they give way."""
+
+    name: str
+    at_gateway: int
+    at_engines: int
+
+
+KEEP, HALF, FULL = (
+    Lines("lines keep their slots", UNHURRIED_PRIORITY - 1, UNHURRIED_PRIORITY - 1),
+    Lines("engines alone know that they give way", UNHURRIED_PRIORITY - 1, BATCH_PRIORITY),
+    Lines("gateway and engines know it", BATCH_PRIORITY, BATCH_PRIORITY),
+)
 
 
 @dataclass
@@ -40,100 +63,111 @@ class Outcome:
     num_lines: int = 0
 
 
-class Fleet:
-    """Engines in virtual time. `max_load` 0: no batch."""
+@dataclass
+class Running:
+    is_line: bool
+    arrived_s: float
+    choice: Assignment
+    has_begun: bool = False
 
-    def __init__(self, max_load: float, batch_priority: int, rate: float | None, seed: int) -> None:
-        """`rate`: live requests a second; `None`: all sequences are always busy."""
-        self.now = 0.0
-        limits = SchedulerLimits(
-            num_blocks=8192, block_size=16, max_model_len=1024, vocab_size=1000, max_num_seqs=MAX_SEQS, seed=1
-        )
-        self.engines = [Scheduler(limits, lambda: self.now) for _ in range(NUM_ENGINES)]
-        self._steps = StepTimeModel.from_params(STEP_TIME)
-        self._max_load, self._priority, self._rate = max_load, batch_priority, rate
+
+class Fleet:
+    """Engines and their gateway in virtual time. `max_load` 0: no batch."""
+
+    def __init__(self, max_load: float, lines: Lines, rate: float | None, seed: int) -> None:
+        """`rate`: live requests a second; `None`: all sequence slots are always busy."""
+        self._events = Events()
+        self._loop = EventsLoop(self._events)
+        self._max_load, self._lines, self._rate = max_load, lines, rate
         self._arrivals, self._prompts = random.Random(seed), random.Random(seed)
         self._names = count()
-        self._arrived: dict[str, float] = {}
-        self._busy = [False] * NUM_ENGINES
-        self._events: list[tuple[float, int, str, int]] = []
+        self._running: dict[str, Running] = {}
         self.outcome = Outcome()
+        self._brain = LocalBrain(GatewayConfig(), clock=self._events.now, rng=random.Random(seed))
+        config = EngineConfig(model="", num_kv_blocks=8192, max_model_len=1024, max_num_seqs=MAX_SEQS, seed=1)
+        config = msgspec.structs.replace(config, step_time=STEP_TIME)
+        self._pods = {f"pod-{number}": self._pod(f"pod-{number}", config) for number in range(NUM_ENGINES)}
+        endpoints = [Endpoint(id=name, data_url=f"http://{name}", control_url=f"http://{name}") for name in self._pods]
+        self._brain.apply_catalog(Catalog(models=[CatalogModel(deployment=MODEL, name=MODEL, endpoints=endpoints)]))
+        for name, running in self._pods.items():
+            self._brain.observe(name, running.pod.frame(snapshot=True))
 
     def run(self, seconds: float) -> Outcome:
         if self._rate is None:
-            for engine in range(NUM_ENGINES):
-                for _ in range(MAX_SEQS):
-                    self._add_live(engine)
+            for _ in range(NUM_ENGINES * MAX_SEQS):
+                self._ask(is_line=False)
         else:
-            self._at(0.0, "arrive")
+            self._arrive()
         if self._max_load:
-            self._at(0.0, "poll")
-        while self._events and self._events[0][0] < seconds:
-            self.now, _, kind, engine = heapq.heappop(self._events)
-            getattr(self, f"_on_{kind}")(engine)
+            self._poll()
+        while self._events.now_s < seconds:
+            self._loop.run_ready()
+            self._events.step()
+        self._loop.close()
         return self.outcome
 
-    def _at(self, time_s: float, kind: str, engine: int = 0) -> None:
-        heapq.heappush(self._events, (time_s, next(self._names), kind, engine))
+    def _pod(self, name: str, config: EngineConfig) -> RunningPod:
+        observe: Callable[[StateFrame], None] = partial(self._observe, name)
+        return RunningPod(
+            SimulatedPod(name, config, is_calibrated=True), self._events, observe=observe, deliver=self._deliver
+        )
 
-    def _on_arrive(self, engine: int) -> None:
+    def _observe(self, name: str, frame: StateFrame) -> None:
+        if self._lines.at_gateway < UNHURRIED_PRIORITY:
+            frame = msgspec.structs.replace(frame, load=msgspec.structs.replace(frame.load, num_requests_giving_way=0))
+        self._brain.observe(name, frame)
+
+    def _arrive(self) -> None:
         assert self._rate is not None
-        self._add_live(min(range(NUM_ENGINES), key=self._num_sequences))
-        self._at(self.now + self._arrivals.expovariate(self._rate), "arrive")
+        self._ask(is_line=False)
+        self._events.after(self._arrivals.expovariate(self._rate), self._arrive)
 
-    def _on_poll(self, engine: int) -> None:
-        """At most one line for each engine at a time, as `brain.load.idle` has it."""
-        if not any(each.num_waiting for each in self.engines):
-            for each in range(NUM_ENGINES):
-                if self._num_sequences(each) < self._max_load * MAX_SEQS:
-                    self._add(each, f"line-{next(self._names)}", self._priority)
-        self._at(self.now + POLL_S, "poll")
+    def _poll(self) -> None:
+        self._loop.spawn(self._start_lines())
+        self._events.after(POLL_S, self._poll)
 
-    def _on_step(self, engine: int) -> None:
-        """A step begins; its end is the next event of this engine."""
-        plan = self.engines[engine].schedule()
-        self._busy[engine] = plan.num_tokens > 0
-        if not self._busy[engine]:
-            return
-        ends_at = (
-            self.now
-            + self._steps.predict_ms(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products) / 1000
-        )
-        began_at, self.now = self.now, ends_at
-        self.engines[engine].update(plan, StepResult(token_ids=dict.fromkeys(plan.samples, 7)))
-        for output in self.engines[engine].take_outputs():
-            self._note(output.request_id, engine, is_end=output.finish_reason is not None)
-        self.now = began_at
-        self._at(ends_at, "step", engine)
+    async def _start_lines(self) -> None:
+        for _ in range(await self._brain.idle_capacity(MODEL, self._max_load)):
+            self._ask(is_line=True)
 
-    def _note(self, name: str, engine: int, *, is_end: bool) -> None:
-        if name.startswith("live") and name in self._arrived:
-            self.outcome.ttft_ms.append(1000 * (self.now - self._arrived.pop(name)))
-        if not is_end:
-            return
-        self.outcome.num_lines += name.startswith("line")
-        self.outcome.num_live += name.startswith("live")
-        if self._rate is None:
-            self._add_live(engine)
+    def _ask(self, *, is_line: bool) -> None:
+        self._loop.spawn(self._serve(is_line, self._events.now_s))
 
-    def _num_sequences(self, engine: int) -> int:
-        return self.engines[engine].num_running + self.engines[engine].num_waiting
-
-    def _add_live(self, engine: int) -> None:
-        name = f"live-{next(self._names)}"
-        self._arrived[name] = self.now
-        self._add(engine, name, 0)
-
-    def _add(self, engine: int, name: str, priority: int) -> None:
-        prompt = [self._prompts.randrange(1000) for _ in range(PROMPT_TOKENS)]
-        sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1)
+    async def _serve(self, is_line: bool, arrived_s: float) -> None:
+        priority = self._lines.at_gateway if is_line else 0
+        ticket = QueueTicket(priority=priority, arrived_at=arrived_s, max_tokens=OUTPUT_TOKENS)
+        target = self._brain.resolve(MODEL)
+        choice = await self._brain.choose(target, frozenset(), RoutingRequest(PROMPT_TOKENS), ticket=ticket)
+        name = f"{next(self._names)}"
+        self._running[name] = Running(is_line, arrived_s, choice)
         request = GenerateRequest(
-            request_id=name, model="m", prompt_token_ids=prompt, sampling=sampling, priority=priority
+            request_id=name,
+            model=MODEL,
+            prompt_token_ids=[self._prompts.randrange(1000) for _ in range(PROMPT_TOKENS)],
+            sampling=SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=1),
+            priority=self._lines.at_engines if is_line else 0,
         )
-        self.engines[engine].add(request)
-        if not self._busy[engine]:
-            self._busy[engine] = True
-            self._at(self.now, "step", engine)
+        self._events.after(NETWORK_S, partial(self._pods[choice.endpoint_id].enter, request))
+        self._events.after(2 * NETWORK_S, partial(self._brain.accepted, choice))
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        for output in outputs.outputs:
+            request = self._running[output.request_id]
+            if not request.has_begun:
+                request.has_begun = True
+                ttft_ms = 1000 * (self._events.now_s - request.arrived_s)
+                self._brain.started(request.choice, ttft_ms)
+                if not request.is_line:
+                    self.outcome.ttft_ms.append(ttft_ms)
+            if output.finish_reason is not None:
+                self._end(self._running.pop(output.request_id))
+
+    def _end(self, request: Running) -> None:
+        self._brain.finished(request.choice, CompletedRequest(OUTPUT_TOKENS))
+        self.outcome.num_lines += request.is_line
+        self.outcome.num_live += not request.is_line
+        if self._rate is None:
+            self._ask(is_line=False)
 
 
 def main() -> None:
@@ -142,15 +176,15 @@ def main() -> None:
     parser.add_argument("--max-load", type=float, nargs="+", default=[0.5, 0.8], help="the setting batches.max_load")
     args = parser.parse_args()
     seconds = args.seconds
-    capacity = Fleet(0.0, 0, None, 0).run(seconds).num_live / seconds
-    alone = Fleet(0.0, 0, LOAD * capacity, 1).run(seconds)
+    capacity = Fleet(0.0, FULL, None, 0).run(seconds).num_live / seconds
+    alone = Fleet(0.0, FULL, LOAD * capacity, 1).run(seconds)
     rows, result = [], {}
     for max_load in args.max_load:
-        for how, priority in (("lines keep their places", UNHURRIED_PRIORITY - 1), ("lines give way", BATCH_PRIORITY)):
-            found = Fleet(max_load, priority, LOAD * capacity, 1).run(seconds)
+        for lines in (KEEP, HALF, FULL):
+            found = Fleet(max_load, lines, LOAD * capacity, 1).run(seconds)
             before, beside = (quantiles(each.ttft_ms, n=20)[-1] for each in (alone, found))
             idle = capacity * seconds - found.num_live
-            name = f"max_load {max_load}, {how}"
+            name = f"max_load {max_load}, {lines.name}"
             row = [round(before, 1), round(beside, 1), round(beside / before, 3), round(found.num_lines / idle, 3)]
             rows.append([name, *row])
             result[name] = dict(zip(("ttft_p95_ms", "with_batch", "ratio", "idle_share_used"), row, strict=True))

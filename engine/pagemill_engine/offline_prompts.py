@@ -137,6 +137,5 @@ class PromptEncoder:
         check_tokens(token_ids, param, self.tokenizer.vocab_size)
         if cut is not None:
             sampling.validate()
-            room = max(1, self.max_model_len - (sampling.max_tokens or 1))
-            token_ids = token_ids[-(room if cut == -1 else cut) :]
+            token_ids = sampling.cut_prompt(token_ids, self.max_model_len)
         return EncodedPrompt(text, token_ids, sampling)

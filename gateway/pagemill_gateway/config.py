@@ -222,7 +222,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     silence_timeout_s: float = 5.0
     """Silence of an engine inside one request, while its state stream is silent too, before it is left behind."""
     stall_timeout_s: float = 6.0
-    """An engine whose server reports for longer than this, and than ten times what the step is predicted to take, that
+    """An engine whose server reports for longer than this, and than four times what the step is predicted to take, that
     it makes no step loses its answers at once: other engines continue them."""
     freeze_timeout_s: float = 4.0
     """The same without heartbeats of the engine process, which come every second however long a step takes."""

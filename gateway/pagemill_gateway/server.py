@@ -34,6 +34,8 @@ logger = logging.getLogger("pagemill.gateway")
 KEEP_ALIVE_S = 75
 CUT_OFF_TIMEOUT_S = 10.0
 """For requests that were cut short to tell their clients."""
+HURRIED_FLUSH_S = 0.3
+"""The same, after a second signal."""
 QUIET_S = 1.0
 """Without a request, before connections are closed; no longer than the delay, which says that others take over."""
 
@@ -74,7 +76,7 @@ async def serve(config: GatewayConfig) -> None:
                     log_listening(guarded, data_socket, control_socket)
                     await stopped(stop, data, control)
                     gateway.control.draining = True
-                    await drain(gateway.worker, stop, data.refuse_connections)
+                    await drain(gateway.worker, stop, data)
         finally:
             await gateway.close()
 
@@ -84,6 +86,8 @@ class Listening(NamedTuple):
     """It ends early only when the server fails."""
     refuse_connections: Callable[[], None]
     """For good; connections that are open stay."""
+    cut_off: Callable[[], None]
+    """At the end, connections get no time to read their last bytes."""
 
 
 @asynccontextmanager
@@ -114,7 +118,7 @@ async def serving(
             server.config.ssl = await stack.enter_async_context(ServerTLS(tls).followed())
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield Listening(task, server.refuse_connections)
+            yield Listening(task, server.refuse_connections, server.cut_off)
         finally:
             server.should_exit = True
             await task
@@ -127,14 +131,14 @@ async def stopped(stop: Stop, *listening: Listening) -> None:
     signalled.cancel()
 
 
-async def drain(worker: Worker, stop: Stop, refuse_connections: Callable[[], None] = lambda: None) -> None:
+async def drain(worker: Worker, stop: Stop, data: Listening) -> None:
     """Take the worker out of service without cutting an answer short, if time allows."""
     worker.draining = True
     log_event("draining", num_requests=worker.gate.num_inside)
     hurry = asyncio.create_task(stop.wait(2))
     try:
         await asyncio.wait([hurry], timeout=worker.config.drain_delay_s)
-        refuse_connections()
+        data.refuse_connections()
         # Who has just read the end of a stream may send the next request on the same connection.
         quiet_s = min(QUIET_S, worker.config.drain_delay_s)
         empty = asyncio.create_task(worker.gate.wait_quiet(quiet_s))
@@ -143,7 +147,13 @@ async def drain(worker: Worker, stop: Stop, refuse_connections: Callable[[], Non
         if not empty.done():
             logger.warning("gateway cuts %d requests short", worker.gate.num_inside)
             worker.running.end_all()
-            await asyncio.wait([empty], timeout=CUT_OFF_TIMEOUT_S)
+            emptied = asyncio.create_task(worker.gate.wait_empty())
+            await asyncio.wait([emptied, hurry], timeout=CUT_OFF_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if hurry.done():
+                await asyncio.wait([emptied], timeout=HURRIED_FLUSH_S)
+            emptied.cancel()
+        if hurry.done():
+            data.cut_off()
         empty.cancel()
     finally:
         hurry.cancel()
@@ -153,6 +163,9 @@ class _Server(uvicorn.Server):
     def refuse_connections(self) -> None:
         for server in self.servers:
             server.close()
+
+    def cut_off(self) -> None:
+        self.force_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -195,6 +195,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         """Choices that an engine's scheduler reports: all that may be chosen from, or what a search found."""
         return self.n if self.use_beam_search else self.num_sequences
 
+    def cut_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """What `truncate_prompt_tokens` leaves of a prompt: its last tokens; -1: those that fit beside `max_tokens`.
+        `max_model_len` 0: not known."""
+        cut = self.truncate_prompt_tokens
+        if cut == -1:
+            cut = max(1, max_model_len - (self.max_tokens or 1)) if max_model_len else None
+        return token_ids if cut is None else token_ids[-cut:]
+
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         """Return self, or raise `PagemillError` (400) that names the first field of a wrong type or out of range."""
         for name, bounds in BOUNDS.items():

@@ -76,6 +76,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How far the latest steps deviate from the step-time model (`pagemill_protocol.step_drift`)."""
     num_preemptions: int = 0
     """Since start."""
+    num_requests_giving_way: int = 0
+    """Of those running and waiting: they leave their sequence slots to others (`sampling.UNHURRIED_PRIORITY`)."""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -116,6 +118,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reported."""
     models: list[str] = []
     """Names this engine answers to: the model, its aliases and adapters."""
+    pools: bool = False
+    """It answers with vectors or scores, not with text."""
     adapters: AdapterSlots = AdapterSlots()
     draining: bool = False
     sleeping: bool = False

@@ -26,7 +26,7 @@ def profile(endpoint_type: str, *options: str) -> dict[str, Any]:
     argv += ["--tokenizer", os.environ["PAGEMILL_TOKENIZER"], "--ui", "none", "--output-artifact-dir", str(folder)]
     argv += ["--request-count", str(NUM_REQUESTS), "--concurrency", "2"]
     argv += ["--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2500:] + done.stderr[-1500:]
     found: dict[str, Any] = json.loads((folder / "profile_export_aiperf.json").read_text())
     return found

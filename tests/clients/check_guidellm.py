@@ -33,7 +33,7 @@ def benchmark(route: str) -> dict[str, Any]:
     }
     argv = [str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console"]
     argv += [word for name, value in options.items() for word in (f"--{name}", value)]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **OFFLINE}, timeout=200)
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **OFFLINE}, timeout=500)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     found: dict[str, Any] = json.loads(report.read_text())["benchmarks"][0]
     return found

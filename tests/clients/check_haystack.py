@@ -7,9 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks import CITY_SCHEMA, KEY, MAX_TOKENS, MODEL, QUESTION, City, base_url, check, report_all
+from checks import (
+    CITY_SCHEMA,
+    EMBEDDING_MODEL,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    QUESTION,
+    City,
+    assert_embeddings,
+    base_url,
+    check,
+    report_all,
+)
+from haystack.components.embedders import OpenAIDocumentEmbedder, OpenAITextEmbedder
 from haystack.components.generators.chat import OpenAIChatGenerator
-from haystack.dataclasses import ChatMessage
+from haystack.dataclasses import ChatMessage, Document
 from haystack.tools import Tool
 from haystack.utils import Secret
 
@@ -64,6 +77,15 @@ def _assert_calls(message: ChatMessage) -> None:
     for call in message.tool_calls:
         assert call.tool_name == "record_city"
         City.model_validate(call.arguments)
+
+
+@check("embeddings of documents and of a text")
+def embeddings() -> None:
+    options: Any = {"model": EMBEDDING_MODEL, "api_base_url": base_url(), "api_key": Secret.from_token(KEY)}
+    documents = [Document(content="paris"), Document(content="berlin")]
+    made = OpenAIDocumentEmbedder(**options, progress_bar=False).run(documents)["documents"]
+    assert_embeddings([each.embedding for each in made])
+    assert_embeddings([OpenAITextEmbedder(**options).run("paris")["embedding"]], count=1)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def summary(kind: str, data: dict[str, Any], *, streaming: bool = True) -> dict[
     file = folder / "settings.yaml"
     file.write_text(json.dumps(settings))  # JSON is YAML
     argv = [str(Path(sys.executable).with_name("inference-perf")), "--config_file", str(file)]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **OFFLINE}, timeout=200)
+    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, **OFFLINE}, timeout=500)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     (report,) = folder.glob("**/summary_lifecycle_metrics.json")
     found: dict[str, Any] = json.loads(report.read_text())

@@ -9,6 +9,7 @@ from typing import Any
 
 from checks import (
     CITY_TOOL,
+    EMBEDDING_MODEL,
     JSON_QUESTION,
     KEY,
     MAX_TOKENS,
@@ -16,13 +17,15 @@ from checks import (
     QUESTION,
     TEXT_TOKENS,
     City,
+    assert_embeddings,
     base_url,
     check,
     report_all,
     run_howto,
 )
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import SecretStr
 
 model = ChatOpenAI(
     base_url=base_url(),
@@ -86,6 +89,16 @@ def stream_tools() -> None:
     for chunk in model.bind_tools([CITY_TOOL], tool_choice="any", parallel_tool_calls=False).stream(QUESTION):
         answer = chunk if answer is None else answer + chunk
     _assert_calls(answer.tool_calls)
+
+
+@check("`OpenAIEmbeddings`, with `check_embedding_ctx_length=False`: it sends another model's token ids otherwise")
+async def embeddings() -> None:
+    embedder = OpenAIEmbeddings(
+        model=EMBEDDING_MODEL, base_url=base_url(), api_key=SecretStr(KEY), check_embedding_ctx_length=False
+    )
+    assert_embeddings(embedder.embed_documents(["paris", "berlin"]))
+    assert_embeddings(await embedder.aembed_documents(["paris", "berlin"]))
+    assert_embeddings([embedder.embed_query("paris")], count=1)
 
 
 def _assert_calls(calls: Any) -> None:

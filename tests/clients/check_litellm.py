@@ -8,7 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import litellm
-from checks import CITY_TOOL, KEY, MAX_TOKENS, MODEL, QUESTION, TEXT_TOKENS, City, base_url, check, report_all
+from checks import (
+    CITY_TOOL,
+    EMBEDDING_MODEL,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    QUESTION,
+    TEXT_TOKENS,
+    City,
+    assert_embeddings,
+    base_url,
+    check,
+    report_all,
+)
 
 litellm.suppress_debug_info = True
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
@@ -65,6 +78,15 @@ def overflow() -> None:
         except litellm.ContextWindowExceededError:
             continue
         raise AssertionError(f"{provider} answered")
+
+
+@check("embeddings, with `openai/` and `hosted_vllm/`")
+def embeddings() -> None:
+    for provider in PROVIDERS:
+        made = litellm.embedding(
+            f"{provider}/{EMBEDDING_MODEL}", input=["paris", "berlin"], api_base=base_url(), api_key=KEY
+        )
+        assert_embeddings([item["embedding"] for item in made.data])
 
 
 def _assert_calls(answer: Any) -> None:

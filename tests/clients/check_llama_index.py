@@ -1,5 +1,5 @@
 # /// script
-# dependencies = ["llama-index-llms-openai-like==0.8.1"]
+# dependencies = ["llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"]
 # ///
 """LlamaIndex, with its client for servers that speak OpenAI's API."""
 
@@ -7,9 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks import KEY, MAX_TOKENS, MODEL, QUESTION, City, base_url, check, report_all
+from checks import (
+    EMBEDDING_MODEL,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    QUESTION,
+    City,
+    assert_embeddings,
+    base_url,
+    check,
+    report_all,
+)
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 
 
@@ -51,6 +63,13 @@ def tools() -> None:
     calls = model.get_tool_calls_from_response(answer)
     assert [call.tool_name for call in calls] == ["record_city"] * len(calls)
     assert tool(**calls[0].tool_kwargs).raw_output
+
+
+@check("`OpenAILikeEmbedding`: of texts and of a query")
+def embeddings() -> None:
+    embedder = OpenAILikeEmbedding(model_name=EMBEDDING_MODEL, api_base=base_url(), api_key=KEY)
+    assert_embeddings(embedder.get_text_embedding_batch(["paris", "berlin"]))
+    assert_embeddings([embedder.get_query_embedding("paris")], count=1)
 
 
 if __name__ == "__main__":

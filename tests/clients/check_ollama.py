@@ -8,7 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 import ollama
-from checks import CITY_SCHEMA, CITY_TOOL, MAX_TOKENS, MODEL, QUESTION, TEXT_TOKENS, City, base_url, check, report_all
+from checks import (
+    CITY_SCHEMA,
+    CITY_TOOL,
+    EMBEDDING_MODEL,
+    MAX_TOKENS,
+    MODEL,
+    QUESTION,
+    TEXT_TOKENS,
+    City,
+    base_url,
+    check,
+    report_all,
+)
 
 URL = base_url().removesuffix("/v1")
 client = ollama.Client(URL, timeout=60)
@@ -60,12 +72,12 @@ def tools() -> None:
 
 @check("`list`, `show`, `ps`")
 def models() -> None:
-    (model,) = client.list().models
-    assert model.model == f"{MODEL}:latest"
+    assert {each.model for each in client.list().models} == {f"{MODEL}:latest", f"{EMBEDDING_MODEL}:latest"}
     shown = client.show(f"{MODEL}:latest")
     assert shown.modelinfo["pagemill.context_length"] == 4096
     assert "completion" in (shown.capabilities or [])
-    assert [each.context_length for each in client.ps().models] == [4096]
+    assert client.show(EMBEDDING_MODEL).capabilities == ["embedding"]
+    assert {each.model: each.context_length for each in client.ps().models}[f"{MODEL}:latest"] == 4096
 
 
 @check("the asynchronous client")

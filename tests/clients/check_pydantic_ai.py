@@ -7,8 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from checks import JSON_QUESTION, KEY, MAX_TOKENS, MODEL, QUESTION, City, base_url, check, report_all
-from pydantic_ai import Agent, NativeOutput, PromptedOutput, RunContext, ToolOutput
+from checks import (
+    EMBEDDING_MODEL,
+    JSON_QUESTION,
+    KEY,
+    MAX_TOKENS,
+    MODEL,
+    QUESTION,
+    City,
+    assert_embeddings,
+    base_url,
+    check,
+    report_all,
+)
+from openai import AsyncOpenAI
+from pydantic_ai import Agent, Embedder, NativeOutput, PromptedOutput, RunContext, ToolOutput
+from pydantic_ai.embeddings.openai import OpenAIEmbeddingModel
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -56,6 +70,18 @@ async def function_tool() -> None:
 
     assert (await agent(str, settings, tools=[look_up]).run("Look up city 7.")).output
     assert seen
+
+
+@check("`Embedder`: of documents and of a query")
+async def embeddings() -> None:
+    async with AsyncOpenAI(base_url=base_url(), api_key=KEY) as client:  # the shared one belongs to another event loop
+        embedder = Embedder(OpenAIEmbeddingModel(EMBEDDING_MODEL, provider=OpenAIProvider(openai_client=client)))
+        await _embed(embedder)
+
+
+async def _embed(embedder: Embedder) -> None:
+    assert_embeddings((await embedder.embed_documents(["paris", "berlin"])).embeddings)
+    assert_embeddings((await embedder.embed_query("paris")).embeddings, count=1)
 
 
 if __name__ == "__main__":

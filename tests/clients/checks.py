@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import math
 import re
 import sys
 import time
@@ -84,6 +85,15 @@ def run_howto(heading: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(sys.stderr):
         exec(match[1].replace(DOCUMENTED_URL, base_url()), names)
     return names
+
+
+def assert_embeddings(vectors: Any, count: int = 2) -> None:
+    """Of different texts: of one length, each of norm 1, and not the same."""
+    assert len(vectors) == count, vectors
+    assert len({len(vector) for vector in vectors}) == 1
+    for vector in vectors:
+        assert math.isclose(sum(value * value for value in vector), 1, abs_tol=1e-4)
+    assert count == 1 or list(vectors[0]) != list(vectors[1])
 
 
 def report_all() -> None:

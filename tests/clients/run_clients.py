@@ -133,8 +133,8 @@ def run(client: Client, argv: list[str]) -> list[Report]:
         environment = {**os.environ, **VARIABLES, "VIRTUAL_ENV": str(ENVIRONMENTS / client.name)}
         done = subprocess.run(argv, capture_output=True, text=True, timeout=CLIENT_LIMIT_S, env=environment)
         output, why = done.stdout, done.stderr
-    except subprocess.TimeoutExpired:
-        output, why = "", f"not at its end after {CLIENT_LIMIT_S} s"
+    except subprocess.TimeoutExpired as expired:
+        output, why = (expired.stdout or b"").decode(), f"not at its end after {CLIENT_LIMIT_S} s"
     reports: list[Report] = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     if len(reports) < len(client.checks):
         reports.append({"name": "the script comes to its end", "limit": "", "seconds": 0, "error": why or "it did not"})

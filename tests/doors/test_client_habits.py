@@ -177,3 +177,37 @@ def test_errors_that_no_route_answers_have_the_shape_of_their_path(door: Door, p
         for name in SHAPED[path]:
             shown = shown[name]
         assert isinstance(shown, str), answer
+
+
+def _parts(kind: str, text: str = "text") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": text, "text": "a"}, {"type": kind}]}]
+
+
+MEDIA: list[tuple[str, dict[str, Any], str]] = [
+    *(
+        ("/v1/chat/completions", {"messages": _parts(kind)}, f"{kind} messages[0].content[1].type")
+        for kind in ("image_url", "input_audio", "audio_url", "video_url", "file")
+    ),
+    *(
+        ("/v1/responses", {"input": _parts(kind, "input_text")}, f"{kind} input[0].content[1].type")
+        for kind in ("input_image", "input_audio", "input_video", "input_file")
+    ),
+    *(
+        ("/v1/messages", {"messages": _parts(kind), "max_tokens": 1}, f"{kind} messages[0].content[1].type")
+        for kind in ("image", "audio", "video", "document")
+    ),
+    ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aa"]}]}, "image messages[0].images[0]"),
+    ("/api/generate", {"prompt": "a", "images": ["aa"]}, "image images[0]"),
+    (f"/v2/models/{MODEL}/generate", {"text_input": "a", "image": "aa"}, "image"),
+    ("/v1/embeddings", {"messages": _parts("image_url")}, "messages"),
+]
+"""Path, body, and the words that the answer must have."""
+
+
+@pytest.mark.parametrize(("path", "body", "words"), MEDIA, ids=lambda value: value if isinstance(value, str) else "")
+def test_images_audio_and_video_are_refused_by_name_and_place(
+    door: Door, path: str, body: dict[str, Any], words: str
+) -> None:
+    answer = door.post({"model": MODEL, **body}, path)
+    assert answer.status == 400, answer
+    assert not [word for word in words.split() if word not in answer.body.decode()], answer

@@ -64,6 +64,7 @@ class FakeEngine:
         self.load = EngineLoad()
         self.max_model_len = MAX_MODEL_LEN
         self.max_num_seqs = 0
+        self.pools = False
         self.num_inside = 0
         """Requests that it answers now."""
         self.most_inside = 0
@@ -145,6 +146,7 @@ class FakeEngine:
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             models=[MODEL],
+            pools=self.pools,
             adapters=self.adapters,
             draining=self.draining,
         )

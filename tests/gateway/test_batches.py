@@ -140,7 +140,7 @@ async def test_completions_and_responses_are_endpoints_too(engines, gateways, tm
     status, refused = await client.ask(
         "POST",
         "/v1/batches",
-        json={"input_file_id": batch["input_file_id"], "endpoint": "/v1/embeddings", "completion_window": "24h"},
+        json={"input_file_id": batch["input_file_id"], "endpoint": "/v1/rerank", "completion_window": "24h"},
     )
     assert (status, refused["error"]["param"]) == (400, "endpoint")
 
@@ -237,7 +237,7 @@ async def test_a_batch_whose_time_is_over_says_so_of_each_line_left(engines, gat
     client = client_of(gateway)
     engines[0].behaviours.append(fake.says("done"))
     engines[0].behaviour = fake.hangs
-    batch = await client.ended(await client.create([line(number) for number in range(9)], window="1s"))
+    batch = await client.ended(await client.create([line(number) for number in range(9)], window="3s"))
     assert (batch["status"], batch["request_counts"]) == ("expired", {"total": 9, "completed": 1, "failed": 8})
     assert {each["error"]["code"] for each in await client.results(batch["error_file_id"])} == {"batch_expired"}
 
@@ -352,6 +352,24 @@ async def test_uploads_are_bounded_in_bytes_and_number(engines, gateways, tmp_pa
     assert (status, refused["error"]["code"]) == (413, "too_many_file_bytes")
     content = list((tmp_path / "batches" / "content").iterdir())
     assert len(content) == 2, "what was refused is not kept"
+
+
+async def test_ten_thousand_files_are_listed_and_one_more_is_refused(engines, gateways, tmp_path) -> None:
+    gateway = await gateways(*engines, **kept_in(tmp_path))
+    client = client_of(gateway)
+    _, first = await client.upload(b"x")
+    (folder,) = (tmp_path / "batches" / "files").iterdir()
+    for number in range(9_999):
+        kept = {**first, "id": f"file-{number:032x}"}
+        (folder / kept["id"]).write_bytes(json.dumps(kept).encode())
+    _, page = await client.ask("GET", "/v1/files?limit=3000&order=asc")
+    assert (len(page["data"]), page["has_more"]) == (3000, True)
+    _, rest = await client.ask("GET", f"/v1/files?order=asc&after={page['last_id']}")
+    assert (len(rest["data"]), rest["has_more"], rest["last_id"]) == (7000, False, first["id"])
+    status, refused = await client.upload(b"x")
+    assert (status, refused["error"]["code"]) == (400, "too_many_files")
+    assert (await client.ask("DELETE", f"/v1/files/{page['first_id']}"))[1]["deleted"] is True
+    assert (await client.upload(b"x"))[0] == 200
 
 
 async def test_more_batches_than_may_wait_are_refused(engines, gateways, fake, tmp_path) -> None:

@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 from encoder_models import CLASSIFIERS, ENCODERS, write_encoder, write_modules, write_unigram, write_wordpiece
 from real_cluster import Cluster, endpoint_of, start_cluster
 from transformers import AutoTokenizer
+from waiting import wait_until
+
+from pagemill_protocol.http.auth import hash_key
 
 __all__ = ["start_cluster"]
 TEXTS = ["Paris is the capital of France", "cats sleeping", "the capital of Germany is Berlin", "zebras"]
@@ -186,8 +190,45 @@ def test_what_a_model_does_not_do_is_refused_by_gateway_and_engine(
         ):
             status, answer = post(url, path, body)
             assert (status, message in answer["error"]["message"]) == (400, True), answer
+        assert post(url, "/api/show", {"model": "smol"})[1]["capabilities"] == ["embedding"]
     status, answer = post(ranker[0].url, "/v1/embeddings", {"model": "smol", "input": "hi"})
     assert (status, "scores pairs of texts" in answer["error"]["message"]) == (400, True)
+
+
+def test_the_limits_of_a_key_hold_for_embeddings_however_many_ask_at_once(
+    bert: tuple[Path, Any], start_cluster: Callable[..., Cluster]
+) -> None:
+    key, limit = "sk-embeds", 300
+    keys = (f"{hash_key(key)} tokens_per_minute={limit}",)
+    cluster = start_cluster(1, keys, model=str(bert[0]), max_model_len=None, dtype="float32")
+    with openai.OpenAI(base_url=cluster.url + "/v1", api_key=key, max_retries=0) as client:
+        each = client.embeddings.create(model="smol", input=TEXTS).usage.total_tokens
+
+        def ask(_: int) -> int:
+            try:
+                return client.embeddings.create(model="smol", input=TEXTS).usage.total_tokens
+            except openai.RateLimitError:
+                return 0
+
+        with ThreadPoolExecutor(8) as threads:
+            served = each + sum(threads.map(ask, range(40)))
+    assert limit - each < served <= limit
+
+
+def test_a_batch_of_embeddings_has_the_vectors_of_single_requests(cluster: Cluster) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+    url = "/v1/embeddings"
+    bodies = [{"model": "smol", "input": text} for text in TEXTS]
+    lines = [{"custom_id": str(number), "url": url, "body": body} for number, body in enumerate(bodies)]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=url, completion_window="1h")
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+    output_id = client.batches.retrieve(batch.id).output_file_id
+    assert output_id is not None
+    results = {each["custom_id"]: each for each in map(json.loads, client.files.content(output_id).text.splitlines())}
+    for number, body in enumerate(bodies):
+        alone = post(cluster.url, url, body)[1]["data"][0]["embedding"]
+        assert results[str(number)]["response"]["body"]["data"][0]["embedding"] == pytest.approx(alone, abs=TOLERANCE)
 
 
 def test_another_engine_answers_when_one_is_killed(cluster: Cluster) -> None:

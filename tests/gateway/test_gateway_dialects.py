@@ -96,6 +96,18 @@ async def test_a_model_is_left_out_where_the_caller_has_one(engines, gateways, f
     assert [request.model for request in engines[1].requests] == ["other"]
 
 
+async def test_a_model_for_embeddings_beside_the_only_one_for_text_changes_nothing(engines, gateways, fake) -> None:
+    engines[1].pools = True
+    models = [fake.catalog_of(engines[0]).models[0]]
+    models.append(msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="encoder"))
+    gateway = await gateways(*engines[:2], catalog=Catalog(models=models))
+    reply = await gateway.post("/generate", {"inputs": "hi", "parameters": {"max_new_tokens": 2}})
+    assert (reply.status, [request.model for request in engines[0].requests]) == (200, ["tiny"])
+    assert (await gateway.get("/info")).json["model_id"] == "tiny"
+    shown = (await gateway.post("/api/show", {"model": "encoder"})).json
+    assert shown["capabilities"] == ["embedding"]
+
+
 async def test_lists_and_descriptions_are_of_the_models_that_the_key_may_use(engines, gateways, fake) -> None:
     models = [fake.catalog_of(engines[0]).models[0]]
     models.append(msgspec.structs.replace(fake.catalog_of(engines[1]).models[0], deployment="e", name="other"))

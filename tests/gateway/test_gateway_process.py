@@ -8,6 +8,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,7 @@ import aiohttp
 import msgspec
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from waiting import WAIT_LIMIT_S, eventually
+from waiting import WAIT_LIMIT_S, busy_factor, eventually
 
 from pagemill_gateway import __main__ as gateway_main
 from pagemill_gateway.config import GatewayConfig, SettingsError, load_config, open_keys_file
@@ -273,6 +274,20 @@ async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, s
     assert b"shutting down" in raw.split(b"\n\n")[-2]
     assert b"[DONE]" not in raw
     assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
+
+
+async def test_a_second_signal_ends_a_gateway_within_a_second_though_clients_do_not_read(engines, fake, start) -> None:
+    gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=300, drain_timeout_s=300)
+    engines[0].behaviour = fake.says("a", *["b" * 60_000] * 200, gate=None)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with aiohttp.ClientSession(read_bufsize=4096) as session:
+        await post_when_ready(session, gateway, body)
+        gateway.process.send_signal(signal.SIGTERM)
+        await gateway.unready()
+        began_s = time.monotonic()
+        gateway.process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
+        assert time.monotonic() - began_s < busy_factor()
 
 
 async def test_during_the_drain_delay_new_requests_are_still_served(engines, fake, start) -> None:

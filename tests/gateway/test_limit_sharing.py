@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from limit_histories import limits, sequences_of, step
 from redis_server import RedisServer, redis_server
-from waiting import eventually
+from waiting import busy_factor, eventually
 
 from examples import num_examples
 from pagemill_gateway.config import RedisConfig
 from pagemill_gateway.limits.memory import MemoryStore
+from pagemill_gateway.limits.redis import link as redis_link
 from pagemill_gateway.limits.redis import store as redis_store
 from pagemill_gateway.limits.redis.link import Link
 from pagemill_gateway.limits.redis.shared_keys import SharedKeys
@@ -54,9 +56,11 @@ async def stores(
 ) -> AsyncIterator[list[RedisStore]]:
     """As many gateways, which know each other when they begin."""
     prefix = prefix or next(prefixes)
-    running = [
-        RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms))) for _ in range(count)
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redis_link, "CONNECT_TIMEOUT_S", max(redis_link.CONNECT_TIMEOUT_S, timeout_ms / 1000))
+        running = [
+            RedisStore(Link(RedisConfig(url=server.url, prefix=prefix, timeout_ms=timeout_ms))) for _ in range(count)
+        ]
     for each in running:
         each.start()
     try:
@@ -394,6 +398,21 @@ async def test_keys_in_redis_are_accepted_and_outlive_it(
         own_server.kill()
         await eventually(lambda: not store.up)
         assert knows(ring, "two")
+        await keys.close()
+
+
+async def test_a_key_that_is_added_changed_or_revoked_in_redis_counts_within_a_second(own_server: RedisServer) -> None:
+    ring = KeyRing([], shared=True)
+    async with stores(own_server, 1, prefix="p") as (store,):
+        keys = SharedKeys(store._link, ring.replace_shared)
+        keys.start()
+        own_server.command("HSET", "p:keys", hash_key("old"), "")
+        await eventually(lambda: knows(ring, "old"))
+        began_s = time.monotonic()
+        own_server.command("HSET", "p:keys", hash_key("new"), "")
+        own_server.command("HDEL", "p:keys", hash_key("old"))
+        await eventually(lambda: knows(ring, "new") and not knows(ring, "old"))
+        assert time.monotonic() - began_s < busy_factor()
         await keys.close()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import virtual_loop
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pagemill_gateway.brain.brain import LocalBrain
@@ -257,6 +257,7 @@ def test_whatever_is_killed_no_innocent_request_fails(
 
 @settings(deadline=None, max_examples=25)
 @given(SEEDS, ENGINES, RESTARTS_S, st.sampled_from([0, 0, 1, 30]), st.integers(0, 40))
+@example(1, 1, 2.0, 30, 9)
 @pytest.mark.parametrize(("kind", "most"), [("crashed", 3), ("lost", 4)])
 def test_a_request_that_brings_engines_down_is_found_out_and_harms_no_other(
     kind: EngineFailureKind, most: int, seed: int, num_engines: int, restart_s: float, position: int, num_requests: int

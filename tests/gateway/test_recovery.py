@@ -356,12 +356,12 @@ async def test_an_engine_that_makes_no_step_for_long_is_stuck(brain: LocalBrain)
     assert await brain.liveness("a") == "silent"
 
 
-async def test_a_step_of_a_large_model_may_take_as_long_as_ten_of_its_longest(brain: LocalBrain) -> None:
+async def test_a_step_of_a_large_model_may_take_as_long_as_four_of_its_longest(brain: LocalBrain) -> None:
     know(brain, "a")
     step_time = StepTimeParams(knots_tokens=[16, 512], knot_ms=[400.0, 4000.0])
-    report(brain, "a", silent_s=39.0, step_time=step_time)
+    report(brain, "a", silent_s=15.9, step_time=step_time)
     assert await brain.liveness("a") == "working"
-    report(brain, "a", silent_s=41.0, step_time=step_time)
+    report(brain, "a", silent_s=16.1, step_time=step_time)
     assert await brain.liveness("a") == "stuck"
 
 
@@ -380,6 +380,15 @@ async def test_a_step_is_too_long_by_what_was_predicted_for_it_and_not_by_the_lo
     report(brain, "a", silent_s=6.1, expected_step_ms=4000.0, step_time=step_time)
     assert await brain.liveness("a") == "working"
     report(brain, "a", silent_s=6.1, expected_step_ms=400.0, step_time=step_time)
+    assert await brain.liveness("a") == "stuck"
+
+
+async def test_a_hang_in_a_prompt_of_two_thousand_tokens_is_seen_within_seven_seconds(brain: LocalBrain) -> None:
+    """A small model's step of 2,048 tokens takes 1.6 s on two cores; twice and a half as long is no hang."""
+    know(brain, "a")
+    report(brain, "a", silent_s=6.0, expected_step_ms=1600.0)
+    assert await brain.liveness("a") == "working"
+    report(brain, "a", silent_s=7.0, expected_step_ms=1600.0)
     assert await brain.liveness("a") == "stuck"
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import aiohttp
 import msgspec
 import psutil
 import pytest
-from waiting import START_LIMIT_S, WAIT_LIMIT_S, eventually, find_event
+from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, eventually, find_event
 
 from pagemill_gateway.config import GatewayConfig
 from pagemill_protocol.http.auth import hash_key
@@ -329,12 +330,14 @@ async def test_a_second_signal_reaches_all_and_ends_streams_with_an_error(engine
     family.process.send_signal(signal.SIGTERM)
     await until(family.is_ready, lambda ready: not ready)
     assert await family.chat() == 200, "in the delay newcomers are served"
+    began_s = time.monotonic()
     family.process.send_signal(signal.SIGTERM)
     for stream in [each for streams in by_worker.values() for each in streams]:
         raw = await stream.raw()
         assert b"shutting down" in raw
         assert b"[DONE]" not in raw
     assert await asyncio.wait_for(family.process.wait(), WAIT_LIMIT_S) == 0
+    assert time.monotonic() - began_s < busy_factor()
 
 
 async def test_no_process_outlives_the_supervisor(start) -> None:

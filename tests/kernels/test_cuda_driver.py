@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,14 @@ def test_a_driver_older_than_torchs_cuda_is_not_a_missing_device() -> None:
         "13.2; update the driver to release 580 or later, or use a torch that is built for CUDA 12"
     )
     assert "update the driver to one for CUDA 15" in explain(Driver((13, 0), None), "3.0", "15.1")
+
+
+def test_the_how_to_names_the_least_release_of_the_driver_for_each_cuda() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "serve-on-gpus.md").read_text()
+    for cuda in (12, 13):
+        reported = explain(Driver((cuda - 1, 0), "1.0"), "2.15.0", f"{cuda}.0")
+        (release,) = re.findall(r"update the driver to release (\d+)", reported)
+        assert re.search(rf"{release} .{{0,60}}CUDA {cuda}", page), f"release {release} for CUDA {cuda}"
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -34,6 +36,20 @@ def byte_tokenizer() -> Tokenizer:
         tokenizer_json=backend.to_str(), chat_template=CHAT_TEMPLATE, eos_token_ids=[0], vocab_size=256
     )
     return Tokenizer(bundle)
+
+
+@pytest.fixture
+def with_tokens(byte_tokenizer: Tokenizer) -> Callable[[Sequence[str]], Tokenizer]:
+    """`byte_tokenizer` with further, special tokens; their ids begin at 256."""
+
+    def make(texts: Sequence[str]) -> Tokenizer:
+        parsed = json.loads(byte_tokenizer.bundle.tokenizer_json)
+        kind = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        parsed["added_tokens"] = [{"id": 256 + place, "content": text, **kind} for place, text in enumerate(texts)]
+        sizes = {"tokenizer_json": json.dumps(parsed), "vocab_size": 256 + len(texts)}
+        return Tokenizer(msgspec.structs.replace(byte_tokenizer.bundle, **sizes))
+
+    return make
 
 
 @pytest.fixture(scope="session")

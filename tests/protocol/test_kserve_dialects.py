@@ -138,6 +138,7 @@ def test_what_is_wrong_with_tensors_is_named(inputs: list[Any], behind: bytes, n
         ({"text_input": ""}, "`text_input` must have at least 1 character"),
         ({"beam_width": 2}, "`beam_width` is not supported"),
         ({"parameters": {"n": 2}}, "`n` is not supported"),
+        ({"image": "aGk="}, "`image` is not supported. This server reads and writes text only"),
         ({"parameters": {"max_tokens": "x"}}, "`max_tokens` must be an integer"),
         ({"parameters": 7}, "`parameters` must be an object"),
     ],

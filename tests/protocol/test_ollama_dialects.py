@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from refusals import refusal_of
 
 from pagemill_protocol.answers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
-from pagemill_protocol.dialects.base import FinishedChoice, Piece
+from pagemill_protocol.answers.registry import ParserSettings
+from pagemill_protocol.dialects.base import FinishedChoice, Piece, Preparation
 from pagemill_protocol.dialects.ollama import PAGES, OllamaChatDialect, OllamaGenerateDialect, RawPrompt
 from pagemill_protocol.dialects.pages import Asked
 from pagemill_protocol.dialects.transport import NOWHERE
@@ -21,6 +23,7 @@ from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai.render import ModelCard
 from pagemill_protocol.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.tokenizer import Tokenizer
 
 CHAT, GENERATE = OllamaChatDialect(), OllamaGenerateDialect()
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -105,6 +108,18 @@ def test_a_prompt_is_a_chat_and_a_raw_one_is_what_the_model_reads() -> None:
     assert isinstance(GENERATE.parse(json.dumps({**body, "raw": True}).encode()), RawPrompt)
 
 
+async def test_a_suffix_asks_for_the_middle(
+    byte_tokenizer: Tokenizer, with_tokens: Callable[[Sequence[str]], Tokenizer]
+) -> None:
+    body = GENERATE.parse(json.dumps({"model": "m", "prompt": "be", "suffix": "end"}).encode())
+    tokenizer = with_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    assert await body.render_soon(tokenizer, ParserSettings()) == "<fim_prefix>be<fim_suffix>end<fim_middle>"
+    (request,) = body.prepare(tokenizer, Preparation(100, "ollama-1", 1), body.sampling(), None)
+    assert request.prompt_token_ids == [256, *tokenizer.encode("be"), 257, *tokenizer.encode("end"), 258]
+    with pytest.raises(PagemillError, match="no tokens for that"):
+        await body.render_soon(byte_tokenizer, ParserSettings())
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -126,7 +141,7 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"template": "x"}, {"suffix": "x"}, {"context": [1]}, {"images": ["aa"]}, {"prompt": ""}]
+    "fields", [{"template": "x"}, {"suffix": 7}, {"context": [1]}, {"images": ["aa"]}, {"prompt": ""}]
 )
 def test_what_a_prompt_cannot_have_is_named(fields: dict[str, Any]) -> None:
     with pytest.raises(PagemillError, match=next(iter(fields))):
@@ -196,5 +211,8 @@ def test_lists_name_models_with_their_tags() -> None:
     assert [each["context_length"] for each in json.loads(running(asked))["models"]] == [64]
     assert json.loads(show(asked))["model_info"]["pagemill.context_length"] == 64
     assert json.loads(version(asked)) == {"version": "1.2"}
+    pooled = asked._replace(cards=[cards[0]._replace(pools=True)])
+    assert json.loads(show(asked))["capabilities"] == ["completion", "tools"]
+    assert json.loads(show(pooled))["capabilities"] == ["embedding"]
     with pytest.raises(PagemillError, match="`x` does not exist"):
         show(asked._replace(raw=b'{"model": "x"}'))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from pagemill_protocol.openai.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from pagemill_protocol.text.fill_in_middle import KNOWN, Markers
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -138,6 +140,39 @@ def test_a_tokenizer_that_is_not_used_any_more_is_freed(byte_tokenizer: Tokenize
     del tokenizer
     gc.collect()
     assert watch() is None
+
+
+def test_of_a_long_prompt_the_last_tokens_are_read_where_the_client_asks_for_it(byte_tokenizer: Tokenizer) -> None:
+    long, ids = "x" * 300 + "end", byte_tokenizer.encode("end")
+    assert completions(byte_tokenizer, prompt=long, truncate_prompt_tokens=3)[0].prompt_token_ids == ids
+    (most,) = completions(byte_tokenizer, prompt=long, truncate_prompt_tokens=-1, max_tokens=40, echo=True)
+    assert (len(most.prompt_token_ids), most.prompt_token_ids[-3:]) == (60, ids)
+    assert most.prompt_text == long[-60:], "what is echoed is what was read"
+    (given,) = completions(byte_tokenizer, prompt=[5, 6, 7], truncate_prompt_tokens=2)
+    assert given.prompt_token_ids == [6, 7]
+    assert chat(byte_tokenizer, truncate_prompt_tokens=4).prompt_token_ids == byte_tokenizer.encode(RENDERED)[-4:]
+    assert len(chat(byte_tokenizer, truncate_prompt_tokens=10**6).prompt_token_ids) == len(RENDERED)
+    with pytest.raises(PagemillError) as refused:
+        completions(byte_tokenizer, truncate_prompt_tokens=0)
+    assert refused.value.param == "truncate_prompt_tokens"
+    with pytest.raises(PagemillError, match="maximum context length"):
+        completions(byte_tokenizer, prompt=long, truncate_prompt_tokens=200)
+
+
+@pytest.mark.parametrize("markers", KNOWN, ids=lambda markers: markers.before_middle)
+def test_a_suffix_makes_a_prompt_for_the_middle(
+    with_tokens: Callable[[Sequence[str]], Tokenizer], markers: Markers
+) -> None:
+    tokenizer = with_tokens(markers)
+    (request,) = completions(tokenizer, prompt="be", suffix="end")
+    assert request.prompt_token_ids == [256, *tokenizer.encode("be"), 257, *tokenizer.encode("end"), 258]
+    assert completions(tokenizer, prompt="be", suffix="")[0].prompt_token_ids == tokenizer.encode("be")
+
+
+def test_a_suffix_for_a_model_without_such_tokens_is_refused_by_name(byte_tokenizer: Tokenizer) -> None:
+    with pytest.raises(PagemillError, match="no tokens for that") as refused:
+        completions(byte_tokenizer, suffix="end")
+    assert refused.value.param == "suffix"
 
 
 def test_several_prompts_make_several_requests_of_one_response(byte_tokenizer: Tokenizer) -> None:

@@ -141,6 +141,59 @@ TEXTS_OF_ONE_KIND = {
 }
 
 
+def word_piece() -> dict[str, Any]:
+    letters = "helowrd"
+    entries = ["[UNK]", *letters, *(f"##{letter}" for letter in letters), "hello", "##rld"]
+    model = models.WordPiece(vocab={entry: index for index, entry in enumerate(entries)}, unk_token="[UNK]")
+    backend = Backend(model)
+    backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    found: dict[str, Any] = json.loads(backend.to_str())
+    return found
+
+
+UNREADABLE = "words without the spaces between them"
+CUT = {**BOUNDED, **{name: each for name, each in UNBOUNDED.items() if name != UNREADABLE}, "words": word_piece()}
+
+
+@pytest.mark.parametrize("tokenizer_json", CUT.values(), ids=CUT.keys())
+def test_a_text_that_is_cut_has_the_first_tokens_of_the_whole(tokenizer_json: dict[str, Any]) -> None:
+    tokenizer, rng = tokenizer_of(tokenizer_json), random.Random(5)
+    units = [*TEXTS_OF_ONE_KIND.values(), "\u0301", "h" * 99, "h" * 300, " " * 50, "é한ᄒ́　▁"]
+    for few in (1, 2, len(units)):
+        some = rng.sample(units, few)
+        text = "".join(rng.choice(some) for _ in range(60_000 // max(map(len, some))))
+        ids = tokenizer.encode(text)
+        for num_tokens in (1, 100, 5000, len(ids), len(ids) + 1):
+            assert tokenizer.encode_cut(text, num_tokens) == ids[:num_tokens], (some, num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("unit", "is_refused"), [("word ", False), ("中", False), (" ", True), ("h", True), ("\u0301", True)]
+)
+def test_cutting_a_text_costs_what_is_kept_and_not_what_is_sent(
+    unit: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of spaces, or of words too long to be known, no number of characters brings many tokens."""
+    tokenizer, seen = tokenizer_of(word_piece()), 0
+    encode = Tokenizer._encode
+
+    def counted(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+        nonlocal seen
+        seen += len(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    text = unit * (2_000_000 // len(unit))
+    if is_refused:
+        with pytest.raises(PagemillError, match="`input` has 2000000 characters, of which the first 1048576 are"):
+            tokenizer.encode_cut(text, 128, param="input")
+        assert seen < 1_400_000
+        return
+    assert len(tokenizer.encode_cut(text, 128)) == 128
+    assert seen < 20_000
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("unit", TEXTS_OF_ONE_KIND.values(), ids=TEXTS_OF_ONE_KIND.keys())
 def test_a_large_text_has_its_own_tokens_where_they_just_fit_and_is_refused_where_they_do_not(

@@ -194,3 +194,5 @@ def test_info_is_of_the_only_model() -> None:
     assert (info["model_id"], info["max_total_tokens"], info["version"]) == ("m", 64, "1.2")
     with pytest.raises(PagemillError, match="2 models are served"):
         INFO.body(asked._replace(cards=[card, ModelCard("other", 1)]))
+    beside = asked._replace(cards=[card, ModelCard("encoder", 1, pools=True)])
+    assert json.loads(INFO.body(beside))["model_id"] == "m", "TGI's routes are of models that answer with text"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
+import resource
 import socket
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 from hypothesis import HealthCheck, settings
-from waiting import START_LIMIT_S, event_in, wait_until
+from waiting import START_LIMIT_S, busy_factor, event_in, wait_until
 
 from examples import num_examples
 
@@ -230,26 +230,38 @@ def without_a_hang(ask: Callable[[], Asked]) -> Asked:
         began_s = time.monotonic()
         answer = ask()
         took_s = time.monotonic() - began_s
-        if took_s < HANG_S * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))):
+        if took_s < HANG_S * busy_factor():
             return answer
     raise AssertionError(f"{took_s:.2f} s for {answer}, the {NUM_HANGS}th time")
 
 
 def start_door(
-    name: str, module: str, folder: Path, values: dict[str, Any], headers: dict[str, str] | None = None
+    name: str,
+    module: str,
+    folder: Path,
+    values: dict[str, Any],
+    headers: dict[str, str] | None = None,
+    *,
+    good: tuple[str, dict[str, Any]] = ("/v1/completions", GOOD),
+    data_limit_bytes: int = 0,
 ) -> Door:
-    """Run the module's server until it answers a good request, sent with `headers`."""
+    """Run the module's server until it answers a good request, sent with `headers`.
+
+    `data_limit_bytes`: an rlimit of each of its processes; more memory of its own than that it does not get.
+    """
     path, log = folder / "settings.json", folder / "log"
     path.write_text(json.dumps(values))
     with log.open("wb") as sink:
         command = [sys.executable, "-m", module, "--settings", str(path)]
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+    if data_limit_bytes:
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (data_limit_bytes, data_limit_bytes))
     reported = event_in(log, "listening", process)
     urls = (_url(reported, "url", "port"), _url(reported, "control_url", "control_port"))
     token = values.get("control_token") or values.get("server", {}).get("internal_token", "")
     door = Door(name, process, *urls, log, headers or {}, token)
     try:
-        wait_until(lambda: door.client.post("/v1/completions", json=GOOD).status_code == 200, limit_s=START_LIMIT_S)
+        wait_until(lambda: door.client.post(good[0], json=good[1]).status_code == 200, limit_s=START_LIMIT_S)
     except Exception as error:
         door.stop()
         raise RuntimeError(log.read_text()) from error

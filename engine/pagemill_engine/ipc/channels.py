@@ -91,6 +91,10 @@ class EngineChannel:
         """End the engine process without a word to it: while it loads it reads no messages."""
         self._process.terminate()
 
+    def kill(self) -> None:
+        """End the engine process by force, also one that is stopped; for a `close` under way or to come."""
+        self._process.kill()
+
     def discard(self) -> None:
         """End the engine process by force and remove every trace, for callers that cannot wait."""
         self._process.kill()

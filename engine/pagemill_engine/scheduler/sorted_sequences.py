@@ -9,18 +9,24 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from pagemill_engine.scheduler.sequence import Sequence
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY
 
 OrderKey = Callable[[Sequence], tuple[int, ...]]
 
 
 def serving_key(request: Sequence) -> tuple[int, ...]:
-    """Order of the running sequences. The last one, the newest of the lowest priority, is preempted first."""
+    """Order of the running sequences, by priority first. The last one, the newest of the lowest priority, is preempted
+    first."""
     return (request.priority, request.arrival, request.choice)
 
 
 def unhurried_last(rank: OrderKey) -> OrderKey:
     """The order `rank`, with sequences that give way to all others behind those."""
     return lambda seq: (int(seq.is_unhurried), *rank(seq))
+
+
+UNHURRIED_SERVING, UNHURRIED_WAITING = (UNHURRIED_PRIORITY,), (1,)
+"""Where sequences that give way begin: by `serving_key`, and by an order of `unhurried_last`."""
 
 
 class SortedSequences:
@@ -48,6 +54,10 @@ class SortedSequences:
         """The last sequence that is not `spared`; `spared` itself when it is alone."""
         last = self._sequences[-1]
         return self._sequences[-2] if last is spared and len(self._sequences) > 1 else last
+
+    def num_from(self, least: tuple[int, ...]) -> int:
+        """How many have a key that is not before `least`."""
+        return len(self._keys) - bisect_left(self._keys, least)
 
     def add(self, request: Sequence) -> None:
         key = self._key(request)

@@ -174,6 +174,10 @@ class EngineClient:
             self._handle(message)
             await asyncio.sleep(0)  # messages that wait already are received without a pause: let other tasks run
 
+    def kill(self) -> None:
+        """End the engine process at once, also in the middle of a step; for a `close` under way or to come."""
+        self._channel.kill()
+
     async def close(self) -> None:
         """End the engine process and free what the channel holds."""
         if self._starting is not None:  # a start that was interrupted leaves a process behind unless it is awaited

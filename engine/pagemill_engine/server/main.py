@@ -59,6 +59,8 @@ KEEP_ALIVE_S = 120
 """Idle connections live longer than a gateway's pool keeps them, so that the gateway closes first."""
 FLUSH_TIMEOUT_S = 5
 """At the end, connections get this long to read their last bytes."""
+HURRIED_FLUSH_S = 0.3
+"""After a second signal."""
 
 
 @dataclass(slots=True)
@@ -241,10 +243,23 @@ class Server:
         closing: list[asyncio.Future[object]] = [asyncio.ensure_future(task) for task in (*http, publisher)]
         if context.client is not None:
             closing.append(asyncio.ensure_future(context.client.close()))
+        hurry = asyncio.create_task(self._hurry(servers))
         await asyncio.gather(engine, *closing, return_exceptions=True)
-        await context.tracing.close()
+        traces = asyncio.create_task(context.tracing.close())
+        await asyncio.wait([traces, hurry], return_when=asyncio.FIRST_COMPLETED)
+        for task in (traces, hurry):
+            task.cancel()
         context.lifecycle.enter("stopped")
         context.close()
+
+    async def _hurry(self, servers: list[_HttpServer]) -> None:
+        """After a second signal: wait neither for a step of the engine process nor for clients that do not read."""
+        await self._hurried.wait()
+        if self._context.client is not None:
+            self._context.client.kill()
+        await asyncio.sleep(HURRIED_FLUSH_S)
+        for server in servers:
+            server.force_exit = True
 
     def _on_phase(self, phase: str, detail: str) -> None:
         self._context.metrics.phase(phase)

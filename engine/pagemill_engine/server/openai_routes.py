@@ -183,7 +183,10 @@ def _seed(context: ServerContext) -> int:
 def _card(context: ServerContext, name: str) -> render.ModelCard:
     ready = context.client.ready_info if context.client else None
     max_model_len = ready.max_model_len if ready else None
-    return render.ModelCard(name, context.created_unix_s, max_model_len, root=context.settings.engine.model)
+    pools = ready is not None and ready.pooling is not None
+    return render.ModelCard(
+        name, context.created_unix_s, max_model_len, root=context.settings.engine.model, pools=pools
+    )
 
 
 def _json(body: bytes) -> Response:

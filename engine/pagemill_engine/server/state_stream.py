@@ -92,6 +92,7 @@ class StatePublisher:
             prefix_chunk_blocks=prefix_chunk_blocks(ready.block_size, ready.num_blocks),
             load=ready.load,
             start_s=ready.start_s,
+            pools=ready.pooling is not None,
         )
 
     def arrived(self, number: int, request: GenerateRequest) -> None:

@@ -19,7 +19,7 @@ RETRY_PAUSE_MAX_S = 2.0
 MOST_FAILURES = 32
 """Of one request, even if it progressed each time: no engine can serve it."""
 MOST_ENDS = 8
-"""Engines in a row that ended before the request got a token of them, for whatever reason."""
+"""Engines in a row that ended with the request before it got a token of them, for whatever reason."""
 MOST_CRASHES = 5
 """Engines whose own work failed while they had the request, also with tokens between."""
 
@@ -87,8 +87,8 @@ class Attempts:
         self._last_message = message
 
     def declined(self, message: str) -> None:
-        """The engine chosen last takes no requests any more, or not yet, or no process listens there: that costs no
-        try.
+        """The engine chosen last takes no requests any more, or not yet, or no process listens there, or it was gone
+        before it took the request: that costs no try.
         """
         self._failed.append(self._chosen)
         self._num_failures += 1

@@ -25,6 +25,8 @@ class Need(NamedTuple):
     """Expected, of each sequence."""
     num_sequences: int = 1
     max_tokens: int | None = None
+    gives_way: bool = False
+    """It leaves its sequence slots to requests that do not: a line of a batch."""
 
     @property
     def cost_tokens(self) -> int:
@@ -55,6 +57,7 @@ class Reservations:
         """Accepted and not in the reports yet."""
         self.num_sequences = 0
         """Of all requests there."""
+        self.num_sequences_giving_way = 0
         self.num_blocks = 0
         """Of all requests there, in full."""
         self.num_unseen_blocks = 0
@@ -71,6 +74,7 @@ class Reservations:
     def reserve(self, decision: int, need: Need, block_size: int) -> None:
         reservation = self._open[decision] = _Reservation(need, need.num_blocks(block_size))
         self.num_sequences += need.num_sequences
+        self.num_sequences_giving_way += need.num_sequences * need.gives_way
         self.num_blocks += reservation.num_blocks
         self.num_unseen_blocks += reservation.num_blocks
 
@@ -98,6 +102,7 @@ class Reservations:
             return None
         self._accepted.pop(decision, None)
         self.num_sequences -= reservation.need.num_sequences
+        self.num_sequences_giving_way -= reservation.need.num_sequences * reservation.need.gives_way
         self.num_blocks -= reservation.num_blocks
         if reservation.reports_left == 0:
             self._see(reservation, -1)

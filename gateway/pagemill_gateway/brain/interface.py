@@ -199,6 +199,8 @@ class ServedName(NamedTuple):
     max_model_len: int | None
     """Of the engines that serve it now; `None`: none does."""
     is_adapter: bool = False
+    pools: bool = False
+    """Its engines answer with vectors or scores, not with text."""
 
 
 class Brain(Protocol):

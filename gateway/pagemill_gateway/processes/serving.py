@@ -55,7 +55,7 @@ async def serve_data(setup: Setup) -> None:
                 connected.add_done_callback(lambda _: None if connected.cancelled() else say_up())
                 await stopped(stop, data)
                 connected.cancel()
-                await drain(worker, stop, data.refuse_connections)
+                await drain(worker, stop, data)
     finally:
         await worker.close()
         await line.close()

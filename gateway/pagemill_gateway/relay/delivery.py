@@ -60,6 +60,8 @@ class Delivery:
         self.engine_failures = EngineFailures()
         self.attempt: AttemptRecord
         """The latest; set by `begin`."""
+        self.is_accepted = False
+        """The engine of the latest attempt has the request, or had it."""
         self.continues = False
         """The latest attempt continues where another one ended."""
         self.last_failure: FailureKind = "broken"
@@ -67,6 +69,7 @@ class Delivery:
     def begin(self, choice: Assignment) -> bytes:
         """The body of one attempt. Each has its own id: the engine may not know yet that the previous one has ended."""
         self.attempts.chose(choice.endpoint_id)
+        self.is_accepted = False
         request = self.journal.continuation()
         self.continues = bool(request.resume)
         before = self.attempt if self.continues else None

@@ -164,6 +164,7 @@ class Relay:
         sent_at = time.perf_counter()
         async with self._upstream.generate(assignment, body, delivery.record.request_id, liveness) as stream:
             self._brain.accepted(assignment)
+            delivery.is_accepted = True
             frames = await stream.read()
             if frames[0][0].error is None:
                 ttft_s = time.perf_counter() - sent_at if delivery.request.stream else None
@@ -221,9 +222,9 @@ class Relay:
         self._metrics.attempt(record.model, assignment.endpoint_id, failure.kind)
         if failure.kind == "refused":
             attempts.refused(failure.message)
-        elif failure.kind in ("declined", "unreachable"):
-            # Several engines may be gone unnoticed: a request that none of them received must wait for the next, not
-            # fail.
+        elif failure.kind in ("declined", "unreachable") or (failure.kind == "lost" and not delivery.is_accepted):
+            # Several engines may be gone unnoticed, and a connection that was kept may show that only now: a request
+            # that none of them received must wait for the next, not fail.
             attempts.declined(failure.message)
         elif failure.kind in ("lost", "killed", "crashed"):
             attempts.ended(failure.message, crashed=failure.kind == "crashed")

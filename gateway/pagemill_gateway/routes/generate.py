@@ -67,7 +67,7 @@ class GenerateRoute:
         place = Place(scope["path"], scope.get("path_params", {}), partial(_header, scope))
         if not self._dialect.transport.may_omit_model or b'"model"' in raw:
             return place
-        names = [each for each in await self._worker.brain.names() if caller.may_use(each.name)]
+        names = [each for each in await self._worker.brain.names() if caller.may_use(each.name) and not each.pools]
         return place._replace(only_model=names[0].model if len({each.model for each in names}) == 1 else "")
 
     async def _serve(

@@ -72,4 +72,5 @@ def _card(served: ServedName, started_unix_s: int) -> render.ModelCard:
         max_model_len=served.max_model_len,
         root=None if served.is_adapter else served.model,
         parent=served.model if served.is_adapter else None,
+        pools=served.pools,
     )

@@ -69,6 +69,7 @@ def cost_basis_of(
     num_running, budget = report.num_running, snapshot.budget
     num_ahead = report.num_tokens_waiting + num_unreported_tokens
     num_before = num_running + report.num_waiting + num_unreported
+    num_keeping = num_before - report.num_giving_way
     step_ms = 0.0
     if num_running or num_ahead:
         step_ms = snapshot.full_ms if num_ahead >= budget else snapshot.step_ms(num_ahead)
@@ -84,7 +85,7 @@ def cost_basis_of(
         step_ms,
         snapshot.decode_ms,
         HARM_SHARE * num_running * (max(0.0, snapshot.full_ms - snapshot.decode_ms) / budget),
-        num_before + 1 - report.max_num_seqs if 0 < report.max_num_seqs <= num_before else 0,
+        num_keeping + 1 - report.max_num_seqs if 0 < report.max_num_seqs <= num_keeping else 0,
         report.max_num_seqs,
         report.num_blocks_available * report.block_size if waits_for_blocks else math.inf,
         report.block_size,

@@ -27,3 +27,5 @@ class PodReport(NamedTuple):
     num_blocks_active: int
     step_time: StepTimeSnapshot | None
     """`None`: it has reported no step-time model."""
+    num_giving_way: int = 0
+    """Of those running and waiting: they leave their sequence slots to others."""

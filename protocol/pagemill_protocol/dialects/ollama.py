@@ -3,6 +3,7 @@ without a template."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.ollama_api import render
 from pagemill_protocol.dialects.ollama_api.request import LATEST, OllamaChatRequest, OllamaGenerateRequest
 from pagemill_protocol.dialects.pages import Asked, Page
-from pagemill_protocol.dialects.translation import TranslatedChat, TranslatedDialect, as_request
+from pagemill_protocol.dialects.translation import Renamed, TranslatedChat, TranslatedDialect, as_request
 from pagemill_protocol.dialects.transport import NDJSON, NOWHERE, Place
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
@@ -23,6 +24,7 @@ from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.render import ModelCard
 from pagemill_protocol.openai.schemas import ChatCompletionRequest
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.text.fill_in_middle import fill_in_middle
 
 if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
@@ -66,8 +68,9 @@ class OllamaGenerateDialect(OllamaChatDialect):
         request = parse_body(raw, OllamaGenerateRequest)
         chat = as_request(request.for_chat, RENAMED, ChatCompletionRequest)
         renamed = (*RENAMED, ("messages", "prompt"))
-        kind = RawPrompt if request.raw else TranslatedChat
-        return kind(chat, self.name, renamed, request.model)
+        if request.raw or request.suffix:
+            return RawPrompt(chat, self.name, renamed, request.model, suffix=request.suffix)
+        return TranslatedChat(chat, self.name, renamed, request.model)
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> render.OllamaRenderer:
         return render.OllamaRenderer(request, is_chat=False)
@@ -78,13 +81,23 @@ class RawPrompt(TranslatedChat):
 
     renders = False
 
+    def __init__(
+        self, fields: ChatCompletionRequest, dialect: str, renamed: Sequence[Renamed], state: str, *, suffix: str
+    ) -> None:
+        super().__init__(fields, dialect, renamed, state)
+        self._suffix = suffix
+
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
-        return self.fields.messages[-1].content
+        return self._text(tokenizer)
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
-        return super().prepare(tokenizer, preparation, sampling, self.fields.messages[-1].content)
+        return super().prepare(tokenizer, preparation, sampling, self._text(tokenizer))
+
+    def _text(self, tokenizer: Tokenizer) -> str:
+        prompt = self.fields.messages[-1].content
+        return fill_in_middle(tokenizer, prompt, self._suffix) if self._suffix else prompt
 
 
 class ShowRequest(RequestModel):
@@ -124,7 +137,7 @@ def _show(asked: Asked) -> bytes:
             "parameters": "",
             "template": "",
             "model_info": {**info, "pagemill.context_length": card.max_model_len},
-            "capabilities": ["completion", "tools"],
+            "capabilities": ["embedding"] if card.pools else ["completion", "tools"],
         }
     )
 

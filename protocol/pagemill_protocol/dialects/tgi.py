@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import orjson
 
-from pagemill_protocol.dialects.base import Preparation
 from pagemill_protocol.dialects.pages import Asked, Page
 from pagemill_protocol.dialects.text_generation import render
 from pagemill_protocol.dialects.text_generation.request import TgiRequest
@@ -20,15 +18,12 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.ids import new_id
 from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.openai.schemas import CompletionRequest
-from pagemill_protocol.sampling import MAX_STOP_STRINGS, SamplingParams
-from pagemill_protocol.text.fitting import LARGEST_CONTEXT
-
-if TYPE_CHECKING:
-    from pagemill_protocol.text.tokenizer import Tokenizer
+from pagemill_protocol.sampling import MAX_STOP_STRINGS
 
 RENAMED: Sequence[Renamed] = (
     ("`prompt", "`inputs"),
     ("max_tokens", "max_new_tokens"),
+    ("truncate_prompt_tokens", "truncate"),
     ("guided_json", "grammar.value"),
     ("guided_regex", "grammar.value"),
 )
@@ -70,21 +65,10 @@ class TgiBody(TranslatedCompletion):
             "full_text": request.inputs if parameters.return_full_text else "",
         }
         super().__init__(fields, dialect, RENAMED, json.dumps({name: each for name, each in answer.items() if each}))
-        self._truncate = parameters.truncate
-
-    def prepare(
-        self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
-    ) -> list[GenerateRequest]:
-        if self._truncate is not None:
-            (prompt,) = self.fields.prompt
-            assert isinstance(prompt, str)  # the schema takes nothing else
-            token_ids = tokenizer.encode_within(prompt, LARGEST_CONTEXT, param="inputs")
-            self.fields = self.fields.model_copy(update={"prompt": [token_ids[-self._truncate :]]})
-        return super().prepare(tokenizer, preparation, sampling, text)
 
 
 def _info(asked: Asked) -> bytes:
-    models = {card.root or card.id: card for card in reversed(asked.cards) if card.parent is None}
+    models = {card.root or card.id: card for card in reversed(asked.cards) if card.parent is None and not card.pools}
     if len(models) != 1:
         raise invalid_field("model", f"{len(models)} models are served here, and /info is of one. Ask /v1/models.")
     (card,) = models.values()

@@ -27,6 +27,7 @@ from pagemill_protocol.openai.schemas import (
 )
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.text.bad_words import with_bad_words
+from pagemill_protocol.text.fill_in_middle import fill_in_middle
 from pagemill_protocol.text.fitting import LARGEST_CONTEXT
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def prepare_chat(
     outputs = prescribed(req, form.syntax, form.reasoning, text)
     if outputs is not sampling.structured_outputs:
         sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
-    token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages")
+    token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages", sampling)
     max_tokens = _answer_budget(
         len(token_ids),
         req.requested_tokens,
@@ -169,7 +170,7 @@ def prepare_completions(
     num_tokens = 0
     for index, prompt in enumerate(req.prompt):
         param = f"prompt[{index}]" if several else "prompt"
-        token_ids = _prompt_tokens(prompt, req, tokenizer, max_model_len, param)
+        token_ids = _prompt_tokens(prompt, req, tokenizer, max_model_len, param, sampling)
         num_tokens += len(token_ids)
         if several and num_tokens > MAX_TOKENS_OF_SEVERAL:
             raise _too_many_together(index + 1, len(req.prompt), num_tokens)
@@ -189,7 +190,7 @@ def prepare_completions(
                 include_usage=req.include_usage,
                 continuous_usage=req.continuous_usage,
                 priority=req.priority,
-                prompt_text=_echo_text(prompt, req, tokenizer),
+                prompt_text=_echo_text(prompt, token_ids, req, tokenizer),
                 prompt_only=req.prompt_only,
                 return_token_ids=req.return_token_ids,
                 prompt_index=index,
@@ -237,19 +238,28 @@ def _rendering(req: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def _prompt_tokens(
-    prompt: str | list[int], req: CompletionRequest, tokenizer: Tokenizer, max_model_len: int, param: str
+    prompt: str | list[int],
+    req: CompletionRequest,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    param: str,
+    sampling: SamplingParams,
 ) -> list[int]:
     if isinstance(prompt, str):
-        return _encode(tokenizer, prompt, req.add_special_tokens, max_model_len, param)
+        text = fill_in_middle(tokenizer, prompt, req.suffix) if req.suffix else prompt
+        return _encode(tokenizer, text, req.add_special_tokens, max_model_len, param, sampling)
     _check_vocabulary(prompt, tokenizer, param)
-    return prompt
+    return sampling.cut_prompt(prompt, max_model_len)
 
 
-def _encode(tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str) -> list[int]:
-    token_ids = tokenizer.encode_within(text, max_model_len, special, param=param)
+def _encode(
+    tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str, sampling: SamplingParams
+) -> list[int]:
+    most = max_model_len if sampling.truncate_prompt_tokens is None else LARGEST_CONTEXT
+    token_ids = tokenizer.encode_within(text, most, special, param=param)
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
-    return token_ids
+    return sampling.cut_prompt(token_ids, max_model_len)
 
 
 def _response_id(req: SamplingFields, request_id: str, *, several: bool) -> str:
@@ -339,9 +349,11 @@ def _limited(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams
     return limited.validate() if sampling.min_tokens else limited
 
 
-def _echo_text(prompt: str | list[int], req: CompletionRequest, tokenizer: Tokenizer) -> str | None:
+def _echo_text(
+    prompt: str | list[int], token_ids: list[int], req: CompletionRequest, tokenizer: Tokenizer
+) -> str | None:
     if not req.echo:
         return None
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) and req.truncate_prompt_tokens is None:
         return prompt
-    return tokenizer.decode(prompt, skip_special_tokens=req.skip_special_tokens)
+    return tokenizer.decode(token_ids, skip_special_tokens=req.skip_special_tokens)

@@ -60,6 +60,8 @@ class ModelCard(NamedTuple):
     """The model's source; `None`: its id."""
     parent: str | None = None
     """The model that an adapter belongs to."""
+    pools: bool = False
+    """It answers with vectors or scores, not with text."""
 
 
 def head(request: GenerateRequest, system_fingerprint: str | None = None) -> Head:

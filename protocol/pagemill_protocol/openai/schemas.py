@@ -133,6 +133,8 @@ class SamplingFields(RequestModel, FormFields):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Of a longer prompt its last tokens alone are read; -1: as many as fit beside `max_tokens`."""
     logprob_token_ids: list[int] = Field([], max_length=MAX_LOGPROB_TOKEN_IDS)
     """With `logprobs`: these tokens in place of the most likely ones."""
     bad_words: list[str] = Field([], max_length=MAX_BAD_WORDS)
@@ -305,6 +307,8 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    suffix: Text = ""
+    """The text after the answer: the model fills in the middle, where it has tokens for that."""
     echo: bool = False
     add_special_tokens: bool = True
 
@@ -323,6 +327,9 @@ class CompletionRequest(SamplingFields):
         error = _alternatives_error(self, wants_logprobs=self.logprobs is not None)
         if error is not None:
             raise error
+        if self.suffix and (self.echo or not all(isinstance(each, str) for each in self.prompt)):
+            other = "echo" if self.echo else "prompt"
+            raise refusal(other, f"With `suffix`, `prompt` must be text and `echo` false. Change `{other}`.")
         if len(self.prompt) * self.num_sequences > MAX_TOTAL_CHOICES:
             name = "n" if self.num_sequences == self.n else "best_of" if self.beam_width is None else "beam_width"
             raise refusal(

@@ -1,7 +1,7 @@
 """Request fields that clients know and this server does not serve, as data.
 
 Ignoring such a field would silently give the client something it did not ask for, so it gets a 400 with the remedy. A
-value that asks for nothing beyond the default (`tools: []`, `suffix: ""`) is harmless and passes. Fields in no table
+value that asks for nothing beyond the default (`tools: []`, `echo: false`) is harmless and passes. Fields in no table
 and no schema are ignored. A field that becomes supported moves from here to `schemas`.
 """
 
@@ -22,12 +22,11 @@ class Unsupported(NamedTuple):
 
 
 _NO_FUNCTIONS = "It is OpenAI's older form; send `tools` and `tool_choice`."
-_TEXT_ONLY = "This server reads and writes text only; remove it."
+TEXT_ONLY = "This server reads and writes text only; remove it."
 _REMOVE = "Remove it."
 
 COMMON: Mapping[str, Unsupported] = {
     "prompt_embeds": Unsupported("Send the prompt as text or token ids."),
-    "truncate_prompt_tokens": Unsupported("Shorten the prompt before sending it."),
     "logits_processors": Unsupported("Use `logit_bias`.", ([],)),
     "spaces_between_special_tokens": Unsupported(_REMOVE, (True,)),
     "return_tokens_as_token_ids": Unsupported("Send `return_token_ids` to get token ids.", (False,)),
@@ -39,9 +38,9 @@ CHAT: Mapping[str, Unsupported] = {
     **COMMON,
     "functions": Unsupported(_NO_FUNCTIONS, ([],)),
     "function_call": Unsupported(_NO_FUNCTIONS, ("none",)),
-    "audio": Unsupported(_TEXT_ONLY),
-    "modalities": Unsupported(_TEXT_ONLY, (["text"], [])),
-    "mm_processor_kwargs": Unsupported(_TEXT_ONLY, ({},)),
+    "audio": Unsupported(TEXT_ONLY),
+    "modalities": Unsupported(TEXT_ONLY, (["text"], [])),
+    "mm_processor_kwargs": Unsupported(TEXT_ONLY, ({},)),
     "web_search_options": Unsupported("This server does not search the web; remove it."),
     "documents": Unsupported("Put the documents into a message.", ([],)),
     "chat_template": Unsupported("Templates come from the model or from `model.chatTemplate` of its LLMDeployment."),
@@ -51,10 +50,9 @@ CHAT: Mapping[str, Unsupported] = {
 COMPLETIONS: Mapping[str, Unsupported] = {
     **COMMON,
     "thinking_token_budget": Unsupported("Only chats have reasoning; send it to /v1/chat/completions.", (-1,)),
-    "suffix": Unsupported("Filling in the middle is not available; put all text into `prompt`.", ("",)),
 }
 
 MESSAGE: Mapping[str, Unsupported] = {
     "function_call": Unsupported("It is OpenAI's older form; send `tool_calls`."),
-    "audio": Unsupported(_TEXT_ONLY),
+    "audio": Unsupported(TEXT_ONLY),
 }

@@ -7,6 +7,7 @@ Safe to use from several threads at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -19,7 +20,13 @@ from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_template import ChatTemplate
 from pagemill_protocol.text.coverage import coverage_of, longest_entry_bytes
 from pagemill_protocol.text.detokenizer import IncrementalDetokenizer
-from pagemill_protocol.text.fitting import LARGEST_CONTEXT, SMALL_TEXT_BYTES, check_pieces, check_size
+from pagemill_protocol.text.fitting import (
+    LARGEST_CONTEXT,
+    SMALL_TEXT_BYTES,
+    check_pieces,
+    check_size,
+    encoded_beginning,
+)
 from pagemill_protocol.text.token_bytes import TokenBytes
 
 
@@ -65,11 +72,13 @@ class Tokenizer:
             raise context_length_exceeded(len(ids), max_tokens, param)
         return ids
 
-    def encode_cut(self, text: str, num_tokens: int) -> list[int]:
-        """As `encode`, of as much of the text's beginning as gives so many tokens, special ones included."""
+    def encode_cut(self, text: str, num_tokens: int, *, param: str = "prompt") -> list[int]:
+        """As `encode`, of as much of the text's beginning as gives so many tokens, special ones included; no more of it
+        is tokenized than that takes. `param`: the request's field that holds the text."""
         _as_utf8(text)
-        encoding = self._encode(text, add_special_tokens=False)
-        encoding.truncate(max(0, num_tokens - self._backend.num_special_tokens_to_add(False)))
+        room = max(0, num_tokens - self._backend.num_special_tokens_to_add(False))
+        encoding, _ = self._beginning(text, room, param)
+        encoding.truncate(room)
         ids: list[int] = self._backend.post_process(encoding, None, True).ids
         return ids
 
@@ -82,10 +91,18 @@ class Tokenizer:
                 self._check_length(text, max_tokens, param)
             else:
                 _as_utf8(text)
-        encodings = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
-        room = (max_tokens if cut is None else cut) - self._backend.num_special_tokens_to_add(True)
-        if cut is not None:
-            for encoding, length in zip(encodings, _lengths_within(max(0, room), *map(len, encodings)), strict=True):
+        room = max(0, (max_tokens if cut is None else cut) - self._backend.num_special_tokens_to_add(True))
+        if cut is None:
+            encodings = self._backend.encode_batch_fast([first, second], add_special_tokens=False)
+        else:
+            begun = [self._beginning(text, room, param) for text in (first, second)]
+            encodings = [encoding for encoding, _ in begun]
+            # Of two texts that are both longer than the room the one with more characters counts as the longer one.
+            lengths = [
+                len(encoding) if is_all else max(len(encoding), len(text))
+                for (encoding, is_all), text in zip(begun, (first, second), strict=True)
+            ]
+            for encoding, length in zip(encodings, _lengths_within(room, *lengths), strict=True):
                 encoding.truncate(length)
         joined: Encoding = self._backend.post_process(encodings[0], encodings[1], True)
         if cut is None and len(joined) > max_tokens:
@@ -98,6 +115,11 @@ class Tokenizer:
         check_size(raw, max_tokens, self._coverage, param)
         if len(raw) > max(max_tokens, SMALL_TEXT_BYTES):  # no text has more tokens than bytes
             check_pieces(text, max_tokens, self._longest_entry_bytes, self._count, param)
+
+    def _beginning(self, text: str, num_tokens: int, param: str) -> tuple[Encoding, bool]:
+        """At least so many tokens of it, without special ones; whether they are all."""
+        encode = partial(self._encode, add_special_tokens=False)
+        return encoded_beginning(text, num_tokens, self._longest_entry_bytes, encode, param)
 
     def _count(self, text: str) -> int:
         return len(self._encode(text, add_special_tokens=False))
@@ -118,6 +140,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes the token stands for; special tokens spell themselves."""
         return self._table[token_id]
+
+    def has_token(self, text: str) -> bool:
+        """Whether `text` is one token of the vocabulary."""
+        return self._backend.token_to_id(text) is not None
 
     @property
     def special_ids(self) -> frozenset[int]:

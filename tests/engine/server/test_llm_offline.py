@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from byte_bundle import byte_bundle
 from tiny_llama import write_tiny_llama
+from transformers import PreTrainedTokenizerBase
 
 from pagemill import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from pagemill_protocol.errors import PagemillError
@@ -39,7 +40,9 @@ def test_generate_returns_one_output_per_prompt_in_order(llm: LLM, capfd: pytest
     assert (first.index, first.finish_reason, first.stop_reason, len(first.token_ids)) == (0, "length", None, 8)
     assert (first.logprobs, first.cumulative_logprob) == (None, None)
     assert outputs[0].finished
-    assert llm.get_tokenizer().decode(first.token_ids) == first.text
+    tokenizer = llm.get_tokenizer()
+    assert isinstance(tokenizer, PreTrainedTokenizerBase), "Hugging Face's own, where transformers is installed"
+    assert tokenizer.decode(first.token_ids) == first.text
     assert "Processed prompts" in capfd.readouterr().err
 
 

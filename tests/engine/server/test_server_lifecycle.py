@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import psutil
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from waiting import WAIT_LIMIT_S, wait_until
+from waiting import WAIT_LIMIT_S, busy_factor, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_engine.ipc.process import EngineProcess
@@ -83,6 +84,10 @@ def termination(server: Any) -> dict[str, Any]:
     assert not any("Traceback" in line for line in lines)
     message: dict[str, Any] = json.loads(lines[-1])
     return message
+
+
+def cpu_s(pid: int) -> float:
+    return float(sum(psutil.Process(pid).cpu_times()[:2]))
 
 
 def wait_gone(pid: int) -> None:
@@ -292,6 +297,42 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event(start_server: Cal
     last_event = stream.join().strip().split("\n\n")[-1]
     assert json.loads(last_event.removeprefix("data: "))["error"]["code"] == "draining"
     assert server.wait_exit() == 0
+
+
+@pytest.mark.parametrize(
+    "what", ["a step of a minute", "a stopped process", pytest.param("a prompt", marks=pytest.mark.model)]
+)
+def test_a_second_signal_ends_a_server_within_a_second_in_the_middle_of_a_step(
+    start_server: Callable[..., Any], what: str
+) -> None:
+    num_tokens = 4000
+    minute = {"step_time": {"knots_tokens": [1, 15, 512], "knot_ms": [1.0, 1.0, 60_000.0]}}
+    # Seconds of native code that no signal handler of Python interrupts.
+    model = {"null_runner": False, "max_num_batched_tokens": 8192}
+    server = start_server(engine=model if what == "a prompt" else minute, server={"drain_timeout_s": 300})
+    server.wait_for("ready")
+    pid = engine_pid(server)
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port)) as client:
+        body = json.dumps({"model": BODY["model"], "prompt": [7] * num_tokens, "max_tokens": 1}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        client.sendall(f"{head}\r\n\r\n".encode() + body)
+        taken = re.compile(rf"^vllm:prompt_tokens_total\S* {num_tokens}", re.MULTILINE)
+        wait_until(lambda: taken.search(httpx.get(f"{server.control_url}/metrics").text))
+        if what == "a prompt":
+            idle_s = cpu_s(pid)
+            wait_until(lambda: cpu_s(pid) > idle_s + 0.3)
+        if what == "a stopped process":
+            os.kill(pid, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for("draining")
+        began_s = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_exit() == 0
+        assert time.monotonic() - began_s < busy_factor()
+        assert b" 503 " in client.recv(4096).split(b"\r\n")[0]
+    wait_gone(pid)
 
 
 def test_a_dead_engine_process_fails_its_requests_and_ends_the_server(start_server: Callable[..., Any]) -> None:

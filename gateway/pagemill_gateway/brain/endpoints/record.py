@@ -106,6 +106,12 @@ class EndpointRecord:
         return state.max_model_len if state is not None else 0
 
     @property
+    def pools(self) -> bool:
+        """It answers with vectors or scores, not with text."""
+        state = self.reports.latest
+        return state is not None and state.pools
+
+    @property
     def block_size(self) -> int:
         """Tokens of one KV block."""
         state = self.reports.latest
@@ -132,6 +138,7 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     the sequences there still have to compute, less what was sent and is not in a report yet, less the growth that our
     answers there are expected to have. While reports are stale only our own reservations count, and a limit that the
     engine never reported does not bind: the engine itself refuses in the end. An idle engine always has capacity.
+    Sequences that give way count for others of their kind only: the scheduler takes their slots for the rest.
     """
     if not record.refusal_backoff.allows(record.in_flight, now):
         return False
@@ -142,6 +149,8 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
     num_there = record.reserved.num_sequences + (record.reports.external if fresh else 0)
     if not num_there:
         return True
+    if not need.gives_way:
+        num_there -= record.reserved.num_sequences_giving_way + (record.reports.external_giving_way() if fresh else 0)
     if 0 < frame.max_num_seqs < num_there + need.num_sequences:
         return False
     total = frame.load.num_blocks_total

@@ -33,6 +33,7 @@ class EndpointReports:
         self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.external = 0
         """Requests there that are not ours, by the latest reports."""
+        self._external_giving_way: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.latest: StateFrame | None = None
         """Kept over reconnects: digests and limits stay true while the stream is down."""
         self.scheme = NO_SCHEME
@@ -48,8 +49,10 @@ class EndpointReports:
         """A stream is open and its snapshot has arrived."""
         return self._connected
 
-    def accept(self, frame: StateFrame, in_flight: int, now: float) -> None:
-        """Apply one frame; `in_flight` is our own count at this instant. Raises `StateGap`."""
+    def accept(self, frame: StateFrame, in_flight: int, now: float, num_giving_way: int = 0) -> None:
+        """Apply one frame; `in_flight` is our own count at this instant, and `num_giving_way` of them give way. Raises
+        `StateGap`.
+        """
         if not frame.snapshot and not self._follows(frame):
             self.disconnected()
             self.num_gaps += 1
@@ -66,12 +69,14 @@ class EndpointReports:
         reported = frame.load.num_requests_running + frame.load.num_requests_waiting
         self._external.append(max(0, reported - in_flight))
         self.external = min(self._external)
+        self._external_giving_way.append(max(0, frame.load.num_requests_giving_way - num_giving_way))
 
     def disconnected(self) -> None:
         self._connected = False
         self.fresh_until = -math.inf
         self._external.clear()
         self.external = 0
+        self._external_giving_way.clear()
 
     def age_s(self, now: float) -> float | None:
         return now - self._received_at if self.latest is not None else None
@@ -82,6 +87,10 @@ class EndpointReports:
     def arriving(self, now: float) -> bool:
         """Engines send a frame at least every second."""
         return self._connected and now - self._received_at <= self._stale_after_s
+
+    def external_giving_way(self) -> int:
+        """Those of `external` that give way."""
+        return min(self.external, min(self._external_giving_way, default=0))
 
     def _follows(self, frame: StateFrame) -> bool:
         return self._connected and self.latest is not None and frame.sequence == self.latest.sequence + 1

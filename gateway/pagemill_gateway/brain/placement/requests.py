@@ -8,6 +8,7 @@ from pagemill_gateway.admission.reservations import Need
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Probe, QueueTicket, RetryContext, RoutingRequest, Target
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY
 
 
 class PlacementRequest(NamedTuple):
@@ -82,6 +83,11 @@ def make_placement_request(
         expected = max(deployment.output_tokens.expect(ticket.max_tokens), num_there + 1)
         num_output_tokens = max(1, min(expected, target.max_model_len - request.num_prompt_tokens))
     need = Need(
-        request.num_prompt_tokens, request.num_prompt_tokens, num_output_tokens, ticket.num_sequences, ticket.max_tokens
+        request.num_prompt_tokens,
+        request.num_prompt_tokens,
+        num_output_tokens,
+        ticket.num_sequences,
+        ticket.max_tokens,
+        ticket.priority >= UNHURRIED_PRIORITY,
     )
     return PlacementRequest(target, tried, request, ticket, retry, need, probe)

@@ -151,11 +151,12 @@ class OllamaGenerateRequest(OllamaRequest):
     UNSUPPORTED: ClassVar = {
         **OllamaRequest.UNSUPPORTED,
         "template": Unsupported("Send a finished prompt with `raw: true`.", ("",)),
-        "suffix": Unsupported("Filling in the middle is not available; put all text into `prompt`.", ("",)),
         "context": Unsupported("Send the conversation to /api/chat as `messages`.", ([],)),
     }
 
     prompt: Annotated[Text, Field(min_length=1)]
+    suffix: Text = ""
+    """The text after the answer; the prompt is then what the model reads for filling in the middle."""
     system: Text = ""
     raw: bool = False
     images: list[Any] = Field(default_factory=list)
@@ -165,7 +166,7 @@ class OllamaGenerateRequest(OllamaRequest):
         refuse_images(self.images, "images")
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
-        return {**self.shared(), "messages": messages, "add_special_tokens": self.raw}
+        return {**self.shared(), "messages": messages, "add_special_tokens": self.raw or self.suffix != ""}
 
 
 def refuse_images(images: list[Any], field: str) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field, FiniteFloat
 from pagemill_protocol.dialects.open_inference.tensors import MAX_DIMENSIONS, flat, unpacked
 from pagemill_protocol.dialects.translation import SamplingExtensions
 from pagemill_protocol.openai.fields import MAX_TEXT_CHARS, RequestModel, StopList, refusal, shorten
-from pagemill_protocol.openai.unsupported import Unsupported
+from pagemill_protocol.openai.unsupported import TEXT_ONLY, Unsupported
 from pagemill_protocol.sampling import MAX_STOP_STRINGS
 
 MAX_TENSORS = 64
@@ -33,6 +33,7 @@ class Settings(SamplingExtensions):
         "sampling_parameters": Unsupported("Send each parameter as an input of its own."),
         "sequence_id": Unsupported("Each request has its whole prompt; requests make no sequences.", (0, "")),
         "timeout": Unsupported("Send the header `x-request-timeout-s`."),
+        **dict.fromkeys(("image", "audio", "video", "multi_modal_data"), Unsupported(TEXT_ONLY)),
     }
 
     max_tokens: int | None = None

@@ -63,6 +63,7 @@ class Parameters(RequestModel):
         return {
             **{name: getattr(self, name) for name in names},
             "max_tokens": self.max_new_tokens,
+            "truncate_prompt_tokens": self.truncate,
             "temperature": usual_temperature if self.temperature is None else self.temperature,
             "include_stop_str_in_output": True,
             **({} if self.grammar is None else {_FORMS[self.grammar.type]: self.grammar.value}),

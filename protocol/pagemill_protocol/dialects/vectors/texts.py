@@ -70,7 +70,7 @@ class TextEncoder:
 
     def _encoded(self, text: str, param: str) -> list[int]:
         if self._cut:
-            return self._tokenizer.encode_cut(text, self._cut)
+            return self._tokenizer.encode_cut(text, self._cut, param=param)
         with self._cuts_offered(param):
             return self._tokenizer.encode_within(text, self._max_tokens, param=param)
 
