@@ -24,7 +24,13 @@ TIMEOUT_S = 120.0
 MOST_BODY_BYTES = 8 * 1024 * 1024
 LONG = "word " * (CONTEXT - 512)
 JUNK = b'{"x":"' + b"x" * (MOST_BODY_BYTES - 8) + b'"}'
-PEAK = "import pathlib; print(pathlib.Path('/sys/fs/cgroup/memory.peak').read_text())"
+PEAK = """
+import pathlib
+root = pathlib.Path("/sys/fs/cgroup")
+paths = root / "memory.peak", root / "memory/memory.max_usage_in_bytes"
+print(next(path for path in paths if path.exists()).read_text())
+"""
+"""Of cgroup v2, or of v1."""
 
 
 def body(**fields: Any) -> bytes:
