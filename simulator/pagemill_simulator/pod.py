@@ -14,6 +14,7 @@ import msgspec
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
+from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
@@ -34,6 +35,16 @@ class SettledStepTime(StepTimeModel):
 
     def observe(self, num_tokens: int, decode_context_tokens: int, chunk_context_products: int, ms: float) -> None:
         self._num_observed += 1
+
+
+def digests_of(info: RunnerInfo, *, hashes: bool) -> Digests:
+    """What an engine with this runner reports of itself, in the exact and in the fast simulation."""
+    return Digests(
+        weights=info.weights_digest,
+        tokenizer_bundle="sim",
+        kv_dtype=info.kv_dtype,
+        hash_version=HASH_VERSION if hashes else NO_HASHES,
+    )
 
 
 class SimulatedPod:
@@ -57,12 +68,7 @@ class SimulatedPod:
         self._num_held = self._num_held_tokens = 0
         self._frame = StateFrame(
             sequence=0,
-            digests=Digests(
-                weights=info.weights_digest,
-                tokenizer_bundle="sim",
-                kv_dtype=info.kv_dtype,
-                hash_version=HASH_VERSION if settings.enable_prefix_caching else NO_HASHES,
-            ),
+            digests=digests_of(info, hashes=settings.enable_prefix_caching),
             step_time=settings.step_time or self.core.step_time.params(),
             block_size=info.block_size,
             max_model_len=info.max_model_len,

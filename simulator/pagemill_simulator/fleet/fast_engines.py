@@ -20,15 +20,15 @@ from pagemill_gateway.admission.reservations import REPORTS_UNTIL_SEEN
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.errors import context_length_exceeded, unavailable
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
-from pagemill_protocol.state import Digests, EngineLoad, StateFrame
+from pagemill_protocol.hashes import prefix_chunk_blocks
+from pagemill_protocol.state import EngineLoad, StateFrame
 from pagemill_simulator.events import Events
 from pagemill_simulator.fleet.conversations import FILLER
 from pagemill_simulator.fleet.engines import Deliver, Delivery, Observe
 from pagemill_simulator.fleet.fast_pod import FastPod
 from pagemill_simulator.fleet.fast_row import Row
 from pagemill_simulator.fleet.fast_steps import StepTimes
-from pagemill_simulator.pod import FRAME_INTERVAL_S, HEARTBEAT_S, NETWORK_S
+from pagemill_simulator.pod import FRAME_INTERVAL_S, HEARTBEAT_S, NETWORK_S, digests_of
 
 ROUNDING_S = 1e-9
 """What happens at an instant is seen there, whatever was lost in adding and subtracting times."""
@@ -49,12 +49,7 @@ class FastEngines:
         self.vocab_size = limits.vocab_size
         self._frame = StateFrame(
             sequence=0,
-            digests=Digests(
-                weights=info.weights_digest,
-                tokenizer_bundle="sim",
-                kv_dtype=info.kv_dtype,
-                hash_version=HASH_VERSION if limits.enable_prefix_caching else NO_HASHES,
-            ),
+            digests=digests_of(info, hashes=limits.enable_prefix_caching),
             step_time=msgspec.structs.replace(self._steps.model.params(), num_steps_observed=1),
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,

@@ -60,7 +60,7 @@ class FastPod:
         """Of them, by the latest step and the one before it."""
         self.busy_s = 0.0
         self.ended: deque[Row] = deque()
-        """Rows whose last step was launched, in the order of its end; whoever reads them takes them out."""
+        """Rows whose last step was launched, in the order of its end; the reader removes them."""
         self._steps = steps
         self._overlaps = overlaps
         self._rank = POLICIES[limits.policy]
@@ -71,7 +71,7 @@ class FastPod:
         self._read_s = 0.0
         """When the step before the one that runs was read."""
         self._started: list[Row] = []
-        """Rows whose first step with a token was launched; whoever reads them takes them out."""
+        """Rows whose first step with a token was launched; the reader removes them."""
         self._end_s: float | None = None
         """Of the step in flight; None: there is none."""
         self._waiting: list[tuple[tuple[int, ...], Row]] = []
