@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from workload import MODEL
 
-from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
@@ -90,7 +89,7 @@ def _gptq(weight: Tensor, order: Tensor) -> Packed:
     group_of[order] = (torch.arange(weight.shape[1]) // GROUP).to(torch.int32)
     placed, values = torch.empty_like(integers), torch.empty_like(weight)
     placed[:, order], values[:, order] = integers, held(integers, scales, zeros)
-    stored = {"qweight": words(placed.t().contiguous().t()).t(), "qzeros": words(zeros.t() - 1)}
+    stored = {"qweight": words(placed).t(), "qzeros": words(zeros.t() - 1)}
     return {**stored, "scales": scales.t(), "g_idx": group_of}, values
 
 
@@ -198,7 +197,6 @@ def main() -> None:
         source = Path(name) / "source"
         source.mkdir()
         renumbered_model(path, source)
-        assert load_model_spec(source).num_layers
         for form in args.formats:
             with tempfile.TemporaryDirectory(dir=name) as each:
                 write_pair(source, Path(each), *FORMATS[form])
