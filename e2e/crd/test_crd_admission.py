@@ -23,11 +23,13 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"model": {"source": PACKAGE, "revision": "main"}}, "revision is for hf:// sources"),
     ({"model": {"source": f"{HF}@main", "revision": "main"}}, "the source already names a revision after @"),
     ({"model": {"source": f"{HF}/q.gguf", "revision": "refs/pr/1"}}, "a revision with / cannot be told from"),
-    ({"model": {"source": PACKAGE, "credentialsSecretRef": {"name": "token"}}}, "credentials are for hf://"),
-    ({"model": {"source": PACKAGE, "cache": {"size": "1Gi"}}}, "a cache is for hf://"),
+    ({"model": {"source": PACKAGE, "credentialsSecretRef": {"name": "token"}}}, "credentials are for sources that are"),
+    ({"model": {"source": PACKAGE, "cache": {"size": "1Gi"}}}, "a cache is for sources that are fetched"),
+    ({"model": {"source": HF, "cache": {"imageVolume": True}}}, "an image volume is for oci:// sources"),
     ({"model": {"source": PACKAGE, "name": "a", "aliases": ["a"]}}, "aliases must not repeat the model's own name"),
-    ({"model": {"source": HF, "cache": {"size": "1Gi", "claimName": "a"}}}, "set either claimName"),
-    ({"model": {"source": HF, "cache": {}}}, "set either claimName"),
+    ({"model": {"source": HF, "cache": {"size": "1Gi", "claimName": "a"}}}, "set exactly one of claimName"),
+    ({"model": {"source": HF, "cache": {}}}, "set exactly one of claimName"),
+    ({"model": {"source": HF, "cache": {"claimName": "a", "sizeLimit": "1Gi"}}}, "sizeLimit belongs to hostPath"),
     (
         {"model": {"source": HF, "cache": {"claimName": "a", "storageClassName": "b"}}},
         "storageClassName belongs to a new claim",
@@ -61,7 +63,7 @@ SHADOWED = {
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"model": {}}, "spec.model.source: Required value"),
-    ({"model": {"source": "http://example.org/x"}}, "spec.model.source"),
+    ({"model": {"source": "just-a-name"}}, "spec.model.source"),
     ({"replicas": -1}, "spec.replicas: Invalid value"),
     ({"replicas": "two"}, "spec.replicas: Invalid value"),
     ({"engine": {"dtype": "float64"}}, "spec.engine.dtype: Unsupported value"),

@@ -93,11 +93,11 @@ BOMBS: dict[str, tuple[Callable[[int], dict[str, Any]], int, str]] = {
         "guided_grammar",
     ),
     "seven megabytes of schema": (
-        lambda n: schema(type="object", description=str(n) * 7_000_000),
+        lambda n: schema(type="object", description=str(n) + "x" * 7_000_000),
         400,
         "response_format.json_schema.schema",
     ),
-    "ten megabytes of schema": (lambda n: schema(type="object", description=str(n) * 10_000_000), 413, ""),
+    "ten megabytes of schema": (lambda n: schema(type="object", description=str(n) + "x" * 10_000_000), 413, ""),
     "ten thousand tools": (lambda n: {"tools": tools(10_000, description=str(n))}, 400, "tools"),
     "a bomb among strict tools": (
         lambda n: {"tools": [*tools(8), *tools(1, "last", strict=True, parameters=schema_of_remainders(n))]},
