@@ -1,0 +1,24 @@
+"""Arrays of numpy as tensors and back, over the same memory. See `pagemill_kernels.arrays` for how bfloat16 lies."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagemill_kernels.arrays import Array
+
+
+def to_torch(array: Array) -> Tensor:
+    """The same memory as a tensor on the CPU; uint16 is bfloat16."""
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def from_torch(tensor: Tensor) -> Array:
+    """The same memory as an array; the tensor is on the CPU and of a type that `to_torch` gives."""
+    if tensor.dtype == torch.bfloat16:
+        array: Array = tensor.view(torch.int16).numpy().view(np.uint16)
+        return array
+    return tensor.numpy()
