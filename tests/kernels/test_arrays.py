@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+
 from pagemill_kernels.arrays import float_type, rounded, widened
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 
