@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from tiny_files import model_files, safetensors
 from waiting import wait_until
 
 from pagemill_protocol.sources import FetchError, find_kind, resolve_source
+from pagemill_protocol.sources.ranges import RANGE_BYTES
 from pagemill_protocol.sources.store.cache import ModelCache
 
 FILES = model_files()
@@ -116,6 +118,21 @@ def test_a_download_that_is_cut_goes_on_where_it_stopped(
     assert (folder / "model.safetensors").read_bytes() == safetensors(6_000_000)
     assert proxy.num_cuts == 0
     assert proxy.sent_bytes < 9_000_000, "what had arrived was not fetched again"
+    proxy.close()
+
+
+def test_a_large_file_comes_by_several_connections_in_its_order(
+    load: Load, server: S3Server, signed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = safetensors(5 * RANGE_BYTES)
+    server.put("models", {"wide/config.json": FILES["config.json"], "wide/model.safetensors": content})
+    proxy = CuttingProxy(server.port, cut_bytes=RANGE_BYTES // 2, num_cuts=3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    folder = load("s3://models/wide")
+    assert (folder / "model.safetensors").read_bytes() == content
+    assert proxy.num_cuts == 0
+    ranges = {match for request in proxy.requests for match in re.findall(rb"range: bytes=(\d+)-", request)}
+    assert {b"%d" % (RANGE_BYTES * number) for number in range(1, 5)} <= ranges
     proxy.close()
 
 

@@ -20,6 +20,7 @@ from pagemill_protocol.sources.base import RemoteFile, Repository, SourceKind
 from pagemill_protocol.sources.selection import INDEX, select_files
 from pagemill_protocol.sources.store.faults import explain_disk
 from pagemill_protocol.sources.store.folder import ModelFolder
+from pagemill_protocol.sources.store.part import PartFile
 from pagemill_protocol.spec_from_config import check_config
 
 CONFIG = "config.json"
@@ -113,34 +114,31 @@ class Fetch:
     def _fetch(self, file: RemoteFile) -> None:
         if self._folder.has(file):
             return
+        with self._folder.part(file) as part:
+            self._complete(file, part)
+            self._folder.accept(file, part)
+        if file.path.endswith(".safetensors"):
+            _check_whole(self._folder.staging / file.path, file.path, self._repository.name)
+        self._report(event="file", path=file.path, num_bytes=file.num_bytes)
+
+    def _complete(self, file: RemoteFile, part: PartFile) -> None:
         failures = 0
-        while not self._is_there(part := self._folder.part(file), file):
-            before = _size(part)
+        while (before := part.num_bytes) < file.num_bytes:
             try:
                 self._append(file, part)
             except FetchError as error:
-                failures = 0 if _size(part) > before else failures + 1
+                failures = 0 if part.num_bytes > before else failures + 1
                 if error.reason == "SourceChanged":
                     self._folder.forget()
                 if error.reason not in PASSING or failures >= TRIES:
                     raise
                 if self._ends.wait(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**failures)):
                     raise
-        self._folder.accept(file)
-        if file.path.endswith(".safetensors"):
-            _check_whole(self._folder.staging / file.path, file.path, self._repository.name)
-        self._report(event="file", path=file.path, num_bytes=file.num_bytes)
 
-    @staticmethod
-    def _is_there(part: Path, file: RemoteFile) -> bool:
-        return part.exists() and _size(part) == file.num_bytes
-
-    def _append(self, file: RemoteFile, part: Path) -> None:
-        with part.open("ab") as out:
-            if out.tell() < file.num_bytes:
-                self._repository.fetch(file, self._version, out)
-        if _size(part) < file.num_bytes:
-            message = f"{self._repository.name}: `{file.path}` ended after {_size(part)} of {file.num_bytes} bytes."
+    def _append(self, file: RemoteFile, part: PartFile) -> None:
+        self._repository.fetch(file, self._version, part)
+        if part.num_bytes < file.num_bytes:
+            message = f"{self._repository.name}: `{file.path}` ended after {part.num_bytes} of {file.num_bytes} bytes."
             raise FetchError("SourceUnreachable", f"{message} The next try goes on there; check the server's file.")
 
     def _unpack(self, files: list[RemoteFile]) -> None:
@@ -216,7 +214,3 @@ def _as_fetch_error() -> Iterator[None]:
         raise
     except SourceError as error:
         raise FetchError(error.reason, error.message) from error
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
