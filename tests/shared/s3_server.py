@@ -125,19 +125,20 @@ class CuttingProxy:
         num_cuts: int = 0,
         stalls: bool = False,
         bytes_per_s: float = float("inf"),
+        host: str = "127.0.0.1",
     ) -> None:
         self._target = ("127.0.0.1", port)
         self._cut_bytes = cut_bytes
         self._lock = threading.Lock()
         self._stalls = stalls
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._closed = threading.Event()
         self.num_cuts = num_cuts
         self.sent_bytes = 0
         self.requests: list[bytes] = []
         """First lines and range headers."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((host, 0))
+        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ class CuttingProxy:
             while data := server.recv(65536):
                 client.sendall(data)
                 passed += len(data)
-                time.sleep(max(0.0, passed / self._bytes_per_s - (time.monotonic() - began_s)))
+                time.sleep(max(0.0, passed / self.bytes_per_s - (time.monotonic() - began_s)))
                 with self._lock:
                     self.sent_bytes += len(data)
                     cuts = passed > self._cut_bytes and self.num_cuts > 0
