@@ -1,4 +1,4 @@
-"""Models from a bucket and a registry: fetched once for a node, bounded there, and one clear condition for what cannot."""
+"""Models from a bucket and a registry: fetched once for a node, bounded there, one clear condition where they cannot be."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_source_that_no_kind_reads_is_refused_before_anything_is_created(relea
 
 
 def test_an_image_of_a_registry_is_fetched_onto_a_volume(release: Release, one_node: OneNode, space: Kubectl) -> None:
-    with model_servers.registry(model_servers.node_address(one_node)) as registry:
+    with model_servers.registry(one_node) as registry:
         space.apply(model_servers.registry_login(registry.host))
         chat = deploy(space, from_registry(registry.host, CLAIM))
         chat.wait_ready(1)
@@ -96,9 +96,12 @@ def test_an_image_of_a_registry_is_fetched_onto_a_volume(release: Release, one_n
 
 
 def test_the_kubelet_mounts_an_image_as_the_models_folder(release: Release, one_node: OneNode, space: Kubectl) -> None:
-    with model_servers.registry("127.0.0.1") as registry:
-        space.apply(model_servers.registry_login(registry.host))
+    with model_servers.registry(one_node) as registry:
+        space.apply(model_servers.registry_login("elsewhere"))
         chat = deploy(space, from_registry(registry.host, {"imageVolume": True}))
+        refusal = chat.wait_reason("Ready", "ImagePullFailed", 120)
+        assert "spec.model.credentialsSecretRef" in refusal["message"], refusal
+        space.apply(model_servers.registry_login(registry.host))
         chat.wait_ready(1)
         assert "Paris" in release.service("chat").ask(QUESTION)
         asked = len(registry.asked)

@@ -18,7 +18,7 @@ from pathlib import Path
 import oci_registry
 from oci_registry import TokenRegistry, image, push, token_registry
 from s3_server import KEY, SECRET, CuttingProxy, running_s3_server
-from support.clusters import Cluster
+from support.clusters import Cluster, OneNode
 from support.objects import Document, llmdeployment, merged, secret
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -61,10 +61,13 @@ def bucket(cluster: Cluster, folder: Path) -> Iterator[Bucket]:
 
 
 @contextmanager
-def registry(address: str) -> Iterator[TokenRegistry]:
-    """SmolLM2 as the image `team/m:v1`. On the loopback address container runtimes speak plain HTTP to it."""
-    with token_registry(address) as running:
+def registry(node: OneNode) -> Iterator[TokenRegistry]:
+    """SmolLM2 as the image `team/m:v1`, reached by pods and by the node's container runtime without TLS."""
+    with token_registry(node_address(node)) as running:
         push(running.url, REPOSITORY, "v1", image({f"models/{FILE}": model_path().read_bytes()}))
+        settings = node.state / "registries" / running.host / "hosts.toml"
+        settings.parent.mkdir(parents=True)
+        settings.write_text(f'server = "{running.url}"\n')
         yield running
 
 
