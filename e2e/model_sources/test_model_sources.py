@@ -102,7 +102,7 @@ def test_the_kubelet_mounts_an_image_as_the_models_folder(release: Release, one_
         refusal = chat.wait_reason("Ready", "ImagePullFailed", 120)
         assert "spec.model.credentialsSecretRef" in refusal["message"], refusal
         space.apply(model_servers.registry_login(registry.host))
-        chat.wait_ready(1)
+        chat.wait_ready(1, timeout_s=150)
         assert "Paris" in release.service("chat").ask(QUESTION)
         asked = len(registry.asked)
         chat.scale(2)
