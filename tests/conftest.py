@@ -17,8 +17,8 @@ from hypothesis import settings
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("sample", settings(), max_examples=30)
-settings.register_profile("full", settings(), max_examples=100)
+settings.register_profile("sample", settings(), max_examples=30, deadline=None)
+settings.register_profile("full", settings(), max_examples=100, deadline=None)
 settings.register_profile("thorough", settings(), max_examples=5000, deadline=None)
 settings.load_profile("sample")
 
