@@ -105,7 +105,7 @@ class FastEngine:
     @property
     def load(self) -> EngineLoad:
         self._pod.advance(self._events.now_s)
-        return self._pod.engine_load()
+        return self._pod.load()
 
     @property
     def num_output_tokens(self) -> int:
@@ -239,7 +239,7 @@ class FastEngine:
         return StateFrame(
             sequence=self._sequence,
             snapshot=snapshot,
-            load=pod.engine_load(),
+            load=pod.load(),
             load_age_ms=pod.report_age_s(self._events.now_s) * 1000,
             step_time=common.step_time,
             digests=common.digests,
