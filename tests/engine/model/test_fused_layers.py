@@ -103,6 +103,7 @@ def operation_by_operation(runner: Any) -> Any:
     return runner
 
 
+@pytest.mark.sample("*-float32", "llama*", "*wide heads*")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_one_call_has_the_bits_of_all_operations_one_by_one(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
