@@ -1,4 +1,4 @@
-"""Models from a bucket and a registry: fetched once for a node, bounded there, and one condition where they cannot be."""
+"""Models from a bucket and a registry: fetched once for a node, bounded there, and one condition if they cannot be."""
 
 from __future__ import annotations
 

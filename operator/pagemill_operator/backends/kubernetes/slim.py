@@ -64,9 +64,7 @@ def _pod_parts(pod: Manifest) -> Manifest:
         {name: container[name] for name in ("name", "image", "resources", "ports") if name in container}
         for container in containers
     ]
-    kept["volumes"] = [
-        volume for volume in spec.get("volumes", []) if not _VOLUMES.isdisjoint(volume)
-    ]
+    kept["volumes"] = [volume for volume in spec.get("volumes", []) if not _VOLUMES.isdisjoint(volume)]
     return {"spec": kept, "status": {name: status[name] for name in _POD_STATUS if name in status}}
 
 

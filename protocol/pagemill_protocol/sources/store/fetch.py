@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Protocol
 
 from pagemill_protocol.source_errors import FetchError, SourceError
