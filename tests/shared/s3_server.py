@@ -18,8 +18,8 @@ import pytest
 from waiting import wait_until
 
 KEY, SECRET = "key", "secret"
-PORTS: tuple[str, ...] = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
-PORTS += ("filer.port", "filer.port.grpc")
+PORTS: tuple[str, ...] = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port")
+PORTS += ("volume.port.grpc", "filer.port", "filer.port.grpc")
 IDENTITIES = {
     "identities": [
         {
