@@ -1,8 +1,9 @@
 """Scaling policies side by side on simulated fleets: what users feel, what it costs, for ours and for every rival.
 
 The same requests and the same cluster for each: a ramp, a burst, a day, steady load, clusters of long prompts that one
-replica of a faster engine absorbs, and an hour of Azure's trace where `--trace` names it. Rivals that go by requests in a replica are given how many one holds within the SLO, which their
-users would have to find out; all else is their documents' default. Figures are simulated: they depend on no machine.
+replica of a faster engine absorbs, and an hour of Azure's trace where `--trace` names it. Rivals that go by requests in
+a replica are given how many one holds within the SLO, which their users would have to find out; all else is their
+documents' default. Figures are simulated: they depend on no machine.
 """
 
 from __future__ import annotations
