@@ -235,7 +235,7 @@ def test_without_any_the_engine_is_measured_under_such_requests(write: Write, si
     assert body["replica"]["alone"]["tpot_ms"] > 5
     assert body["stepTimeFrom"].startswith("measured here, with up to ")
     model = StepTimeModel.from_params(msgspec.convert(body["stepTime"], StepTimeParams))
-    assert model.predict_ms(1) > 3
+    assert model.predict_ms(1) > 1
     assert body["replicas"] == 1
 
 
