@@ -17,6 +17,7 @@ from pagemill_engine.models.tensors import TensorSource, blocks_stacked, codes_s
 from pagemill_kernels.experts.parts import FusedExperts
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.registry import Ops
+from pagemill_kernels.torch_arrays import float_type_of, from_torch, to_torch
 from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, Shapes
 
 
@@ -79,7 +80,7 @@ class Linear:
         start = 0
         for part in self.spec.parts:
             if part.bias:
-                source.read_into(f"{part.name}.bias", bias[start : start + part.rows])
+                source.read_into(f"{part.name}.bias", from_torch(bias[start : start + part.rows]))
             start += part.rows
         return bias if self.order is None else bias[self.order]
 
@@ -121,7 +122,7 @@ class Norm:
         # A sum with an offset is not rounded to a type in which the stored weight was exact.
         offset = self.spec.weight_offset if name == "weight" else 0.0
         vector = torch.empty(self.spec.size, dtype=torch.float32 if offset else self._dtype)
-        source.read_into(f"{self.spec.name}.{name}", vector)
+        source.read_into(f"{self.spec.name}.{name}", from_torch(vector))
         vector = vector if self._order is None else vector[self._order]
         return (vector + offset if offset else vector).to(self._ops.device)
 
@@ -139,7 +140,7 @@ class Vector:
 
     def load(self, source: TensorSource) -> None:
         values = torch.empty(self._size)
-        source.read_into(self._name, values)
+        source.read_into(self._name, from_torch(values))
         self.values = values.to(self._ops.device)
 
     def held(self) -> Tensor:
@@ -189,7 +190,7 @@ class Table:
 
     def load(self, source: TensorSource) -> None:
         table = torch.empty(self._shape, dtype=self._dtype)
-        source.read_into(self._name, table)
+        source.read_into(self._name, from_torch(table))
         self.table = table.to(self._ops.device)
 
     def held(self) -> Tensor:
@@ -225,14 +226,15 @@ def _packed(
     """The named tensors stacked: in the codes they are stored in, or as floats where source or device has no codes."""
     names = list(shapes)
     if ops.pack_blocks is not None and (blocks := blocks_stacked(source, names)) is not None:
-        return ops.pack_blocks(blocks if order is None else blocks.reordered(order), bias)
+        return ops.pack_blocks(blocks if order is None else blocks.reordered(from_torch(order)), bias)
     if ops.pack_codes is not None and (codes := codes_stacked(source, names)) is not None:
-        return ops.pack_codes(codes if order is None else codes.reordered(order), bias)
+        return ops.pack_codes(codes if order is None else codes.reordered(from_torch(order)), bias)
     return (pack or ops.pack_linear)(_read_matrix(ops, source, shapes, dtype, order), bias)
 
 
 def _read_matrix(ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dtype, order: Tensor | None) -> Tensor:
     """In the type that this device holds such weights in."""
     keeps = ops.keeps_bfloat16 and all(source.is_bfloat16(name) for name in shapes)
-    matrix = read_stacked(source, shapes, torch.bfloat16 if keeps else ops.weight_dtype or dtype)
+    held_as = torch.bfloat16 if keeps else ops.weight_dtype or dtype
+    matrix = to_torch(read_stacked(source, shapes, float_type_of(held_as)))
     return matrix if order is None else matrix[order]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill_engine.models.tensors import TensorSource
+from pagemill_kernels.torch_arrays import from_torch
 from pagemill_protocol.models.declaration import DecoderSpec, RopeSpec
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
@@ -42,7 +43,7 @@ def _head_tables(
     divisors = None
     if rope.divisors is not None:
         divisors = torch.empty(rope.rotary_dim // 2)
-        source.read_into(rope.divisors, divisors)
+        source.read_into(rope.divisors, from_torch(divisors))
     cos, sin = rope_tables(rope.rotary_dim, max_positions, rope.theta, rope.scaling, dtype, divisors)
     still = (head_dim - rope.rotary_dim) // 2
     return (F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still), value=0.0)) if still else (cos, sin)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes, stack, stack_blocks
 from pagemill_protocol.models.declaration import Shapes as Shapes
 
@@ -22,8 +22,8 @@ class TensorSource(Protocol):
         """Every tensor that is there."""
         ...
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+    def read_into(self, name: str, out: Array) -> None:
+        """Fill `out` with the tensor: contiguous, shape as in `shapes`, any float type of `kernels.arrays`."""
         ...
 
     def read_codes(self, name: str) -> GroupCodes | None:
@@ -39,10 +39,10 @@ class TensorSource(Protocol):
         ...
 
 
-def read_stacked(source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Tensor:
+def read_stacked(source: TensorSource, shapes: Shapes, dtype: FloatType) -> Array:
     """The named tensors one under another."""
     sizes = list(shapes.values())
-    out = torch.empty(sum(size[0] for size in sizes), *sizes[0][1:], dtype=dtype)
+    out = np.empty((sum(size[0] for size in sizes), *sizes[0][1:]), dtype=NUMPY_TYPES[dtype])
     start = 0
     for name, size in shapes.items():
         source.read_into(name, out[start : start + size[0]])

@@ -22,6 +22,7 @@ from pagemill_engine.runner.budget import Sizes
 from pagemill_engine.runner.compute import Compute, check_gpu_features, choose_compute
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token
 from pagemill_kernels.kv_store.storage import TORCH_TYPES
+from pagemill_kernels.torch_arrays import float_type_of
 from pagemill_protocol.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -119,9 +120,9 @@ def weights_of(
 def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, rounded: bool) -> int:
     """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
     if spec.decoder.by_transformers:
-        return weights.num_bytes(holding.activation_dtype, keep_stored=False)
+        return weights.num_bytes(float_type_of(holding.activation_dtype), keep_stored=False)
     has_codes = rounded or spec.quantization is not None
     keep_stored = holding.keeps_bfloat16 or (holding.keeps_codes and has_codes)
-    held = weights.num_bytes(holding.dtype, keep_stored=keep_stored)
+    held = weights.num_bytes(float_type_of(holding.dtype), keep_stored=keep_stored)
     twice = spec.tie_word_embeddings and not holding.lends_rows
     return held + (spec.vocab_size * spec.hidden_size * holding.dtype.itemsize if twice else 0)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
+from pagemill_kernels.torch_arrays import to_torch
 
 BFLOAT16_ROWS = 9
 """Rows from which on products in bfloat16 are faster than those in integers, codes of 4 bits or of 8."""
@@ -165,8 +168,8 @@ def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_r
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
             f"groups of multiples of {GROUP_SIZE} are, or of 16 for 8-bit codes, and 4-bit codes need offsets"
         )
-    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-    offsets = None if weight.offsets is None else weight.offsets.contiguous()
+    codes, scales = _contiguous(weight.codes), _contiguous(weight.scales)
+    offsets = None if weight.offsets is None else _contiguous(weight.offsets)
     num_weights = _panels(out_features) * library.PANEL * in_features
     packed = torch.empty(num_weights * weight.bits // 8, dtype=torch.uint8)
     packed_scales = torch.empty(num_weights // weight.group_size * (1 + has_offsets))
@@ -183,7 +186,7 @@ def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_r
         launch.num_threads(),
     )
     shape = (out_features, in_features)
-    order = None if weight.input_order is None else weight.input_order.to(torch.int32)
+    order = None if weight.input_order is None else to_torch(weight.input_order.astype(np.int32))
     kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order)
     return NativeLinear(kept, bias)
 
@@ -219,7 +222,7 @@ def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int, bfloat16_
         or weight.stored_offsets > has_offsets
     ):
         raise ValueError(f"linear: {block_bytes} bytes are no block of {weight.bits}-bit codes that is packed")
-    data = weight.data.contiguous()
+    data = _contiguous(weight.data)
     num_weights = _panels(out_features) * library.PANEL * in_features
     packed = torch.empty(num_weights * weight.bits // 8, dtype=torch.uint8)
     packed_scales = torch.empty(num_weights // GROUP_SIZE * (1 + has_offsets))
@@ -236,6 +239,10 @@ def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int, bfloat16_
     shape = (out_features, in_features)
     kept = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
     return NativeLinear(kept, bias)
+
+
+def _contiguous(array: Array) -> Tensor:
+    return to_torch(np.ascontiguousarray(array))
 
 
 def _address(tensor: Tensor | None) -> int:
