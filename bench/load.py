@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import multiprocessing
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -94,12 +95,13 @@ def loaders_of(folder: Path, dtype: FloatType) -> dict[str, Callable[[], Any]]:
 
 
 def measured(loaders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds and seconds of the processor, after one round that counts for nothing. Each round begins with another
-    loader: the first one of a round may get memory that the machine has to find."""
-    names = list(loaders)
+    """Seconds and seconds of the processor, after one round that counts for nothing. Their order is another one in
+    each round: how fast memory comes depends on what the process before gave back."""
+    order, names = random.Random(0), list(loaders)
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
     for number in range(rounds + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        order.shuffle(names)
+        for name in names:
             pair = in_child(functools.partial(timed, loaders[name]))
             if number:
                 took[name].append(pair)
