@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagemill_kernels.arrays import Array
+from pagemill_kernels.arrays import Array, FloatType
+
+_FLOAT_TYPES: dict[torch.dtype, FloatType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+TORCH_TYPES: dict[FloatType, torch.dtype] = {name: dtype for dtype, name in _FLOAT_TYPES.items()}
 
 
 def to_torch(array: Array) -> Tensor:
@@ -22,3 +29,8 @@ def from_torch(tensor: Tensor) -> Array:
         array: Array = tensor.view(torch.int16).numpy().view(np.uint16)
         return array
     return tensor.numpy()
+
+
+def float_type_of(dtype: torch.dtype) -> FloatType:
+    """Raises KeyError for a type that is none of them."""
+    return _FLOAT_TYPES[dtype]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import native
+from pagemill_kernels.cpu import torch_ops as native
 from pagemill_kernels.linear.groups import FLOAT8, GroupCodes, stack
 from pagemill_kernels.linear.native import NativeLinear
 

@@ -9,7 +9,9 @@ import torch
 from code_kinds import KINDS, check_threads_change_nothing
 
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import groups, native
+from pagemill_kernels.cpu import torch_ops as native
+from pagemill_kernels.linear import groups
+from pagemill_kernels.linear.native import BFLOAT16_ROWS
 from pagemill_kernels.linear.native import NativeLinear
 
 pytestmark = pytest.mark.skipif(
@@ -137,7 +139,7 @@ def test_of_one_kind_of_products_a_rows_result_does_not_depend_on_how_many_rows_
 def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16(bits: int) -> None:
     """Integers of 16 bits are a hundred times as exact."""
     torch.manual_seed(0)
-    first = native.BFLOAT16_ROWS
+    first = BFLOAT16_ROWS
     linear, weight = packed(f"codes{bits}", 256, 576)
     x = torch.randn(first, 576)
     expected = x.double() @ weight.double().T

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pagemill_kernels.linear.native import NativeLinear
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.cpu.torch_ops import TorchLinear
 
 KINDS = {
     "codes4": (4, 32, True),
@@ -16,12 +17,12 @@ KINDS = {
 """Bits, group size, offsets."""
 
 
-def check_threads_change_nothing(linear: NativeLinear) -> None:
+def check_threads_change_nothing(linear: TorchLinear) -> None:
     for rows in (1, 4, 70, 300):
         x = torch.randn(rows, linear.in_features)
         expected = linear(x)
-        torch.set_num_threads(2)
+        launch.set_num_threads(2)
         try:
             assert torch.equal(linear(x), expected)
         finally:
-            torch.set_num_threads(1)
+            launch.set_num_threads(1)

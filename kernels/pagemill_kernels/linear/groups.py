@@ -47,7 +47,7 @@ class GroupCodes:
     def reordered(self, order: Tensor) -> GroupCodes:
         """Row i of the result is row order[i]; int64 [out]."""
         offsets = None if self.offsets is None else self.offsets[order]
-        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)
+        codes = self.codes[order]  # INTERIM
         return replace(self, codes=codes, scales=self.scales[order], offsets=offsets)
 
     def dequantize(self) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.factory import create_runner
-from pagemill_kernels.cpu import library
+from pagemill_kernels.cpu import launch, library
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
@@ -138,6 +138,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def one_thread() -> None:
     """Tiny tensors gain nothing from threads, and threads that wait for each other lose much on a busy machine."""
     torch.set_num_threads(1)
+    launch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
