@@ -11,8 +11,7 @@ from code_kinds import KINDS, check_threads_change_nothing
 from pagemill_kernels.cpu import library
 from pagemill_kernels.cpu import torch_ops as native
 from pagemill_kernels.linear import groups
-from pagemill_kernels.linear.native import BFLOAT16_ROWS
-from pagemill_kernels.linear.native import NativeLinear
+from pagemill_kernels.linear.native import BFLOAT16_ROWS, NativeLinear
 
 pytestmark = pytest.mark.skipif(
     not library.has_bfloat16(), reason="no products of bfloat16 on this processor (AVX512_BF16 and VNNI)"

@@ -81,9 +81,7 @@ def read_bias(source: TensorSource, spec: LinearSpec, dtype: FloatType, order: A
     return bias if order is None else bias[order]
 
 
-def read_norm(
-    source: TensorSource, spec: NormSpec, name: str, dtype: FloatType, order: Array | None = None
-) -> Array:
+def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType, order: Array | None = None) -> Array:
     """`name`: weight or bias; `order`: the stored value that each value is."""
     # A sum with an offset is not rounded to a type in which the stored weight was exact.
     offset = spec.weight_offset if name == "weight" else 0.0

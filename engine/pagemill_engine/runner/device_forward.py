@@ -17,7 +17,13 @@ from pagemill_kernels.request_rows.layout import StepInputs
 
 class DeviceForward:
     def __init__(
-        self, model: Decoder, ops: Ops, on_device: DeviceOps, kv_cache: DeviceKVCache, rotations: DeviceRotations, block_size: int
+        self,
+        model: Decoder,
+        ops: Ops,
+        on_device: DeviceOps,
+        kv_cache: DeviceKVCache,
+        rotations: DeviceRotations,
+        block_size: int,
     ) -> None:
         self._model = model
         self._ops, self._on_device = ops, on_device

@@ -23,9 +23,7 @@ class DeviceKVCache:
     the device does not have the memory.
     """
 
-    def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, kind: KVType, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, kind: KVType, device: torch.device) -> None:
         self.device = device
         self.num_blocks = num_blocks
         self._block_size = block_size

@@ -22,10 +22,10 @@ from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.device_forward import DeviceForward
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkippedError
 from pagemill_engine.runner.graphs import DecodeGraphs, Recorder
-from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows

@@ -28,9 +28,7 @@ from pagemill_protocol.pooling import PoolingParams
 
 
 class EncoderRunner:
-    def __init__(
-        self, model: Decoder, ops: Ops, rotations: DeviceRotations, info: RunnerInfo, pooler: Pooler
-    ) -> None:
+    def __init__(self, model: Decoder, ops: Ops, rotations: DeviceRotations, info: RunnerInfo, pooler: Pooler) -> None:
         self.info = info
         self.model = model
         self._ops = ops

@@ -141,4 +141,3 @@ def _norm(parts: NormParts | None) -> library.NormWeights:
         eps=parts.eps,
         centered=parts.centered,
     )
-

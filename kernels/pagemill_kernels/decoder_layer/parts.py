@@ -67,4 +67,3 @@ class LayerParts(NamedTuple):
     """Which of the model's rotary embeddings turns queries and keys; `None`: nothing does."""
     sinks: Array | None = None
     """float32 [num_heads]."""
-

@@ -83,4 +83,3 @@ def route(logits: Array, top_k: int, renormalized: bool) -> tuple[Array, Array]:
         address(logits), num_tokens, num_experts, top_k, renormalized, address(chosen), address(weights)
     )
     return chosen, weights
-

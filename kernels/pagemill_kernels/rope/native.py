@@ -37,4 +37,3 @@ def _store(heads: Array, num_heads: int, cos: int | None, sin: int | None, cache
         cache.shape[2],
         launch.num_threads(),
     )
-

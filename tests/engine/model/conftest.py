@@ -117,12 +117,15 @@ class Driver:
                 result.finish_reason = output.finish_reason or result.finish_reason
 
 
-def load_runner(model: str | Path, *, backend: str | None = None, **settings: Any) -> Any:
-    """`backend`: another one than the machine's fastest."""
+def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool = False, **settings: Any) -> Any:
+    """`backend`: another one than the machine's fastest. `by_torch`: its operations one by one, as torch's executor
+    calls them, where the native decoder would run."""
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
             patch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *model_shape: (backend, backend))
+        if by_torch:
+            patch.setattr("pagemill_engine.runner.compute.can_fuse", lambda decoder: False)
         return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
 
 

@@ -19,7 +19,7 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.models.layers import Linear
-from pagemill_engine.runner import budget, compute, device_runner, load_eager
+from pagemill_engine.runner import budget, compute, device_runner, load_device
 from pagemill_engine.runner.compiling import compile_kernels, run_largest, step_shapes
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_kernels.gpu import launch
@@ -101,7 +101,7 @@ def test_products_of_codes_answer_like_the_formula(
 ) -> None:
     runner = runner_loader(folder, device="cuda", quantization=quantization)
     assert "int8 weights" in runner.info.compute or "fp8 weights" in runner.info.compute
-    linears = [layer for layer in runner.model.layers.plain[0].layers() if isinstance(layer, Linear)]
+    linears = [layer for layer in runner.model.layers[0].layers() if isinstance(layer, Linear)]
     assert [type(linear.packed) for linear in linears] == [ScaledLinear] * 4
     assert isinstance(runner.model.lm_head.packed, CodesLinear), "the head keeps codes of 8 bits in groups"
     weights = QuantizedWeights(open_weights(folder), quantization, runner.model.spec.decoder)
@@ -116,7 +116,7 @@ def test_products_of_codes_answer_like_the_formula(
     others = ops_for("triton")._replace(pack_linear=by_formula)
     monkeypatch.setattr(compute, "ops_for", lambda backend, **settings: others)
     formula = runner_loader(folder, device="cuda", quantization=quantization)
-    assert isinstance(formula.model.layers.plain[0].blocks()[1].output.packed, ScaledReference)
+    assert isinstance(formula.model.layers[0].blocks()[1].output.packed, ScaledReference)
     theirs = make_driver(formula).greedy(PROMPTS, NUM_TOKENS)
     assert [result.token_ids for result in ours] == [result.token_ids for result in theirs]
     for a, b in zip(ours, theirs, strict=True):
@@ -149,7 +149,7 @@ def test_floats_of_a_file_that_has_codes_too_are_multiplied_as_asked(
     write_gguf(path, transformers.LlamaForCausalLM(config), {"ffn": "Q8_0"})
     runner = runner_loader(path, device="cuda", quantization=quantization)
     assert runner.info.compute.endswith("weights and activations where the file has floats")
-    attention, mlp = runner.model.layers.plain[0].blocks()
+    attention, mlp = runner.model.layers[0].blocks()
     assert all(isinstance(each.packed, ScaledLinear) for each in (attention.qkv, attention.output))
     assert all(isinstance(each.packed, CodesLinear) for each in (mlp.up, mlp.output))
     weights = QuantizedWeights(open_weights(path), quantization, runner.model.spec.decoder)
@@ -275,7 +275,7 @@ def test_a_device_that_is_full_while_a_model_is_loaded_names_what_to_lower(
     others = ops_for("triton")._replace(pack_linear=full)
     if place == "pack_linear":
         monkeypatch.setattr(compute, "ops_for", lambda backend, **settings: others)
-    monkeypatch.setattr({"RowState": device_runner}.get(place, load_eager), place, full, raising=False)
+    monkeypatch.setattr({"RowState": device_runner}.get(place, load_device), place, full, raising=False)
     with pytest.raises(LoadError, match=r"out of memory while .* smaller or quantized model, or lower maxNumSeqs") as e:
         runner_loader(folder, device="cuda")
     assert e.value.reason == "ModelTooLarge"
