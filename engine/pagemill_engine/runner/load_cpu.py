@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.models.rope import Rotations, decoder_tables
+from pagemill_engine.native.decoder import NativeDecoder
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.budget import keeps_nothing
 from pagemill_engine.runner.compute import Compute
@@ -69,8 +70,6 @@ def _runner(files: ModelFiles, prepared: Prepared) -> Runner:
 
 
 def _native(prepared: Prepared, spec: ModelSpec, max_model_len: int) -> StepModel:
-    from pagemill_engine.native.decoder import NativeDecoder
-
     weights = prepared.weights
     rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
     return NativeDecoder(spec, prepared.compute.native_ops, weights, rotations)

@@ -1,8 +1,8 @@
 """Loads the compiled CPU kernels and declares their C functions. Mirrors cpu/src/abi.h.
 
 `load()` gives the library of the highest level that `processor` allows, or `None` with the cause in `why_absent()`;
-callers then take the torch implementation. Threads come from OpenMP; where torch is loaded before, from its own, so that
-both share one pool.
+callers then take the torch implementation. Threads come from OpenMP: the one of torch where that is loaded before, so
+that both share one pool.
 """
 
 from __future__ import annotations

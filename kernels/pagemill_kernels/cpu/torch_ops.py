@@ -1,8 +1,8 @@
 """The native operations for tensors: what the registry gives to models that torch declares.
 
-Each is a launcher of the same name (`native.py` in the operation's folder) over the same memory; formulas and shapes are
-in its `reference.py`, which also computes the types that the launchers do not know. The engine's native decoder takes
-the launchers themselves.
+Each is a launcher of the same name (`native.py` in the operation's folder) over the same memory; formulas and shapes
+are in its `reference.py`, which also computes the types that the launchers do not know. The engine's native decoder
+takes the launchers themselves.
 """
 
 from __future__ import annotations

@@ -82,8 +82,10 @@ def test_tables_equal_those_of_transformers(config: dict[str, Any]) -> None:
     sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
     reference = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(sizes | copies))
     cos, sin = reference(torch.zeros(1), torch.arange(CONTEXT)[None])
+    # torch's powers may be wrong in the last bit of a period, numpy's are not: so much may an angle differ.
+    allowed = 1e-6 + 2**-22 * torch.arange(CONTEXT)[:, None] * reference.inv_freq
     for ours, theirs in zip(our_tables(config), (cos, sin), strict=True):
-        torch.testing.assert_close(ours, theirs[0, :, : HEAD_DIM // 2], rtol=0, atol=1e-6)
+        assert bool(((ours - theirs[0, :, : HEAD_DIM // 2]).abs() <= allowed).all())
 
 
 values = (
