@@ -26,6 +26,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_kernels.torch_arrays import from_torch
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.sampling import SamplingParams
@@ -65,7 +66,7 @@ def renumbered_model(path: Path, folder: Path) -> None:
     tensors = {}
     for name, shape in weights.shapes.items():
         tensor = torch.empty(shape)
-        weights.read_into(name, tensor)
+        weights.read_into(name, from_torch(tensor))
         tensors[name] = renumbered(name, tensor, hidden, inner, heads)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(llama_config(spec)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,10 +19,14 @@ TORCH_TYPES: dict[FloatType, torch.dtype] = {name: dtype for dtype, name in _FLO
 
 
 def to_torch(array: Array) -> Tensor:
-    """The same memory as a tensor on the CPU; uint16 is bfloat16."""
+    """The same memory as a tensor on the CPU; uint16 is bfloat16. A read-only array's tensor must not be written."""
     if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        return to_torch(array.view(np.int16)).view(torch.bfloat16)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
 
 
 def from_torch(tensor: Tensor) -> Array:

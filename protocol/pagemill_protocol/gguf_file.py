@@ -148,6 +148,11 @@ class GGUFFile:
             raise GGUFError(f"`{path}` repeats the tensor `{min(twice)}` of an earlier part. {_REMEDY}")
         self.tensors |= {name: tensor._replace(part=part) for name, tensor in header.tensors.items()}
 
+    @property
+    def maps(self) -> Sequence[mmap.mmap]:
+        """Of the files, in order."""
+        return self._parts
+
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor's stored bytes, uint8 [num_bytes], a read-only view of the mapping (no copy)."""
         return self.data_of(self.tensors[name])

@@ -74,7 +74,7 @@ def rope_tables(
 
 def _periods(head_dim: int, theta: float) -> Values:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # Rounded correctly, which torch's powers are not always: there transformers' tables differ in a frequency's last bit.
+    # Rounded correctly, unlike all of torch's powers: some frequencies of transformers differ in the last bit.
     periods: Values = np.power(np.float32(theta), exponents)
     return periods
 

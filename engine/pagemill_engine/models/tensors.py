@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,8 +24,8 @@ class TensorSource(Protocol):
         """Every tensor that is there."""
         ...
 
-    def read_into(self, name: str, out: Any) -> None:
-        """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+    def read_into(self, name: str, out: Array) -> None:
+        """Fill `out` with the tensor: contiguous, shape as in `shapes`, any float type of `kernels.arrays`."""
         ...
 
     def read_codes(self, name: str) -> GroupCodes | None:
@@ -76,7 +76,7 @@ def read_bias(source: TensorSource, spec: LinearSpec, dtype: FloatType, order: A
     start = 0
     for part in spec.parts:
         if part.bias:
-            _read_into(source, f"{part.name}.bias", bias[start : start + part.rows])
+            source.read_into(f"{part.name}.bias", bias[start : start + part.rows])
         start += part.rows
     return bias if order is None else bias[order]
 
@@ -92,7 +92,7 @@ def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType,
 
 def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: FloatType) -> Array:
     out = np.empty(shape, dtype=NUMPY_TYPES[dtype])
-    _read_into(source, name, out)
+    source.read_into(name, out)
     return out
 
 
@@ -102,27 +102,21 @@ def read_stacked(source: TensorSource, shapes: Shapes, dtype: FloatType) -> Arra
     out = arrays.empty((sum(size[0] for size in sizes), *sizes[0][1:]), NUMPY_TYPES[dtype])
     start = 0
     for name, size in shapes.items():
-        _read_into(source, name, out[start : start + size[0]])
+        source.read_into(name, out[start : start + size[0]])
         start += size[0]
     return out
-
-
-def _read_into(source: TensorSource, name: str, out: Array) -> None:
-    from pagemill_kernels.torch_arrays import to_torch
-
-    source.read_into(name, to_torch(out))
 
 
 def codes_stacked(source: TensorSource, names: list[str]) -> GroupCodes | None:
     """The named tensors' codes one under another; `None` unless all are stored in codes that lie together."""
     parts = _read_all(source.read_codes, names)
-    return None if parts is None else _arrays(stack(parts))
+    return None if parts is None else stack(parts)
 
 
 def blocks_stacked(source: TensorSource, names: list[str]) -> CodeBlocks | None:
     """The named tensors' blocks one under another; `None` unless all are stored in blocks of one kind."""
     parts = _read_all(source.read_blocks, names)
-    return None if parts is None else _arrays(stack_blocks(parts))
+    return None if parts is None else stack_blocks(parts)
 
 
 def _read_all(read: Callable[[str], Part | None], names: list[str]) -> list[Part] | None:
@@ -134,9 +128,3 @@ def _read_all(read: Callable[[str], Part | None], names: list[str]) -> list[Part
             return None
         parts.append(part)
     return parts
-
-
-def _arrays(weight: Any) -> Any:
-    from pagemill_kernels.linear.interim import as_arrays
-
-    return as_arrays(weight)

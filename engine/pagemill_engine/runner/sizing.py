@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.declared import DeclaredWeights
@@ -108,15 +108,9 @@ def weights_of(
 def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, rounded: bool) -> int:
     """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
     if spec.decoder.by_transformers:
-        return weights.num_bytes(_interim(holding.activation_dtype), keep_stored=False)
+        return weights.num_bytes(holding.activation_dtype, keep_stored=False)
     has_codes = rounded or spec.quantization is not None
     keep_stored = holding.weights.bfloat16 or (holding.weights.codes and has_codes)
-    held = weights.num_bytes(_interim(holding.dtype), keep_stored=keep_stored)
+    held = weights.num_bytes(holding.dtype, keep_stored=keep_stored)
     twice = spec.tie_word_embeddings and not holding.weights.rows
     return held + (spec.vocab_size * spec.hidden_size * NUMPY_TYPES[holding.dtype].itemsize if twice else 0)
-
-
-def _interim(dtype: FloatType) -> Any:
-    from pagemill_kernels.torch_arrays import TORCH_TYPES
-
-    return TORCH_TYPES[dtype]

@@ -21,7 +21,6 @@ from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
 from pagemill_kernels.experts.reference import PlainExperts
 from pagemill_kernels.linear import native as linear
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
-from pagemill_kernels.linear.interim import as_arrays
 from pagemill_kernels.norm import native as norm
 from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.paged_attention import native as attention
@@ -198,7 +197,7 @@ def _packed_floats(pack: Callable[..., linear.NativeLinear], weight: Tensor, bia
 
 
 def _packed(pack: Callable[..., linear.NativeLinear], weight: Any, bias: Tensor | None) -> TorchLinear:
-    return TorchLinear(pack(as_arrays(weight), _optional(bias)))
+    return TorchLinear(pack(weight, _optional(bias)))
 
 
 def _optional(tensor: Tensor | None) -> np.ndarray[Any, Any] | None:

@@ -88,7 +88,7 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_computes_the_same_bits(
     assert [result.logprobs for result in found] == [result.logprobs for result in expected]
     assert narrow.info.weight_bytes < 0.55 * wide.info.weight_bytes
     assert narrow.info.kv_dtype == "float32"
-    planned = open_weights(tmp_path).num_bytes(torch.float32, keep_stored=True)
+    planned = open_weights(tmp_path).num_bytes("float32", keep_stored=True)
     assert narrow.info.weight_bytes == pytest.approx(planned, rel=0.05)
 
 

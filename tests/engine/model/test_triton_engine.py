@@ -105,7 +105,7 @@ def test_products_of_codes_answer_like_the_formula(
     assert [type(linear.packed) for linear in linears] == [ScaledLinear] * 4
     assert isinstance(runner.model.lm_head.packed, CodesLinear), "the head keeps codes of 8 bits in groups"
     weights = QuantizedWeights(open_weights(folder), quantization, runner.model.spec.decoder)
-    planned = weights.num_bytes(torch.float32, keep_stored=True)
+    planned = weights.num_bytes("float32", keep_stored=True)
     assert runner.info.weight_bytes == planned
     ours = make_driver(runner).greedy(PROMPTS, NUM_TOKENS)
 
@@ -153,7 +153,7 @@ def test_floats_of_a_file_that_has_codes_too_are_multiplied_as_asked(
     assert all(isinstance(each.packed, ScaledLinear) for each in (attention.qkv, attention.output))
     assert all(isinstance(each.packed, CodesLinear) for each in (mlp.up, mlp.output))
     weights = QuantizedWeights(open_weights(path), quantization, runner.model.spec.decoder)
-    planned = weights.num_bytes(torch.float32, keep_stored=True)
+    planned = weights.num_bytes("float32", keep_stored=True)
     biases = 4 * (32 + 16 + 16)
     assert planned == runner.info.weight_bytes + biases
     ours, exact = (make_driver(each).greedy(PROMPTS, 1) for each in (runner, runner_loader(path, device="cuda")))
