@@ -119,7 +119,7 @@ class Norm:
 
     def _vector(self, source: TensorSource, name: str) -> Tensor:
         vector = read_norm(source, self.spec, name, float_type_of(self._dtype), self._order)
-        return to_torch(vector).to(self._ops.device)
+        return to_torch(vector).to(self._ops.device, copy=True)
 
 
 class Vector:
@@ -135,7 +135,7 @@ class Vector:
 
     def load(self, source: TensorSource) -> None:
         values = read_tensor(source, self._name, (self._size,), "float32")
-        self.values = to_torch(values).to(self._ops.device)
+        self.values = to_torch(values).to(self._ops.device, copy=True)
 
     def held(self) -> Tensor:
         return self.values
@@ -184,7 +184,7 @@ class Table:
 
     def load(self, source: TensorSource) -> None:
         table = read_tensor(source, self._name, self._shape, float_type_of(self._dtype))
-        self.table = to_torch(table).to(self._ops.device)
+        self.table = to_torch(table).to(self._ops.device, copy=True)
 
     def held(self) -> Tensor:
         return self.table

@@ -110,7 +110,7 @@ def test_a_gpu_without_room_for_a_block_names_what_takes_it(spec: ModelSpec) -> 
 
 def test_an_engine_on_a_gpu_steps_as_its_memory_allows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_device, "measure_device", lambda device: BEFORE)
-    runner = create_runner(EngineConfig(model=str(folder), num_kv_blocks=64), lambda phase, detail: None)
+    runner = create_runner(EngineConfig(model=str(folder), device="cuda", num_kv_blocks=64), lambda phase, detail: None)
     assert runner.info.step == (256, 8192)
     core = EngineCore(EngineConfig(model=str(folder)), runner)
     limits = core.scheduler.limits
