@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.models.tensors import TensorSource, read_tensor
+from pagemill_kernels.arrays import Array
 from pagemill_protocol.models.declaration import DecoderSpec, RopeSpec
 from pagemill_protocol.rope_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
-Values = NDArray[np.float32]
-Table = tuple[Values, Values]
+Table = tuple[Array, Array]
 """cos and sin, each [max_model_len, head_dim / 2]."""
 
 
@@ -56,7 +56,7 @@ def rope_tables(
     max_positions: int,
     theta: float,
     scaling: RopeScaling | None,
-    freq_divisors: Values | None = None,
+    freq_divisors: Array | None = None,
 ) -> Table:
     """cos and sin, each [max_positions, head_dim / 2]; `head_dim`: of what is rotated of a head.
 
@@ -72,16 +72,16 @@ def rope_tables(
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
-def _periods(head_dim: int, theta: float) -> Values:
+def _periods(head_dim: int, theta: float) -> Array:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # Rounded correctly, unlike all of torch's powers: some frequencies of transformers differ in the last bit.
-    periods: Values = np.power(np.float32(theta), exponents)
+    periods: Array = np.power(np.float32(theta), exponents)
     return periods
 
 
 def _scaled(
-    periods: Values, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int
-) -> tuple[Values, float]:
+    periods: Array, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int
+) -> tuple[Array, float]:
     """Frequencies and the factor on cos and sin.
 
     Rounded in the order of transformers: a last bit of a frequency is much at the end of a long context.
@@ -100,16 +100,16 @@ def _scaled(
             return 1 / (divisors * periods), scaling.attention_factor
 
 
-def _llama3(frequencies: Values, scaling: Llama3Scaling) -> Values:
+def _llama3(frequencies: Array, scaling: Llama3Scaling) -> Array:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    blended: Values = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    blended: Array = (1 - blend) * frequencies / scaling.factor + blend * frequencies
     return blended
 
 
-def _yarn(periods: Values, head_dim: int, theta: float, scaling: YarnScaling) -> Values:
+def _yarn(periods: Array, head_dim: int, theta: float, scaling: YarnScaling) -> Array:
     """Interpolate dimensions that turn rarely over the original context, keep those that turn often."""
     original = scaling.original_max_position_embeddings
 
@@ -124,5 +124,5 @@ def _yarn(periods: Values, head_dim: int, theta: float, scaling: YarnScaling) ->
     width = high - low or 0.001
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0.0, 1.0)
     kept = 1 - ramp
-    values: Values = 1 / (scaling.factor * periods) * (1 - kept) + 1 / periods * kept
+    values: Array = 1 / (scaling.factor * periods) * (1 - kept) + 1 / periods * kept
     return values

@@ -11,7 +11,7 @@ from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.inputs import StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
-from pagemill_engine.runner.pooling import Pooler, Values
+from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.step_model import StepModel
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.arrays import Array, widened
@@ -25,7 +25,7 @@ class PoolingRunner(EagerRunner):
         super().__init__(model, kv_cache, info, max_num_seqs)
         self._pooler = pooler
         self._params: dict[str, PoolingParams] = {}
-        self._so_far: dict[str, Values] = {}
+        self._so_far: dict[str, Array] = {}
         """Of prompts whose first tokens were computed: their sum, or the first one."""
 
     def _apply_differences(self, plan: StepPlan) -> None:
@@ -53,7 +53,7 @@ class PoolingRunner(EagerRunner):
             self.kv_cache.scrub(self._rows.blocks(self._rows.row(name)))
         return result
 
-    def _add(self, name: str, hidden: Array) -> Values:
+    def _add(self, name: str, hidden: Array) -> Array:
         """What is pooled of the prompt so far, these tokens included."""
         before, method = self._so_far.get(name), self._pooler.spec.method
         if method == "last":
