@@ -86,6 +86,7 @@ def test_native_experts_equal_the_reference(shape: tuple[int, int, int, int, int
     torch.testing.assert_close(found, case.expected(gate, chosen, weights), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.sample("shape1-*", "shape2-int4-*")
 @pytest.mark.parametrize("gate", [SILU, CLAMPED])
 @pytest.mark.parametrize("format", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("shape", [(1, 32, 32, 1, 1), (5, 64, 96, 7, 2), (70, 32, 64, 3, 3)])

@@ -63,9 +63,9 @@ def layer_bytes(layer: LayerParts) -> int:
     mlp = layer.mlp
     matrices = (layer.qkv, layer.output, *((mlp.up, mlp.down) if isinstance(mlp, MLPParts) else mlp[:2]))
     norms = (layer.attention_norm, layer.mlp_norm, layer.attention_output_norm, layer.mlp_output_norm)
-    held = [each.num_bytes for each in matrices]
-    held += map(norm_bytes, (*norms, layer.query_norm, layer.key_norm))
-    return sum(held) + (0 if layer.sinks is None else int(layer.sinks.nbytes))
+    held: int = sum(each.num_bytes for each in matrices)
+    held += sum(map(norm_bytes, (*norms, layer.query_norm, layer.key_norm)))
+    return held + (0 if layer.sinks is None else layer.sinks.nbytes)
 
 
 def _head_norm(attention: AttentionSpec, norm: NormSpec | None, parts: Parts) -> NormParts | None:

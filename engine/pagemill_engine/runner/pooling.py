@@ -39,7 +39,7 @@ class Pooler:
         values = pooled if self._classifier is None else self._classifier(pooled)
         if self.spec.sigmoid:
             values = _sigmoid(values)
-        finite: list[bool] = np.isfinite(values).all(1).tolist()
+        finite = np.atleast_1d(np.isfinite(values).all(1))
         result = StepResult()
         for name, row, wanted, is_finite in zip(names, values, params, finite, strict=True):
             if is_finite:
@@ -53,7 +53,8 @@ class Pooler:
         if not self.spec.normalized:
             return row
         length = np.sqrt(np.square(row).sum())
-        return row / np.maximum(length, np.float32(SMALLEST_LENGTH))
+        normalized: Array = row / np.maximum(length, np.float32(SMALLEST_LENGTH))
+        return normalized
 
 
 def _sigmoid(values: Array) -> Array:

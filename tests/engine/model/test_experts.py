@@ -180,6 +180,7 @@ def test_products_of_codes_on_a_gpu_are_refused_by_name(qwen2: Family, runner_lo
         runner_loader(qwen2.folder, device="cuda", quantization="w8a8")
 
 
+@pytest.mark.sample("int4")
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_the_triton_backend_answers_as_transformers_does(
     quantization: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers

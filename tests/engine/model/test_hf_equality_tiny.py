@@ -352,6 +352,7 @@ BF16_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 IN_FULL = ("batch of 50", "chunks of 7", "chunks of 33")
 
 
+@pytest.mark.sample("cpu_native-*", "cpu_onednn-*chunks of 1")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.full] * (case in IN_FULL)) for case in BF16_CASES]
 )

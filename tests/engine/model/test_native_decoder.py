@@ -90,6 +90,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, 128, (length,), generator=generator).tolist() for length in (1, 5, 16, 33, 61)]
 
 
+@pytest.mark.sample("*-float32", "llama*", "*wide heads*")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_it_has_the_bits_of_all_operations_one_by_one(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
