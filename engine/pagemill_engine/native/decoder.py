@@ -1,6 +1,6 @@
 """A whole decoder on the CPU without torch: embedding, all layers in one call, norm and head, over arrays of numpy.
 
-Built from its declaration and filled from named tensors; a `runner.step_model.StepModel`. Arithmetic is float32, with
+Built from its declaration and filled from named tensors; a `models.step_model.StepModel`. Arithmetic is float32, with
 the bits of `models.decoder` over the same kernels.
 """
 
@@ -12,11 +12,11 @@ import numpy as np
 
 from pagemill_engine.models.fitting import check_tensors
 from pagemill_engine.models.rope import Rotations
+from pagemill_engine.models.step_model import StepTokens
 from pagemill_engine.models.tensors import TensorSource, read_tensor
 from pagemill_engine.native.classifier import NativeClassifier
 from pagemill_engine.native.layers import layer_bytes, layer_parts
 from pagemill_engine.native.parts import Ids, Parts, Rows, norm_bytes, normalized
-from pagemill_engine.runner.step_model import StepTokens
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
 from pagemill_kernels.linear.native import NativeLinear

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.models.step_model import StepModel, StepTokens
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.errors import NON_FINITE
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
-from pagemill_engine.runner.step_model import StepModel, StepTokens
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.models.rope import Rotations, decoder_tables
+from pagemill_engine.models.step_model import StepModel
 from pagemill_engine.native.decoder import NativeDecoder
 from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.budget import keeps_nothing
@@ -17,7 +18,6 @@ from pagemill_engine.runner.memory import give_back, measure_memory
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.pooling_runner import PoolingRunner
 from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
-from pagemill_engine.runner.step_model import StepModel
 from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch

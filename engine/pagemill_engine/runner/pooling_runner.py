@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagemill_engine.models.step_model import StepModel
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.inputs import StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.pooling import Pooler
-from pagemill_engine.runner.step_model import StepModel
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.arrays import Array, widened
 from pagemill_protocol.pooling import PoolingParams

@@ -13,9 +13,9 @@ from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.decoder import Decoder, Model
 from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.models.rope import decoder_tables
+from pagemill_engine.models.step_model import StepTokens
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.compute import Compute
-from pagemill_engine.runner.step_model import StepTokens
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import TORCH_TYPES, from_torch, to_torch
