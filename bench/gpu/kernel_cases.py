@@ -145,7 +145,7 @@ def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -
                 first.append(storage.decode(cache))
             return first[0]
 
-        stored = tokens * 2 * num_kv_heads * storage.token_bytes(dtype, head_dim)
+        stored = tokens * 2 * num_kv_heads * storage.token_width(dtype, head_dim) * dtype.itemsize
         return Case(
             f"rotation and cache write, {tokens} tokens{name}",
             ours,

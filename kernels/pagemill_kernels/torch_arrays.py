@@ -15,6 +15,7 @@ _FLOAT_TYPES: dict[torch.dtype, FloatType] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+TORCH_TYPES: dict[FloatType, torch.dtype] = {name: dtype for dtype, name in _FLOAT_TYPES.items()}
 
 
 def to_torch(array: Array) -> Tensor:

@@ -155,6 +155,7 @@ def test_the_engine_is_measured_in_all_that_goals_are_stated_in(
 # -- where it cannot run -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample("no device")
 @pytest.mark.parametrize(
     ("arguments", "values", "words"),
     [

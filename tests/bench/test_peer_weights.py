@@ -55,6 +55,7 @@ def test_a_larger_gguf_file_holds_the_same_values(source: Path, tmp_path: Path, 
     assert after.fields["general.file_type"].contents() == gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"]
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_the_folder_is_the_embedded_model_in_bfloat16(tmp_path: Path) -> None:
     source, folder = resolve_source(weights.MODEL), tmp_path / "model"

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARGV = [sys.executable, str(ROOT / "bench" / "gate.py"), "--base", "HEAD", "--pairs", "2", "--figures", "step"]
 
 
+@pytest.mark.sample("1000-1")
 @pytest.mark.parametrize(("limit", "code"), [("0", 0), ("1000", 1)])
 def test_a_ratio_below_the_limit_fails(limit: str, code: int) -> None:
     worktrees = _worktrees()

@@ -260,6 +260,7 @@ async def gateway_url(api, fake, cluster: Cluster, tmp_path: Path) -> AsyncItera
     await gateway.close()
 
 
+@pytest.mark.sample("2")
 @pytest.mark.model
 @pytest.mark.parametrize("num_replicas", [1, 2])
 async def test_replacing_every_engine_fails_no_request_and_cuts_no_stream(

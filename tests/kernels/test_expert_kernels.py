@@ -13,10 +13,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton_device import DEVICE, HAS_GPU
 
 from pagemill_kernels.cpu import library
-from pagemill_kernels.experts import native, reference, triton_launch
+from pagemill_kernels.cpu import torch_ops as native
+from pagemill_kernels.cpu import torch_ops as native_linear
+from pagemill_kernels.cpu.launch import set_num_threads
+from pagemill_kernels.experts import reference, triton_launch
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.linear import native as native_linear
 from pagemill_kernels.linear import reference as plain_linear
 from pagemill_kernels.linear import triton_launch as triton_linear
 from pagemill_kernels.linear.packed import PackedLinear
@@ -84,6 +86,7 @@ def test_native_experts_equal_the_reference(shape: tuple[int, int, int, int, int
     torch.testing.assert_close(found, case.expected(gate, chosen, weights), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.sample("shape1-*", "shape2-int4-*")
 @pytest.mark.parametrize("gate", [SILU, CLAMPED])
 @pytest.mark.parametrize("format", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("shape", [(1, 32, 32, 1, 1), (5, 64, 96, 7, 2), (70, 32, 64, 3, 3)])
@@ -148,11 +151,11 @@ def test_threads_change_no_bit() -> None:
     experts = native.pack_experts(case.packed, CLAMPED)
     chosen, weights = reference.route(case.logits, 2, True)
     expected = run(experts, case.x, chosen, weights)
-    torch.set_num_threads(2)
+    set_num_threads(2)
     try:
         assert torch.equal(run(experts, case.x, chosen, weights), expected)
     finally:
-        torch.set_num_threads(1)
+        set_num_threads(1)
 
 
 def test_weights_are_shares_of_the_whole_softmax_or_of_the_chosen() -> None:

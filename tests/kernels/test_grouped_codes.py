@@ -12,13 +12,13 @@ from code_kinds import group_codes, values_of
 from torch import Tensor
 
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import native
+from pagemill_kernels.cpu import torch_ops as native
+from pagemill_kernels.cpu.torch_ops import TorchLinear
 from pagemill_kernels.linear.groups import GroupCodes, e4m3_values, stack
-from pagemill_kernels.linear.native import NativeLinear
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
-Packer = Callable[[GroupCodes, Tensor | None], NativeLinear]
+Packer = Callable[[GroupCodes, Tensor | None], TorchLinear]
 PACKERS: dict[str, Packer] = {
     "floats": native.pack_codes,
     "integers": native.pack_codes_for_dots,

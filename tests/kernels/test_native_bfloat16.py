@@ -9,8 +9,9 @@ import torch
 from code_kinds import KINDS, check_threads_change_nothing, group_codes, values_of
 
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import groups, native
-from pagemill_kernels.linear.native import NativeLinear
+from pagemill_kernels.cpu import torch_ops as native
+from pagemill_kernels.linear import groups
+from pagemill_kernels.linear.native import BFLOAT16_ROWS, NativeLinear
 
 pytestmark = pytest.mark.skipif(
     not library.has_bfloat16(), reason="no products of bfloat16 on this processor (AVX512_BF16 and VNNI)"
@@ -137,7 +138,7 @@ def test_of_one_kind_of_products_a_rows_result_does_not_depend_on_how_many_rows_
 def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16(bits: int) -> None:
     """Integers of 16 bits are a hundred times as exact."""
     torch.manual_seed(0)
-    first = native.BFLOAT16_ROWS
+    first = BFLOAT16_ROWS
     linear, weight = packed(f"codes{bits}", 256, 576)
     x = torch.randn(first, 576)
     expected = x.double() @ weight.double().T

@@ -9,7 +9,8 @@ import torch
 from code_kinds import KINDS, group_codes, values_of
 
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import groups, native
+from pagemill_kernels.cpu import torch_ops as native
+from pagemill_kernels.linear import groups
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
@@ -29,7 +30,7 @@ def random_codes(kind: str, out_features: int, in_features: int) -> groups.Group
     return group_codes(8, codes, torch.rand(per_group) * 0.01, offsets)
 
 
-def packed(format: str, out_features: int, in_features: int) -> tuple[native.NativeLinear, torch.Tensor]:
+def packed(format: str, out_features: int, in_features: int) -> tuple[native.TorchLinear, torch.Tensor]:
     bias = torch.randn(out_features)
     if format in KINDS:
         codes = random_codes(format, out_features, in_features)

@@ -137,6 +137,7 @@ def test_edits_and_penalties_change_logits_alike(seed: int, temperature: float, 
     check(logits, batch)
 
 
+@pytest.mark.sample("64", "70")
 @pytest.mark.parametrize("vocab_size", [70, 64, 1000])
 def test_masks_forbid_tokens_before_anything_else_changes_them(small_tiles: None, vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)

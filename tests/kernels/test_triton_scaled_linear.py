@@ -82,6 +82,7 @@ def test_a_row_that_is_not_finite_stays_so_and_touches_no_other(
 SHAPES = {"whole tiles": (64, 256), "tails": (45, 83), "narrower than a tile": (3, 16), "wide": (130, 300)}
 
 
+@pytest.mark.sample("*tails-*", "*-whole tiles-16", "*-wide-50")
 @pytest.mark.parametrize("rows", [1, 16, 50, 133])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", CODE_TYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+import pytest
 from waiting import eventually
 
 Machine = Any
@@ -43,6 +44,7 @@ async def test_at_zero_one_sleeps_and_the_same_process_answers_the_next_request(
     assert findings["Ready"].message == "there are no requests: the next one wakes a replica"
 
 
+@pytest.mark.full
 async def test_behind_one_that_is_woken_another_one_stands_by(machine: Machine) -> None:
     autoscaling = {"minReplicas": 1, "maxReplicas": 3, "warm": 1, "targets": {"queueDepth": 1}}
     plan = machine.plan(autoscaling=autoscaling, engine__maxNumSeqs=1)

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.cpu.torch_ops import TorchLinear
 from pagemill_kernels.linear.groups import GroupCodes
-from pagemill_kernels.linear.native import NativeLinear
 from pagemill_kernels.torch_arrays import from_torch, to_torch
 
 KINDS = {
@@ -21,15 +22,15 @@ KINDS = {
 """Bits, group size, offsets."""
 
 
-def check_threads_change_nothing(linear: NativeLinear) -> None:
+def check_threads_change_nothing(linear: TorchLinear) -> None:
     for rows in (1, 4, 70, 300):
         x = torch.randn(rows, linear.in_features)
         expected = linear(x)
-        torch.set_num_threads(2)
+        launch.set_num_threads(2)
         try:
             assert torch.equal(linear(x), expected)
         finally:
-            torch.set_num_threads(1)
+            launch.set_num_threads(1)
 
 
 def group_codes(

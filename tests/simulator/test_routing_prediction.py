@@ -42,6 +42,7 @@ def engine(**settings: object) -> EngineConfig:
     return EngineConfig(**{**config, **settings})
 
 
+@pytest.mark.sample("*-middle", "hot prefix-*")
 @pytest.mark.parametrize("rate", [0.5, 1.0, 1.7], ids=["low", "middle", "high"])
 @pytest.mark.parametrize("kind", TRAFFIC)
 def test_the_median_error_is_at_most_a_tenth_under_any_load(kind: str, rate: float) -> None:

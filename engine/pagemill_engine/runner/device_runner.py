@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.models.decoder import Decoder
-from pagemill_engine.models.rope import Rotations
+from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.device_forward import DeviceForward
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkippedError
 from pagemill_engine.runner.graphs import DecodeGraphs, Recorder
-from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
@@ -65,8 +65,8 @@ class DeviceRunner:
         self,
         model: Decoder,
         ops: Ops,
-        kv_cache: KVCache,
-        rotations: Rotations,
+        kv_cache: DeviceKVCache,
+        rotations: DeviceRotations,
         info: RunnerInfo,
         max_num_seqs: int,
     ) -> None:

@@ -48,7 +48,7 @@ def refusal(field: str, message: str, code: str = "invalid_value") -> PydanticCu
 class RequestModel(BaseModel):
     """Strict types, unknown fields ignored, null means default, known but unsupported fields refused."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
     UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = {}
 
     @model_validator(mode="before")

@@ -105,7 +105,7 @@ class FastEngine:
     @property
     def load(self) -> EngineLoad:
         self._pod.advance(self._events.now_s)
-        return self._pod.engine_load()
+        return self._pod.load()
 
     @property
     def num_output_tokens(self) -> int:
@@ -234,20 +234,13 @@ class FastEngine:
 
     def _make_frame(self, *, snapshot: bool = False) -> StateFrame:
         self._sequence += 1
-        common, pod = self._common, self._pod
         added, removed = self._changed_chunks()
-        return StateFrame(
+        return msgspec.structs.replace(
+            self._common,
             sequence=self._sequence,
             snapshot=snapshot,
-            load=pod.engine_load(),
-            load_age_ms=pod.report_age_s(self._events.now_s) * 1000,
-            step_time=common.step_time,
-            digests=common.digests,
-            block_size=common.block_size,
-            max_model_len=common.max_model_len,
-            max_num_batched_tokens=common.max_num_batched_tokens,
-            max_num_seqs=common.max_num_seqs,
-            prefix_chunk_blocks=common.prefix_chunk_blocks,
+            load=self._pod.load(),
+            load_age_ms=self._pod.report_age_s(self._events.now_s) * 1000,
             draining=self._is_draining,
             prefixes_added=added,
             prefixes_removed=removed,

@@ -17,7 +17,8 @@ import math
 from bisect import insort
 from collections import deque
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+
+import msgspec
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.policies import POLICIES
@@ -25,26 +26,6 @@ from pagemill_protocol.state import EngineLoad
 from pagemill_simulator.fleet.fast_kv import KVCounts
 from pagemill_simulator.fleet.fast_row import Place, Row
 from pagemill_simulator.fleet.fast_steps import Run, StepTimes
-
-
-class PodLoad(NamedTuple):
-    """As `pagemill_protocol.state.EngineLoad` has it."""
-
-    num_running: int
-    num_waiting: int
-    num_tokens_running: int
-    num_tokens_waiting: int
-    num_blocks_available: int
-    num_blocks_active: int
-    num_prefilling: int = 0
-    num_tokens_prefilling: int = 0
-    num_tokens_prefilled: int = 0
-
-    def plus(self, num_waiting: int, num_tokens_waiting: int) -> PodLoad:
-        """With so many requests more that wait."""
-        return self._replace(
-            num_waiting=self.num_waiting + num_waiting, num_tokens_waiting=self.num_tokens_waiting + num_tokens_waiting
-        )
 
 
 class FastPod:
@@ -88,7 +69,7 @@ class FastPod:
         """Decoding rows whose next step samples their first token."""
         self._is_stuck = False
         """No waiting request can start before a row ends."""
-        self._last_report: PodLoad | None = None
+        self._last_report: EngineLoad | None = None
         """None: nothing was decided since."""
         self._known_run: tuple[Run, int] | None = None
         """None: a step was launched, or blocks were freed, since it was worked out."""
@@ -121,7 +102,18 @@ class FastPod:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def load(self) -> PodLoad:
+    def load(self) -> EngineLoad:
+        """As `report` has it: after the step that was read last, before another one was launched."""
+        return msgspec.structs.replace(
+            self.report(), num_preemptions=self.num_preemptions, step_in_flight_ms=self._step_in_flight_s() * 1000
+        )
+
+    def report(self) -> EngineLoad:
+        """Requests, tokens and blocks as they were reported last."""
+        return self._last_report or self._present()
+
+    def _present(self) -> EngineLoad:
+        """Without what came since a step was launched."""
         num_tokens_prefilling = num_tokens_prefilled = 0
         for _, row in self._prefilling:
             num_tokens_prefilled += row.num_computed_tokens
@@ -130,38 +122,17 @@ class FastPod:
         for row in self._leaving:
             num_tokens += row.num_computed_tokens
         kv = self.kv
-        return PodLoad(
-            self.num_running,
-            len(self._waiting),
-            num_tokens,
-            self._num_waiting_tokens + num_tokens_prefilling,
-            kv.num_free,
-            kv.num_active,
-            len(self._prefilling),
-            num_tokens_prefilling,
-            num_tokens_prefilled,
-        )
-
-    def report(self) -> PodLoad:
-        """As it was reported last: after the step that was read last, before another one was launched."""
-        return self._last_report or self.load().plus(-self._num_new, -self._num_new_tokens)
-
-    def engine_load(self) -> EngineLoad:
-        """`report` as an engine publishes it."""
-        load = self.report()
         return EngineLoad(
-            num_blocks_total=self.kv.num_blocks,
-            num_blocks_free=load.num_blocks_available,
-            num_blocks_active=load.num_blocks_active,
-            num_requests_running=load.num_running,
-            num_requests_waiting=load.num_waiting,
-            num_tokens_running=load.num_tokens_running,
-            num_tokens_waiting=load.num_tokens_waiting,
-            num_requests_prefilling=load.num_prefilling,
-            num_tokens_prefilling=load.num_tokens_prefilling,
-            num_tokens_prefilled=load.num_tokens_prefilled,
-            step_in_flight_ms=self._step_in_flight_s() * 1000,
-            num_preemptions=self.num_preemptions,
+            num_blocks_total=kv.num_blocks,
+            num_blocks_free=kv.num_free,
+            num_blocks_active=kv.num_active,
+            num_requests_running=self.num_running,
+            num_requests_waiting=len(self._waiting) - self._num_new,
+            num_tokens_running=num_tokens,
+            num_tokens_waiting=self._num_waiting_tokens + num_tokens_prefilling - self._num_new_tokens,
+            num_requests_prefilling=len(self._prefilling),
+            num_tokens_prefilling=num_tokens_prefilling,
+            num_tokens_prefilled=num_tokens_prefilled,
         )
 
     def report_age_s(self, now_s: float) -> float:

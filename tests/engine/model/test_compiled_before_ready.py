@@ -112,6 +112,7 @@ def test_requests_launch_nothing_that_was_not_launched_before(
     assert launched - before == set()
 
 
+@pytest.mark.full
 def test_what_one_shape_leaves_out_is_found(
     tmp_path: Path,
     runner_loader: Callable[..., Any],

@@ -124,6 +124,7 @@ def test_it_is_the_runner_of_a_gpu(runner: Any, load: Callable[..., Any]) -> Non
     assert runner.info.overlaps == (DEVICE.type == "cuda")
 
 
+@pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_both_loops_answer_as_the_torch_backend_does(runner: Any, expected: Answers, overlap: bool) -> None:
     answers, core = serve(runner, overlap=overlap)
@@ -192,6 +193,7 @@ class Again:
         return again
 
 
+@pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_padded_decodes_answer_as_those_of_their_own_size(
     load: Callable[..., Any], expected: Answers, overlap: bool
@@ -260,6 +262,7 @@ def tokens_of(runner: Any) -> list[int]:
     return found
 
 
+@pytest.mark.sample("int8")
 @pytest.mark.parametrize("kind", ["auto", "int8", pytest.param("fp8", marks=NO_FP8)])
 def test_what_a_request_that_failed_left_in_its_blocks_matters_to_no_later_one(
     load: Callable[..., Any], kind: str
@@ -329,6 +332,7 @@ def test_a_failure_behind_one_that_was_reported_is_reported_too(runner: Any, mon
     runner.wait(runner.launch(plan_of({}, released=["a"])))
 
 
+@pytest.mark.sample("overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_requests_survive_a_step_that_failed(
     runner: Any, expected: Answers, overlap: bool, monkeypatch: pytest.MonkeyPatch

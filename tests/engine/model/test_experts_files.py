@@ -76,6 +76,7 @@ def answers(path: Path, runner_loader: Loader, make_driver: Drivers, **settings:
     return [result.token_ids for result in results]
 
 
+@pytest.mark.sample("*-Q4_0-*", "*-MXFP4-gpt-oss")
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "MXFP4"])
 def test_a_gguf_file_answers_as_its_values_do(

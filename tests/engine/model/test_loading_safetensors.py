@@ -84,7 +84,7 @@ def test_a_loaded_model_reports_its_digest_and_size(folder: Path, runner_loader:
 def test_missing_and_unexpected_tensors_are_named_together(folder: Path, runner_loader: Loader) -> None:
     rewrite(folder, lambda tensors: tensors.update(stray=tensors.pop("model.norm.weight")))
     with pytest.raises(LoadError, match=r"missing: `model.norm.weight`; unexpected: `stray`") as error:
-        runner_loader(folder)
+        runner_loader(folder, max_model_len=None)
     assert error.value.reason == "ModelUnreadable"
 
 
@@ -108,7 +108,7 @@ def test_a_configuration_of_layers_that_no_file_has_is_refused_before_a_model_is
 def test_integer_weights_are_refused(folder: Path, runner_loader: Loader) -> None:
     rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
     with pytest.raises(LoadError, match=r"`model.norm.weight` has type I32"):
-        runner_loader(folder)
+        runner_loader(folder, max_model_len=None)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "remove"])

@@ -45,6 +45,7 @@ print(json.dumps([memory[warm], memory[num_requests]]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize(

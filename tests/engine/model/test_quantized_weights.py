@@ -15,7 +15,6 @@ from gguf_model import write_gguf
 
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.weights import open_weights
-from pagemill_engine.models.layers import Linear
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear.quantize import quantize
@@ -136,7 +135,7 @@ def test_codes_take_the_promised_memory_and_embedding_and_head_eight_bits(folder
         assert runner.info.weight_bytes == pytest.approx(planned.num_bytes("float32", keep_stored=True), rel=1e-3)
         assert runner.info.weight_bytes < 0.35 * runners["none"].info.weight_bytes
         embedding = VOCAB * HIDDEN
-        assert runner.model.lm_head.packed.num_bytes == runner.model.embedding.rows.num_bytes == embedding * 9 // 8
+        assert runner.model.head.product.num_bytes == runner.model.embedding.rows.num_bytes == embedding * 9 // 8
     assert runners["int4"].info.weight_bytes < runners["int8"].info.weight_bytes
 
 
@@ -223,10 +222,11 @@ def test_a_file_of_many_types_stays_in_codes_and_computes_their_values(
     path = tmp_path / "mixed.gguf"
     write_gguf(path, llama(), {**kinds, "attn_output": "Q5_1", "ffn_down": "Q5_0"})
     native, torch_only = runner_loader(path, backend="cpu_native"), runner_loader(path, backend="cpu")
-    layers = [layer for each in native.model.layers.plain for layer in each.layers()]
-    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    linears = [
+        each for layer in native.model.layers for each in (layer.qkv, layer.output, layer.mlp.up, layer.mlp.down)
+    ]
     assert len(linears) == 8
-    assert all(linear.packed._scales is not None for linear in linears)
+    assert all(linear._scales is not None for linear in linears)
     prompts = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(5)).tolist()
     ours, expected = (make_driver(runner).greedy(prompts, NUM_TOKENS) for runner in (native, torch_only))
     assert [result.token_ids for result in ours] == [result.token_ids for result in expected]

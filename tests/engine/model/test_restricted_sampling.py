@@ -79,6 +79,7 @@ def test_a_bias_counts_among_allowed_tokens(runner: Any) -> None:
     assert answer == [41] * NUM_TOKENS
 
 
+@pytest.mark.sample("cpu-3-plain", "cpu-2-overlapped", "cuda-2-plain", "cuda-3-overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_bad_word_is_never_completed(runner: Any, overlap: bool, length: int) -> None:

@@ -259,6 +259,7 @@ def test_the_answer_is_the_same_however_the_engine_steps(engine: Engine, setting
 CROWD = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
 
 
+@pytest.mark.sample("small steps", "preempted, overlap")
 @pytest.mark.parametrize(
     ("num_blocks", "settings"),
     [
