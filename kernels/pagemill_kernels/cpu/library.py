@@ -17,7 +17,7 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 11
+ABI_VERSION = 13
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
@@ -98,6 +98,43 @@ class LayerWeights(ctypes.Structure):
     )
 
 
+class SamplingArgs(ctypes.Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("num_rows", c_int64),
+        ("vocab_size", c_int64),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("keys", c_void_p),
+        ("mask_of", c_void_p),
+        ("masks", c_void_p),
+        ("mask_words", c_int64),
+        ("edit_starts", c_void_p),
+        ("edit_tokens", c_void_p),
+        ("edit_biases", c_void_p),
+        ("penalty_of", c_void_p),
+        ("repetition", c_void_p),
+        ("frequency", c_void_p),
+        ("presence", c_void_p),
+        ("count_rows", c_void_p),
+        ("in_prompt", c_void_p),
+        ("in_output", c_void_p),
+        ("report_of", c_void_p),
+        ("top_width", c_int64),
+        ("token_ids", c_void_p),
+        ("finite", c_void_p),
+        ("chosen", c_void_p),
+        ("best", c_void_p),
+        ("log_totals", c_void_p),
+        ("ranks", c_void_p),
+        ("top", c_void_p),
+        ("top_ids", c_void_p),
+        ("num_threads", c_int32),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     _fields_ = (
         ("query", c_void_p),
@@ -135,6 +172,7 @@ _SIGNATURES = {
     "pagemill_pack_blocks": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),
     "pagemill_gather_rows": (POINTER(PackedWeight), c_void_p, c_int64, c_void_p),
     "pagemill_paged_attention": (POINTER(AttentionArgs),),
+    "pagemill_sample": (POINTER(SamplingArgs),),
     "pagemill_rms_norm": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32, c_int32,
     ),
