@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from examples import num_examples
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.sampling import native, randomness, reference
 from pagemill_kernels.sampling.batch import (
@@ -85,9 +85,7 @@ def batches(draw: st.DrawFn) -> tuple[Floats, SamplingBatch]:
         logits[random.integers(num_rows), random.integers(vocab_size)] = draw(st.sampled_from([np.nan, np.inf]))
     asked = {name: draw(st.booleans()) for name in ("draws", "masks", "edits", "penalties", "reports")}
     makers = {"draws": draws_of, "masks": masks_of, "edits": edits_of, "penalties": penalties_of, "reports": reports_of}
-    parts: dict[str, Any] = {
-        name: make(random, num_rows, vocab_size) for name, make in makers.items() if asked[name]
-    }
+    parts: dict[str, Any] = {name: make(random, num_rows, vocab_size) for name, make in makers.items() if asked[name]}
     return logits, SamplingBatch(**parts)
 
 

@@ -109,9 +109,7 @@ class _Call:
             )
         best, total = self.best, self.log_totals
         with np.errstate(invalid="ignore"):  # rows that are not finite: nothing is read of them
-            return Logprobs(
-                self.chosen - best - total, self.ranks, top - best[:, None] - total[:, None], top_ids
-            )
+            return Logprobs(self.chosen - best - total, self.ranks, top - best[:, None] - total[:, None], top_ids)
 
     def _places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """For each row of the batch its place in `rows`, -1 where it is not there."""

@@ -98,42 +98,49 @@ struct Best {
   bool finite;
 };
 
+inline bool any(Ints lanes) {
+#ifdef __AVX2__
+  return _mm256_movemask_ps((__m256)lanes) != 0;
+#else
+  int32_t found = 0;
+  for (int lane = 0; lane < kLanes; ++lane) found |= lanes[lane];
+  return found != 0;
+#endif
+}
+
+inline Floats as_floats(Ints bits) { return (Floats)bits; }
+
 // The largest value and its first place. Not finite where there is a NaN, or the largest is none.
 Best best_of(const float* row, int64_t size) {
   float best = -kInfinity;
   int64_t from = 0;
-  int32_t unordered = 0;
+  Ints odd = {};
   for (int64_t start = 0; start < size; start += kBlock) {
     const int64_t stop = std::min(start + kBlock, size);
-    float most[16];
-    int32_t odd[16] = {};
-    std::fill(most, most + 16, -kInfinity);
+    Floats most[4] = {splat(-kInfinity), splat(-kInfinity), splat(-kInfinity), splat(-kInfinity)};
     int64_t i = start;
-    for (; i + 16 <= stop; i += 16)
-      for (int lane = 0; lane < 16; ++lane) {
-        const float value = row[i + lane];
-        most[lane] = value > most[lane] ? value : most[lane];
-        odd[lane] |= value != value;
+    for (; i + 4 * kLanes <= stop; i += 4 * kLanes)
+      for (int part = 0; part < 4; ++part) {
+        const Floats value = load(row + i + part * kLanes);
+        most[part] = value > most[part] ? value : most[part];
+        odd |= value != value;
       }
+    float block = -kInfinity;
     for (; i < stop; ++i) {
-      most[0] = row[i] > most[0] ? row[i] : most[0];
+      block = row[i] > block ? row[i] : block;
       odd[0] |= row[i] != row[i];
     }
-    float block = most[0];
-    for (int lane = 0; lane < 16; ++lane) {
-      block = std::max(block, most[lane]);
-      unordered |= odd[lane];
-    }
+    for (const Floats& part : most)
+      for (int lane = 0; lane < kLanes; ++lane) block = std::max(block, part[lane]);
     if (block > best) best = block, from = start;
   }
   int64_t token = from;
   while (token + 1 < size && row[token] != best) ++token;
-  return {best, token, unordered == 0 && std::isfinite(best)};
+  return {best, token, !any(odd != 0) && std::isfinite(best)};
 }
 
 struct Scratch {
-  std::vector<float> row, x;
-  std::vector<int32_t> tokens;
+  std::vector<float> row;
   std::vector<uint64_t> keys;
 };
 
@@ -141,7 +148,11 @@ void change(const SamplingArgs& a, int64_t at, const float* raw, float* row) {
   const int64_t mask = a.mask_of ? a.mask_of[at] : -1;
   if (mask >= 0) {
     const uint32_t* bits = a.masks + mask * a.mask_words;
-    for (int64_t i = 0; i < a.vocab_size; ++i) row[i] = bits[i >> 5] >> (i & 31) & 1 ? raw[i] : -kInfinity;
+    for (int64_t start = 0; start < a.vocab_size; start += 32) {
+      const uint32_t word = bits[start >> 5];
+      const int count = static_cast<int>(std::min<int64_t>(32, a.vocab_size - start));
+      for (int i = 0; i < count; ++i) row[start + i] = word >> i & 1 ? raw[start + i] : -kInfinity;
+    }
   } else {
     std::memcpy(row, raw, a.vocab_size * sizeof(float));
   }
@@ -161,35 +172,6 @@ void change(const SamplingArgs& a, int64_t at, const float* raw, float* row) {
   }
 }
 
-// Tokens that may win, and what is left of their logits; the best has 0.
-int64_t candidates(const float* row, int64_t size, float best, float temperature, float min_p, Scratch& s) {
-  s.tokens.resize(size + 16);
-  s.x.resize(size + 16);
-  const float bound = -kReach * temperature * 1.001f - std::numeric_limits<float>::min();
-  int64_t found = 0;
-  for (int64_t start = 0; start < size; start += 16) {
-    const int64_t stop = std::min(start + 16, size);
-    int32_t any = 0;
-    for (int64_t i = start; i < stop; ++i) any |= row[i] - best >= bound;
-    if (!any) continue;
-    for (int64_t i = start; i < stop; ++i) {
-      s.tokens[found] = static_cast<int32_t>(i);
-      s.x[found] = row[i] - best;
-      found += row[i] - best >= bound;
-    }
-  }
-  for (int64_t i = 0; i < found; ++i) s.x[i] = s.x[i] / temperature;
-  const float least = min_p > 0 ? logarithm(min_p) : -kInfinity;
-  int64_t kept = 0;
-  for (int64_t i = 0; i < found; ++i) {
-    const float x = s.x[i];
-    s.tokens[kept] = s.tokens[i];
-    s.x[kept] = x;
-    kept += (x > -kReach) & (x >= least);
-  }
-  return kept;
-}
-
 // x is at most 0: the more its magnitude, the further behind; among equal ones the lower token comes first.
 inline uint64_t key_of(float x, int32_t token) {
   return static_cast<uint64_t>(static_cast<uint32_t>(as_bits(x)) & 0x7fffffffu) << 32 | static_cast<uint32_t>(token);
@@ -197,60 +179,173 @@ inline uint64_t key_of(float x, int32_t token) {
 
 inline float value_of(uint64_t key) { return -as_float(static_cast<int32_t>(key >> 32)); }
 
-// How many of the first `size` keys top_p leaves; they are put in order as far as that takes.
-int64_t cut_by_mass(std::vector<uint64_t>& keys, int64_t size, float top_p) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < size; ++i) total += mass(value_of(keys[i]));
-  const int64_t share = static_cast<int64_t>(std::min(top_p, 1.0f) * 0x1p24f);
-  const int64_t limit = share_of(total, share);
+// What a row's logits are in a draw: x = (logit - best) / temperature, of which those below `least` are dropped.
+struct Scaled {
+  const float* row;
+  int64_t size;
+  float best, temperature, least;
+
+  float at(int64_t i) const { return (row[i] - best) / temperature; }
+  Floats lanes(int64_t i) const { return (load(row + i) - splat(best)) / splat(temperature); }
+  bool stays(float x) const { return x > -kReach && x >= least; }
+};
+
+inline Floats floor_of(Floats value) {
+  const Floats whole = to_floats(__builtin_convertvector(value, Ints));
+  return whole > value ? whole - splat(1.0f) : whole;
+}
+
+// `scaled_power` without its fraction.
+inline Floats masses(Floats x) {
+  Floats power = (x < splat(-kReach) ? splat(-kReach) : x) * splat(kLog2e);
+  const Floats whole = floor_of(power + splat(0.5f));
+  power = power - whole;
+  Floats series = splat(0.0013409993844106793f);
+  series = series * power + splat(0.009676036424934864f);
+  series = series * power + splat(0.05550297349691391f);
+  series = series * power + splat(0.2402210682630539f);
+  series = series * power + splat(0.6931472420692444f);
+  series = series * power + splat(1.0000001192092896f);
+  const Floats scale = as_floats((__builtin_convertvector(whole, Ints) + (127 + kMassBits)) << 23);
+  const Floats mass = series * scale;
+  return mass < splat(0x1p23f) ? floor_of(mass < splat(0x1p23f) ? mass : zero()) : mass;  // larger ones are whole
+}
+
+int64_t total_mass(const Scaled& s) {
+  typedef double Doubles __attribute__((vector_size(64)));
+  int64_t total = 0, i = 0;
+  while (i + kLanes <= s.size) {
+    Doubles sums = {};  // of so few masses exact
+    const int64_t stop = std::min(i + kBlock, s.size - s.size % kLanes);
+    for (; i < stop; i += kLanes) {
+      const Floats x = s.lanes(i);
+      const Ints stays = (x > splat(-kReach)) & (x >= splat(s.least));
+      sums += __builtin_convertvector(stays ? masses(x) : zero(), Doubles);
+    }
+    for (int lane = 0; lane < kLanes; ++lane) total += static_cast<int64_t>(sums[lane]);
+  }
+  for (; i < s.size; ++i) total += s.stays(s.at(i)) ? mass(s.at(i)) : 0;
+  return total;
+}
+
+// Keys of the tokens with x > -reach that stay.
+void gather(const Scaled& s, float reach, std::vector<uint64_t>& keys) {
+  keys.clear();
+  const float bound = -reach * s.temperature * 1.001f - std::numeric_limits<float>::min();
+  const auto take = [&](int64_t i) {
+    const float x = s.at(i);
+    if (x > -reach && s.stays(x)) keys.push_back(key_of(x, static_cast<int32_t>(i)));
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= s.size; i += kLanes) {
+    if (!any(load(s.row + i) - splat(s.best) >= splat(bound))) continue;
+    for (int lane = 0; lane < kLanes; ++lane) take(i + lane);
+  }
+  for (; i < s.size; ++i) take(i);
+}
+
+// How many of the first `size` keys come before the mass `limit` is full, -1 where it never is; they are put in order as
+// far as that takes.
+int64_t cut_by_mass(std::vector<uint64_t>& keys, int64_t size, int64_t limit) {
   int64_t running = 0, start = 0;
   for (int64_t stop = kShortlist; start < size; start = stop, stop *= 8) {
     stop = std::min(stop, size);
     if (stop < size) std::nth_element(keys.begin() + start, keys.begin() + stop, keys.begin() + size);
     std::sort(keys.begin() + start, keys.begin() + stop);
     for (int64_t i = start; i < stop; ++i) {
-      if (running >= limit) return std::max(i, int64_t{1});
       running += mass(value_of(keys[i]));
+      if (running >= limit) return i + 1;
     }
   }
-  return size;
+  return -1;
 }
 
-// Candidates that top_k and top_p leave, of `found`.
-int64_t filter(int64_t found, int64_t top_k, float top_p, Scratch& s) {
-  if (top_k >= found && top_p >= 1.0f) return found;
-  s.keys.resize(found);
-  for (int64_t i = 0; i < found; ++i) s.keys[i] = key_of(s.x[i], s.tokens[i]);
-  int64_t kept = found;
-  if (top_k < found) {
-    std::nth_element(s.keys.begin(), s.keys.begin() + top_k, s.keys.end());
-    kept = top_k;
+// Leaves the keys of the tokens that top_k and top_p leave. Most rows are decided among few tokens near the best one.
+void filter(const Scaled& s, int64_t top_k, float top_p, std::vector<uint64_t>& keys) {
+  const bool by_count = top_k < s.size;
+  const int64_t share = static_cast<int64_t>(std::min(top_p, 1.0f) * 0x1p24f);
+  int64_t total = by_count || top_p >= 1.0f ? 0 : total_mass(s);
+  for (const float reach : {4.0f, 10.0f, kReach}) {
+    gather(s, reach, keys);
+    int64_t kept = static_cast<int64_t>(keys.size());
+    if (by_count && kept < top_k && reach < kReach) continue;
+    if (by_count && kept > top_k) {
+      std::nth_element(keys.begin(), keys.begin() + top_k, keys.end());
+      kept = top_k;
+    }
+    if (top_p < 1.0f) {
+      if (by_count) {
+        total = 0;
+        for (int64_t i = 0; i < kept; ++i) total += mass(value_of(keys[i]));
+      }
+      const int64_t cut = cut_by_mass(keys, kept, share_of(total, share));
+      if (cut < 0 && reach < kReach) continue;
+      kept = cut < 0 ? kept : cut;
+    }
+    keys.resize(kept);
+    return;
   }
-  if (top_p < 1.0f) kept = cut_by_mass(s.keys, kept, top_p);
-  for (int64_t i = 0; i < kept; ++i) {
-    s.tokens[i] = static_cast<int32_t>(s.keys[i]);
-    s.x[i] = value_of(s.keys[i]);
-  }
-  return kept;
 }
 
-int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& best, Scratch& s) {
+struct Winner {
+  float sum;
+  int64_t token;
+
+  void meet(float x, int64_t i, uint64_t key) {
+    const float noisy =
+        x + gumbel(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(i));
+    if (noisy > sum || (noisy == sum && i < token)) sum = noisy, token = i;
+  }
+};
+
+// All tokens that stay. Noise is at most -log(u), u its uniform number: where that is too little to win, which a bound
+// of 2^t from above tells (a line between powers of two, a thousandth raised), no logarithm is taken.
+void meet_all(const Scaled& s, uint64_t key, Winner& winner) {
+  const Words low = Words{} + static_cast<uint32_t>(key), high = Words{} + static_cast<uint32_t>(key >> 32);
+  Words tokens = {0, 1, 2, 3, 4, 5, 6, 7};
+  const auto mixed = [](Words x) {
+    x = (x ^ (x >> 16)) * 0x85ebca6bu;
+    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+    return x ^ (x >> 16);
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= s.size; i += kLanes, tokens += kLanes) {
+    const Floats x = s.lanes(i);
+    const Ints stays = (x > splat(-kReach)) & (x >= splat(s.least));
+    const Words bits = mixed(mixed(tokens * 0x9e3779b1u + low) ^ high);
+    const Floats uniform = to_floats((Ints)(bits >> 8)) * splat(0x1p-24f);
+    const Floats t = (x - splat(winner.sum)) * splat(kLog2e);
+    const Floats clipped = t < splat(-60.0f) ? splat(-60.0f) : t;
+    const Floats power = as_floats(__builtin_convertvector((clipped + splat(127.0f)) * splat(0x1p23f), Ints));
+    const Ints wins = stays & (uniform < power * splat(1.001f) + splat(0x1p-22f));
+    if (!any(wins)) continue;
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (wins[lane]) winner.meet(x[lane], i + lane, key);
+  }
+  for (; i < s.size; ++i)
+    if (s.stays(s.at(i))) winner.meet(s.at(i), i, key);
+}
+
+int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& best, std::vector<uint64_t>& keys) {
   if (!(best.value > -kInfinity)) return best.token;  // all were forbidden
-  int64_t found = candidates(row, a.vocab_size, best.value, a.temperature[at], a.min_p[at], s);
-  found = filter(found, a.top_k[at], a.top_p[at], s);
-  const uint32_t low = static_cast<uint32_t>(a.keys[at]), high = static_cast<uint32_t>(a.keys[at] >> 32);
-  for (int64_t i = 0; i < found; ++i) s.x[i] = s.x[i] + gumbel(low, high, static_cast<uint32_t>(s.tokens[i]));
-  int64_t winner = 0;
-  for (int64_t i = 1; i < found; ++i)
-    if (s.x[i] > s.x[winner] || (s.x[i] == s.x[winner] && s.tokens[i] < s.tokens[winner])) winner = i;
-  return found ? s.tokens[winner] : best.token;
+  const float least = a.min_p[at] > 0 ? logarithm(a.min_p[at]) : -kInfinity;
+  const Scaled scaled{row, a.vocab_size, best.value, a.temperature[at], least};
+  Winner winner{-kInfinity, best.token};
+  winner.meet(0.0f, best.token, a.keys[at]);
+  if (a.top_k[at] >= a.vocab_size && a.top_p[at] >= 1.0f) {
+    meet_all(scaled, a.keys[at], winner);
+    return winner.token;
+  }
+  filter(scaled, a.top_k[at], a.top_p[at], keys);
+  for (const uint64_t key : keys) winner.meet(value_of(key), static_cast<uint32_t>(key), a.keys[at]);
+  return winner.token;
 }
 
 // The `width` most likely tokens, falling; of equal ones the lower first. Keeps them in order while it reads.
 void most_likely(const float* row, int64_t size, int64_t width, float* top, int64_t* tokens) {
   int64_t held = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    if (held == width && !(row[i] > top[held - 1])) continue;
+  const auto meet = [&](int64_t i) {
+    if (held == width && !(row[i] > top[held - 1])) return;
     int64_t place = held < width ? held++ : width - 1;
     for (; place > 0 && row[i] > top[place - 1]; --place) {
       top[place] = top[place - 1];
@@ -258,12 +353,18 @@ void most_likely(const float* row, int64_t size, int64_t width, float* top, int6
     }
     top[place] = row[i];
     tokens[place] = i;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    if (held == width && !any(load(row + i) > splat(top[held - 1]))) continue;
+    for (int lane = 0; lane < kLanes; ++lane) meet(i + lane);
   }
+  for (; i < size; ++i) meet(i);
 }
 
 void report(const SamplingArgs& a, int64_t place, const float* row, const Best& best, int64_t token) {
   const float chosen = row[token];
-  int64_t rank = 1;
+  int32_t rank = 1;
   for (int64_t i = 0; i < a.vocab_size; ++i) rank += row[i] > chosen;
   double total = 0;
   for (int64_t start = 0; start < a.vocab_size; start += kBlock) {
@@ -300,7 +401,7 @@ void sample_row(const SamplingArgs& a, int64_t at, Scratch& s) {
     best = best_of(row, a.vocab_size);
   }
   int64_t token = best.token;
-  if (a.temperature && a.temperature[at] > 0 && first.finite) token = draw(a, at, row, best, s);
+  if (a.temperature && a.temperature[at] > 0 && first.finite) token = draw(a, at, row, best, s.keys);
   a.token_ids[at] = token;
   a.finite[at] = first.finite;
   if (a.penalty_of && a.penalty_of[at] >= 0)
