@@ -148,7 +148,9 @@ def test_sampling_takes_no_more_than_its_share_of_the_budget(sampling: dict[str,
     rows = SamplingRows(num_rows, vocab_size)
     for row in range(num_rows):
         rows.admit(row, AdmittedSequence(str(row), [1, 2], 2, 0, [0], SamplingParams(**sampling), 0, row))
-    flat = torch.zeros(num_rows, vocab_size)  # no cut lies among the best tokens: the whole vocabulary is sorted
+    flat = np.zeros(
+        (num_rows, vocab_size), dtype=np.float32
+    )  # no cut lies among the best tokens: the whole vocabulary is sorted
     taken = peak_bytes(lambda: sample(flat, rows, np.arange(num_rows), np.zeros(num_rows, dtype=np.int64)))
     assert flat.nbytes + taken <= num_rows * vocab_size * 4 * SAMPLER_FLOATS
 
