@@ -17,9 +17,11 @@ _FEW = 4
 """Pieces that are done before threads have started."""
 
 
-def each_piece(num_rows: int, row_elements: int, work: Callable[[slice], object]) -> None:
-    """Call `work` with slices that together are all rows, each about `PIECE_ELEMENTS`; in any order, at once."""
-    step = max(1, PIECE_ELEMENTS // max(1, row_elements))
+def each_piece(
+    num_rows: int, row_elements: int, work: Callable[[slice], object], piece_elements: int | None = None
+) -> None:
+    """Call `work` with slices that together are all rows, each of about so many elements; in any order, at once."""
+    step = max(1, (piece_elements or PIECE_ELEMENTS) // max(1, row_elements))
     pieces = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
     num_threads = min(len(os.sched_getaffinity(0)), len(pieces))
 

@@ -27,7 +27,7 @@ _IQ4: Codes = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 
 
 def supported_types() -> list[str]:
-    return [*_PLAIN, *_BLOCKS]
+    return [*PLAIN, *_BLOCKS]
 
 
 def block_bytes(kind: str) -> int:
@@ -40,8 +40,8 @@ def dequantize_into(kind: str, data: Bytes, out: Array) -> None:
 
     Raises KeyError for a storage type that is not in `supported_types()`.
     """
-    if kind in _PLAIN:
-        copy_floats(data.view(_PLAIN[kind]).reshape(out.shape), out)
+    if kind in PLAIN:
+        copy_floats(data.view(PLAIN[kind]).reshape(out.shape), out)
         return
     decode = _BLOCKS[kind][2]
     rows = out.reshape(-1, out.shape[-1])
@@ -226,7 +226,7 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     return flat(iq4_codes(iq4_xs_nibbles(blocks)).astype(np.float32) * iq4_xs_scales(blocks)[..., None])
 
 
-_PLAIN = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
+PLAIN = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
 
 _BLOCKS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
     "Q4_0": (32, 18, _q4_0),

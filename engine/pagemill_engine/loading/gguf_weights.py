@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill_engine.loading.codes import CODE_KINDS, CodeKind, read_blocks, read_codes
-from pagemill_engine.loading.dequantize import dequantize_into, supported_types
+from pagemill_engine.loading.dequantize import PLAIN, dequantize_into, supported_types
 from pagemill_engine.loading.digest import gguf_digest
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.loading.read_ahead import ReadAhead
+from pagemill_engine.loading.files import WeightFiles
 from pagemill_engine.loading.source import stored_bytes
 from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
@@ -38,7 +38,7 @@ class GGUFWeights:
 
     def __init__(self, path: Path, early_digest: EarlyDigest | None = None) -> None:
         self._file = GGUFFile(path)
-        self._ahead = ReadAhead(self._file.maps)
+        self._files = WeightFiles(self._file.paths)
         self._early_digest = early_digest
         self._path = path
         self._names = _names(self._file)
@@ -53,7 +53,11 @@ class GGUFWeights:
 
     def read_into(self, name: str, out: Array) -> None:
         tensor = self._tensors[name]
-        dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
+        plain = PLAIN.get(tensor.ggml_type.name)
+        if plain is not None and not self._interleaved_heads(tensor.name):
+            self._files.fill_floats(tensor.part, tensor.offset, plain, out)
+        else:
+            dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         return CODE_KINDS.get(self._tensors[name].ggml_type.name)
@@ -81,8 +85,7 @@ class GGUFWeights:
 
     def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
         """The tensor's bytes with its rows in Hugging Face order."""
-        self._ahead.reading(tensor.part, tensor.offset, tensor.num_bytes)
-        data = self._file.data_of(tensor)
+        data = self._files.read(tensor.part, tensor.offset, tensor.num_bytes)
         num_heads = self._interleaved_heads(tensor.name)
         return _uninterleave(data, tensor, num_heads) if num_heads else data
 

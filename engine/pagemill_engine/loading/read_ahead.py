@@ -7,7 +7,7 @@ where a disk's queue is full; what is in the page cache already costs next to no
 from __future__ import annotations
 
 import logging
-import mmap
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -18,8 +18,10 @@ AHEAD_BYTES = 8 * CHUNK_BYTES
 
 
 class ReadAhead:
-    def __init__(self, files: Sequence[mmap.mmap]) -> None:
+    def __init__(self, files: Sequence[int]) -> None:
+        """`files`: descriptors, which stay open as long as there is someone who reads."""
         self._files = files
+        self._sizes = [os.fstat(file).st_size for file in files]
         self._asked: set[tuple[int, int]] = set()
         self._thread = ThreadPoolExecutor(1, "read-ahead")
         self._asking: Future[None] | None = None
@@ -31,20 +33,20 @@ class ReadAhead:
         chunks = [chunk for chunk in self._chunks(file, start, num_bytes + AHEAD_BYTES) if chunk not in self._asked]
         if chunks:
             self._asked.update(chunks)
-            self._asking = self._thread.submit(self._ask, chunks)
+            self._asking = self._thread.submit(_ask, self._files, chunks)
 
     def _chunks(self, file: int, start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
         """Of files and numbers in them; goes on in the file behind."""
         while file < len(self._files) and num_bytes > 0:
-            stop = min(start + num_bytes, len(self._files[file]))
+            stop = min(start + num_bytes, self._sizes[file])
             yield from ((file, number) for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)))
             num_bytes -= stop - start
             file, start = file + 1, 0
 
-    def _ask(self, chunks: list[tuple[int, int]]) -> None:
-        try:
-            for file, number in chunks:
-                data, start = self._files[file], number * CHUNK_BYTES
-                data.madvise(mmap.MADV_WILLNEED, start, min(CHUNK_BYTES, len(data) - start))
-        except (OSError, ValueError):  # a file system that knows no such advice, or files that were closed meanwhile
-            logger.debug("weights are not read ahead", exc_info=True)
+
+def _ask(files: Sequence[int], chunks: list[tuple[int, int]]) -> None:
+    try:
+        for file, number in chunks:
+            os.posix_fadvise(files[file], number * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
+    except OSError:  # a file system that knows no such advice, or files that were closed meanwhile
+        logger.debug("weights are not read ahead", exc_info=True)

@@ -1,25 +1,23 @@
 """Weights in a Hugging Face folder: `model.safetensors`, or shards with `model.safetensors.index.json`.
 
-Files are mapped, tensors converted straight into their destination: no second full copy. Only the safetensors format is
-read; pickled checkpoints could run code and are refused.
+Tensors are read straight into their destination, converted piece by piece where its type is another one. Only the
+safetensors format is read; pickled checkpoints could run code and are refused.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagemill_engine.loading.codes import CODE_KINDS, CodeKind, mxfp4_pairs
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.files import WeightFiles
 from pagemill_engine.loading.floats import copy_floats
-from pagemill_engine.loading.read_ahead import ReadAhead
 from pagemill_engine.loading.source import stored_bytes
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
@@ -62,8 +60,6 @@ BLOCKS, SCALES = "_blocks", "_scales"
 class _Stored(NamedTuple):
     file: int
     header: TensorHeader
-    data: NDArray[np.uint8]
-    """The stored bytes, a view of the mapping."""
 
 
 class _Part(NamedTuple):
@@ -83,13 +79,8 @@ class SafetensorsFolder:
             headers = [read_header(shard) for shard in shards]
         except UnreadableModelError as error:
             raise LoadError("ModelUnreadable", error.message) from error
-        files = [_mapped(shard) for shard in shards]
-        self._ahead = ReadAhead(files)
-        self._stored = {
-            header.name: _Stored(file, header, np.frombuffer(data, np.uint8, header.num_bytes, header.offset))
-            for file, data in enumerate(files)
-            for header in headers[file]
-        }
+        self._shards, self._files = shards, WeightFiles(shards)
+        self._stored = {each.name: _Stored(file, each) for file, found in enumerate(headers) for each in found}
         _check_index(set(promised), set(self._stored), folder)
         self._parts = dict(part for name in self._stored for part in self._parts_of(name, stacked))
         self._shapes = {name: self._shape(part) for name, part in self._parts.items()}
@@ -124,9 +115,10 @@ class SafetensorsFolder:
             copy_floats(codes.dequantize(), out)
             return
         part = self._parts[name]
-        if self.dtype(part.stored_name) not in _FLOATS:
+        file, header = self._stored[part.stored_name]
+        if header.dtype not in _FLOATS:
             raise self._no_floats(name, part)
-        copy_floats(self._read(part), out)
+        self._files.fill_floats(file, _offset(part, header), _FLOATS[header.dtype], out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         return CODE_KINDS["MXFP4"] if self._is_mxfp4(self._parts[name]) else None
@@ -156,12 +148,17 @@ class SafetensorsFolder:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
 
     def digest(self) -> str:
-        total = sum(len(stored.data) for stored in self._stored.values())
+        files = [np.memmap(shard, np.uint8, "r") for shard in self._shards]
         tensors = (
-            StoredTensor(name, f"torch.{_DIGEST_NAMES.get(header.dtype, header.dtype)}", header.shape, data)
-            for name, (_, header, data) in self._stored.items()
+            StoredTensor(
+                header.name,
+                f"torch.{_DIGEST_NAMES.get(header.dtype, header.dtype)}",
+                header.shape,
+                np.asarray(files[file][header.offset : header.offset + header.num_bytes]),
+            )
+            for file, header in self._stored.values()
         )
-        return digest_tensors(tensors, total)
+        return digest_tensors(tensors, sum(header.num_bytes for _, header in self._stored.values()))
 
     def _parts_of(self, stored_name: str, stacked: Mapping[str, str]) -> Iterator[tuple[str, _Part]]:
         """What a stored tensor is under the names of single experts; itself where it is of none or of one."""
@@ -186,13 +183,13 @@ class SafetensorsFolder:
         return self.dtype(part.stored_name) == "U8" and len(self.shape(part.stored_name)) == 4
 
     def _read(self, part: _Part) -> Array:
-        """A view of the mapping. Raises `LoadError` for types that nothing is made of."""
-        file, header, data = self._stored[part.stored_name]
+        """As it is stored. Raises `LoadError` for types that nothing is made of."""
+        file, header = self._stored[part.stored_name]
         if header.dtype not in _READ:
             raise self._no_floats(part.stored_name, part)
-        self._ahead.reading(file, header.offset, header.num_bytes)
-        tensor: Array = data.view(_READ[header.dtype]).reshape(header.shape)
-        return tensor if part.row is None else tensor[part.row]
+        tensor: Array = np.empty(header.shape if part.row is None else header.shape[1:], _READ[header.dtype])
+        self._files.fill(file, _offset(part, header), tensor)
+        return tensor
 
     def _no_floats(self, name: str, part: _Part) -> LoadError:
         return LoadError(
@@ -211,9 +208,5 @@ def _check_index(promised: set[str], held: set[str], folder: Path) -> None:
         )
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise LoadError("ModelUnreadable", f"`{path}` cannot be read: {error.strerror}.") from error
+def _offset(part: _Part, header: TensorHeader) -> int:
+    return header.offset + (0 if part.row is None else part.row * (header.num_bytes // header.shape[0]))
