@@ -184,12 +184,12 @@ def _penalties(shape: str, logits: torch.Tensor) -> list[Case]:
         """Put back before each run, which is most of its time."""
         penalties.in_output.copy_(before)
         triton_launch.count(penalties, sampled)
-        found = penalties.in_output.clone()
+        found: torch.Tensor = penalties.in_output.clone()
         penalties.in_output.copy_(before)
         return found
 
     def expected() -> torch.Tensor:
-        table = before.clone()
+        table: torch.Tensor = before.clone()
         table[numbers, sampled] += 1
         return table
 

@@ -137,7 +137,8 @@ def _change(logits: Floats, batch: SamplingBatch) -> NDArray[np.int64]:
         add_edits(logits, batch.edits)
     if batch.penalties is not None:
         apply_penalties(logits, batch.penalties)
-    return logits.argmax(-1)
+    token_ids: NDArray[np.int64] = logits.argmax(-1)
+    return token_ids
 
 
 def _argmax_by_row(at: NDArray[np.int64], values: NDArray[np.float32], num_rows: int) -> NDArray[np.int64]:
