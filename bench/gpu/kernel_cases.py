@@ -16,6 +16,7 @@ from scaled_cases import FP8_STEP
 
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.activation import triton_launch as activation
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.gather import reference as gather_reference
 from pagemill_kernels.gather import triton_launch as gather
 from pagemill_kernels.gpu import launch
@@ -161,7 +162,7 @@ def _products(device: Device, bits: Literal[4, 8], shape: tuple[int, int], rows:
     generator = torch.Generator().manual_seed(2)
     low, high = (0, 16) if bits == 4 else (-128, 128)
     codes = torch.randint(low, high, shape, generator=generator).to(torch.uint8 if bits == 4 else torch.int8)
-    scales = torch.rand(shape[0], shape[1] // 32, generator=generator).numpy() / high
+    scales: Array = (torch.rand(shape[0], shape[1] // 32, generator=generator) / high).numpy()
     weight = GroupCodes(bits, codes.numpy(), scales, -8 * scales if bits == 4 else None)
     ours = linear.pack_codes(weight, None)
     floats = to_torch(weight.dequantize()).to(device.device, device.dtype)

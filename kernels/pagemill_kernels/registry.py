@@ -42,19 +42,19 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "rms_norm": {
         "reference": "norm.reference:rms_norm",
         "cpu": "norm.cpu:rms_norm",
-        "cpu_native": "cpu.torch_ops:rms_norm",
-        "cpu_onednn": "cpu.torch_ops:rms_norm_to_bfloat16",
+        "cpu_native": "torch_ops:rms_norm",
+        "cpu_onednn": "torch_ops:rms_norm_to_bfloat16",
         "triton": "norm.triton_launch:rms_norm",
     },
     "layer_norm": {
         "reference": "norm.reference:layer_norm",
-        "cpu_native": "cpu.torch_ops:layer_norm",
+        "cpu_native": "torch_ops:layer_norm",
         "triton": "norm.triton_launch:layer_norm",
     },
     "store": {
         "reference": "kv_store.reference:store",
         "cpu": "kv_store.cpu:store",
-        "cpu_native": "cpu.torch_ops:store",
+        "cpu_native": "torch_ops:store",
         "triton": "rope.triton_launch:store",
     },
     "store_latents": {"reference": "kv_store.reference:store_latents"},
@@ -62,37 +62,37 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
         "cpu": "rope.cpu:rope_and_store",
-        "cpu_native": "cpu.torch_ops:rope_and_store",
+        "cpu_native": "torch_ops:rope_and_store",
         "triton": "rope.triton_launch:rope_and_store",
     },
     "silu_and_mul": {
         "reference": "activation.reference:silu_and_mul",
         "cpu": "activation.cpu:silu_and_mul",
-        "cpu_native": "cpu.torch_ops:silu_and_mul",
+        "cpu_native": "torch_ops:silu_and_mul",
         "triton": "activation.triton_launch:silu_and_mul",
     },
     "gelu_and_mul": {
         "reference": "activation.reference:gelu_and_mul",
-        "cpu_native": "cpu.torch_ops:gelu_and_mul",
+        "cpu_native": "torch_ops:gelu_and_mul",
         "triton": "activation.triton_launch:gelu_and_mul",
     },
     "activate_and_mul": {
         "reference": "activation.reference:activate_and_mul",
-        "cpu_native": "cpu.torch_ops:activate_and_mul",
+        "cpu_native": "torch_ops:activate_and_mul",
     },
-    "activate": {"reference": "activation.reference:activate", "cpu_native": "cpu.torch_ops:activate"},
-    "route": {"reference": "experts.reference:route", "cpu_native": "cpu.torch_ops:route"},
+    "activate": {"reference": "activation.reference:activate", "cpu_native": "torch_ops:activate"},
+    "route": {"reference": "experts.reference:route", "cpu_native": "torch_ops:route"},
     "route_by_groups": {"reference": "experts.reference:route_by_groups"},
     "pack_experts": {
         "reference": "experts.reference:pack_experts",
-        "cpu_native": "cpu.torch_ops:pack_experts",
+        "cpu_native": "torch_ops:pack_experts",
         "triton": "experts.triton_launch:pack_experts",
     },
     "pack_linear": {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
-        "cpu_native": "cpu.torch_ops:pack_linear",
-        "cpu_bfloat16": "cpu.torch_ops:pack_pairs",
+        "cpu_native": "torch_ops:pack_linear",
+        "cpu_bfloat16": "torch_ops:pack_pairs",
         "cpu_onednn": "linear.onednn:pack_linear",
         "triton": "linear.triton_launch:pack_linear",
     },
@@ -106,20 +106,20 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "plan_slots": {
         "reference": "kv_store.reference:plan_slots",
-        "cpu_native": "cpu.torch_ops:plan_slots",
+        "cpu_native": "torch_ops:plan_slots",
         "triton": "rope.triton_launch:plan_slots",
     },
     "plan_attention": {
         "reference": "paged_attention.reference:plan_attention",
         "cpu": "paged_attention.plan:plan_attention",
-        "cpu_native": "cpu.torch_ops:plan_attention",
-        "cpu_bfloat16": "cpu.torch_ops:plan_bfloat16_attention",
+        "cpu_native": "torch_ops:plan_attention",
+        "cpu_bfloat16": "torch_ops:plan_bfloat16_attention",
         "triton": "paged_attention.triton_launch:plan_attention",
     },
     "paged_attention": {
         "reference": "paged_attention.reference:paged_attention",
         "cpu": "paged_attention.cpu:paged_attention",
-        "cpu_native": "cpu.torch_ops:paged_attention",
+        "cpu_native": "torch_ops:paged_attention",
         "triton": "paged_attention.triton_launch:paged_attention",
     },
     "sample_tokens": {
@@ -139,16 +139,16 @@ _TORCH_ATTENTION: Backend = "cpu"
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native", "cpu_bfloat16": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {
-    "cpu_native": "cpu.torch_ops:pack_codes",
-    "cpu_bfloat16": "cpu.torch_ops:pack_codes_for_bfloat16",
+    "cpu_native": "torch_ops:pack_codes",
+    "cpu_bfloat16": "torch_ops:pack_codes_for_bfloat16",
     "triton": "linear.triton_launch:pack_codes",
 }
-_PACK_CODES_FOR_DOTS: dict[Backend, str] = {"cpu_native": "cpu.torch_ops:pack_codes_for_dots"}
+_PACK_CODES_FOR_DOTS: dict[Backend, str] = {"cpu_native": "torch_ops:pack_codes_for_dots"}
 _PACK_BLOCKS: dict[Backend, str] = {
-    "cpu_native": "cpu.torch_ops:pack_blocks",
-    "cpu_bfloat16": "cpu.torch_ops:pack_blocks_for_bfloat16",
+    "cpu_native": "torch_ops:pack_blocks",
+    "cpu_bfloat16": "torch_ops:pack_blocks_for_bfloat16",
 }
-_PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "cpu.torch_ops:pack_blocks_for_dots"}
+_PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "torch_ops:pack_blocks_for_dots"}
 _PACK_SCALED: dict[Backend, dict[str, str]] = {
     "reference": {"w8a8": "scaled_linear.reference:pack_w8a8", "fp8": "scaled_linear.reference:pack_fp8"},
     "triton": {"w8a8": "scaled_linear.triton_launch:pack_w8a8", "fp8": "scaled_linear.triton_launch:pack_fp8"},
@@ -173,7 +173,7 @@ _ON_DEVICE: dict[Backend, dict[str, str]] = {
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
 """Backends that cannot read a row out of a packed weight."""
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
-    "cpu_native": {"plan_attention": "cpu.torch_ops:plan_invariant_attention"},
+    "cpu_native": {"plan_attention": "torch_ops:plan_invariant_attention"},
 }
 """Backends whose rows can have the same bits in every batch, and what they need for it beside what they always do."""
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton_device import DEVICE, HAS_GPU
 
+from pagemill_kernels import torch_ops as native
+from pagemill_kernels import torch_ops as native_linear
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as native
-from pagemill_kernels.cpu import torch_ops as native_linear
 from pagemill_kernels.cpu.launch import set_num_threads
 from pagemill_kernels.experts import reference, triton_launch
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating

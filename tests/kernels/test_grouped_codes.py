@@ -11,10 +11,10 @@ import torch
 from code_kinds import group_codes, values_of
 from torch import Tensor
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as native
-from pagemill_kernels.cpu.torch_ops import TorchLinear
 from pagemill_kernels.linear.groups import GroupCodes, e4m3_values, stack
+from pagemill_kernels.torch_ops import TorchLinear
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
+from pagemill_kernels import torch_ops as activation
+from pagemill_kernels import torch_ops as native
+from pagemill_kernels import torch_ops as norm
+from pagemill_kernels import torch_ops as rope
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as activation
-from pagemill_kernels.cpu import torch_ops as native
-from pagemill_kernels.cpu import torch_ops as norm
-from pagemill_kernels.cpu import torch_ops as rope
 from pagemill_kernels.kv_store import reference as kv_store
 from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.paged_attention import reference

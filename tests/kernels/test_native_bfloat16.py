@@ -8,8 +8,8 @@ import pytest
 import torch
 from code_kinds import KINDS, check_threads_change_nothing, group_codes, values_of
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as native
 from pagemill_kernels.linear import groups
 from pagemill_kernels.linear.native import BFLOAT16_ROWS, NativeLinear
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from code_kinds import check_threads_change_nothing, group_codes, values_of
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as native
 from pagemill_kernels.linear import groups
 
 pytestmark = pytest.mark.skipif(not library.has_dots(), reason="no integer products on this processor")

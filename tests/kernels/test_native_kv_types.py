@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from pagemill_kernels import torch_ops as native
+from pagemill_kernels import torch_ops as rope
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as native
-from pagemill_kernels.cpu import torch_ops as rope
 from pagemill_kernels.kv_store import reference as kv_reference
 from pagemill_kernels.kv_store import storage
 from pagemill_kernels.paged_attention import reference

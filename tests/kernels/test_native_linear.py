@@ -8,8 +8,8 @@ import pytest
 import torch
 from code_kinds import KINDS, group_codes, values_of
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as native
 from pagemill_kernels.linear import groups
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")

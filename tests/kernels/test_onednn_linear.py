@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from pagemill_kernels import registry
+from pagemill_kernels import torch_ops as activation
+from pagemill_kernels import torch_ops as norm
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library, processor
-from pagemill_kernels.cpu import torch_ops as activation
-from pagemill_kernels.cpu import torch_ops as norm
 from pagemill_kernels.linear import cpu, onednn
 from pagemill_kernels.norm import reference as norm_reference
 

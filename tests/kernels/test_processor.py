@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagemill_kernels.cpu import library, processor
+from pagemill_kernels.cpu.settings import LEVEL_SETTING
 
 AVX2 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -17,7 +18,7 @@ LEVELS = ("x86-64-v4-bf16", "x86-64-v4", "x86-64-v3")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    monkeypatch.delenv(processor.LEVEL_SETTING, raising=False)
+    monkeypatch.delenv(LEVEL_SETTING, raising=False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     return monkeypatch
 
@@ -61,9 +62,9 @@ def test_another_machine_needs_no_flags_or_has_no_kernels(machine: pytest.Monkey
 
 def test_the_setting_takes_a_lower_level_or_none(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(processor, "flags", lambda: frozenset(AVX512))
-    machine.setenv(processor.LEVEL_SETTING, "x86-64-v3")
+    machine.setenv(LEVEL_SETTING, "x86-64-v3")
     assert processor.levels() == ("x86-64-v3",)
-    machine.setenv(processor.LEVEL_SETTING, "none")
+    machine.setenv(LEVEL_SETTING, "none")
     assert processor.levels() == ()
     assert processor.why_no_level() == "PAGEMILL_CPU_LEVEL is none"
 
@@ -71,7 +72,7 @@ def test_the_setting_takes_a_lower_level_or_none(machine: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("level", ["x86-64-v4-bf16", "armv8-a", "avx2"])
 def test_a_level_that_the_processor_lacks_is_refused_with_those_it_has(level: str, machine: pytest.MonkeyPatch) -> None:
     machine.setattr(processor, "flags", lambda: frozenset(AVX512))
-    machine.setenv(processor.LEVEL_SETTING, level)
+    machine.setenv(LEVEL_SETTING, level)
     library.load.cache_clear()
     try:
         assert f"{level!r}; this processor can have x86-64-v4, x86-64-v3, none" in str(library.why_absent())

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.cpu.torch_ops import TorchLinear
 from pagemill_kernels.linear.groups import GroupCodes
 from pagemill_kernels.torch_arrays import from_torch, to_torch
+from pagemill_kernels.torch_ops import TorchLinear
 
 KINDS = {
     "codes4": (4, 32, True),

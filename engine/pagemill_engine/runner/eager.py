@@ -105,7 +105,7 @@ class EagerRunner:
         found = []
         for piece in pieces:
             logits = self.model.logits(hidden[piece.rows])
-            found.append(report(_tensor(logits), piece.token_ids, piece.reports))
+            found.append(report(logits, piece.token_ids, piece.reports))
         return by_request(plan.prompt_targets, pieces, found)
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
@@ -116,7 +116,7 @@ class EagerRunner:
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
         logits = self.model.logits(hidden)
         masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
-        sampled = sample(_tensor(logits), self._sampling, rows, num_generated, masks=masks)
+        sampled = sample(logits, self._sampling, rows, num_generated, masks)
         self._rows.advance(inputs, sampled.token_ids)
         return self._result(inputs, rows, sampled)
 
@@ -129,9 +129,3 @@ class EagerRunner:
             result.failed[request_ids[i]] = NON_FINITE
             self.kv_cache.scrub(self._rows.blocks(int(rows[i])))
         return result
-
-
-def _tensor(logits: Array) -> Any:
-    from pagemill_kernels.torch_arrays import to_torch
-
-    return to_torch(logits)

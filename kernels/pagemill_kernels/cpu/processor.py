@@ -1,18 +1,15 @@
-"""What this processor can do, and which compiled kernels fit it. Reads what the system says of it, and a setting.
+"""What this processor can do, and which compiled kernels fit it, as the system says and `settings` wants.
 
 Names of flags are Linux's, those of levels the C++ compilers' (`-march`); `library` loads what was chosen here.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 from functools import cache
 from pathlib import Path
 
-LEVEL_SETTING = "PAGEMILL_CPU_LEVEL"
-"""Name of the environment variable that chooses the level; `none`: torch computes. Unset: the highest that fits."""
-NONE = "none"
+from pagemill_kernels.cpu.settings import LEVEL_SETTING, NONE, chosen_level
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -43,7 +40,7 @@ def levels() -> tuple[str, ...]:
     """That this processor has and the setting allows, the highest first; empty: none. Raises ValueError for a setting
     that this processor does not have."""
     fitting = tuple(level for level, needed in _LEVELS.get(platform.machine(), {}).items() if needed <= flags())
-    wanted = os.environ.get(LEVEL_SETTING, "")
+    wanted = chosen_level()
     if wanted == NONE:
         return ()
     if not wanted:
@@ -56,7 +53,7 @@ def levels() -> tuple[str, ...]:
 
 def why_no_level() -> str:
     """Only where `levels` are empty."""
-    if os.environ.get(LEVEL_SETTING) == NONE:
+    if chosen_level() == NONE:
         return f"{LEVEL_SETTING} is {NONE}"
     return f"no kernels for this processor ({platform.machine()})"
 

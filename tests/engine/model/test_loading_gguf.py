@@ -19,8 +19,8 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import GGUFWeights
 from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.native.decoder import NativeDecoder
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.cpu import torch_ops as native
 from pagemill_kernels.linear import groups
 from pagemill_kernels.torch_arrays import from_torch
 from pagemill_protocol.models.registry import find_gguf_family
