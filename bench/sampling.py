@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from report import emit, median
 
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.sampling import native, randomness, reference
 from pagemill_kernels.sampling.batch import Draws, Penalties, Reports, SamplingBatch
-from pagemill_kernels.torch_arrays import to_torch
 
 VOCABULARIES = (49_152, 151_936)
 ROWS = (1, 32, 256)
@@ -24,7 +23,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     launch.set_num_threads(1)
-    torch.set_num_threads(1)
     rows = [
         measured(kind, num_rows, vocab_size, options.rounds)
         for vocab_size in VOCABULARIES
@@ -40,12 +38,11 @@ def measured(kind: str, num_rows: int, vocab_size: int, rounds: int) -> list[str
     logits = random.normal(0, 2.5, (num_rows, vocab_size)).astype(np.float32)
     logits[np.arange(num_rows), random.integers(0, vocab_size, num_rows)] += 12  # as peaked as a model's
     batch = KINDS[kind](num_rows, vocab_size)
-    torch_batch, spent = _for_reference(batch), ([], [])  # type: ignore[var-annotated]
+    ours, theirs = [], []
     for _ in range(rounds + 1):
-        copy = logits.copy()
-        spent[0].append(cpu_ms(lambda: native.sample_tokens(logits, batch)))
-        spent[1].append(cpu_ms(lambda copy=copy: reference.sample_tokens(to_torch(copy), torch_batch)))  # type: ignore[misc]
-    ours, theirs = (each[1:] for each in spent)
+        ours.append(cpu_ms(functools.partial(native.sample_tokens, logits, batch)))
+        theirs.append(cpu_ms(functools.partial(reference.sample_tokens, logits.copy(), batch)))
+    ours, theirs = ours[1:], theirs[1:]
     times = median([other / own for own, other in zip(ours, theirs, strict=True)])
     return [kind, num_rows, vocab_size, round(median(ours), 2), round(median(theirs), 2), round(times, 1)]
 
@@ -72,8 +69,9 @@ def penalties(num_rows: int, vocab_size: int) -> Penalties:
     random = np.random.default_rng(1)
     seen = np.zeros((num_rows, vocab_size), dtype=np.bool_)
     seen[:, random.integers(0, vocab_size, 500)] = True
-    numbers = [np.full(num_rows, value, dtype=np.float32) for value in (1.1, 0.2, 0.1)]
-    return Penalties(np.arange(num_rows), *numbers, np.arange(num_rows), seen, seen.astype(np.int32))
+    repetition, frequency, presence = (np.full(num_rows, value, dtype=np.float32) for value in (1.1, 0.2, 0.1))
+    rows = np.arange(num_rows)
+    return Penalties(rows, repetition, frequency, presence, rows, seen, seen.astype(np.int32))
 
 
 KINDS: dict[str, Callable[[int, int], SamplingBatch]] = {
@@ -84,13 +82,6 @@ KINDS: dict[str, Callable[[int, int], SamplingBatch]] = {
     "temperature, penalties": lambda rows, vocab: SamplingBatch(draws(rows, vocab), penalties=penalties(rows, vocab)),
     "5 log probabilities": lambda rows, vocab: SamplingBatch(reports=Reports(np.arange(rows), np.full(rows, 5))),
 }
-
-
-def _for_reference(batch: SamplingBatch) -> SamplingBatch:
-    if batch.penalties is None:
-        return batch
-    tables = {name: to_torch(getattr(batch.penalties, name).copy()) for name in ("in_prompt", "in_output")}
-    return batch._replace(penalties=batch.penalties._replace(**tables))
 
 
 if __name__ == "__main__":

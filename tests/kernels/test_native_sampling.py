@@ -23,17 +23,13 @@ from pagemill_kernels.sampling.batch import (
     SamplingBatch,
     TokenMasks,
 )
-from pagemill_kernels.torch_arrays import to_torch
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 Floats = NDArray[np.float32]
 
 
 def referred(logits: Floats, batch: SamplingBatch) -> SampledTokens:
-    if batch.penalties is not None:
-        tables = {name: to_torch(getattr(batch.penalties, name)) for name in ("in_prompt", "in_output")}
-        batch = batch._replace(penalties=batch.penalties._replace(**tables))
-    return reference.sample_tokens(to_torch(logits.copy()), batch)
+    return reference.sample_tokens(logits.copy(), batch)
 
 
 def with_own_counts(batch: SamplingBatch) -> SamplingBatch:
@@ -65,8 +61,7 @@ def check_reports(logits: Floats, reports: Reports, ours: SampledTokens, theirs:
         close(mine.chosen[place], wanted.chosen[place])
         close(mine.top[place, :width], wanted.top[place, :width])
         ids = mine.top_ids[place, :width]
-        # Of equal logits the reference's library may take any.
-        assert np.array_equal(logits[row, ids], logits[row, wanted.top_ids[place, :width]])
+        assert ids.tolist() == wanted.top_ids[place, :width].tolist()
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -80,7 +75,7 @@ def batches(draw: st.DrawFn) -> tuple[Floats, SamplingBatch]:
     num_rows, vocab_size = draw(st.integers(1, 6)), draw(st.sampled_from([2, 33, 500, 1500, 9000]))
     logits = random.normal(0, draw(st.sampled_from([0.01, 1.0, 5.0, 30.0])), (num_rows, vocab_size)).astype(np.float32)
     if draw(st.booleans()):
-        logits = np.round(logits * 2) / 2
+        logits = (np.round(logits * 2) / 2).astype(np.float32)
     if draw(st.integers(0, 5)) == 0:
         logits[random.integers(num_rows), random.integers(vocab_size)] = draw(st.sampled_from([np.nan, np.inf]))
     asked = {name: draw(st.booleans()) for name in ("draws", "masks", "edits", "penalties", "reports")}
@@ -90,15 +85,18 @@ def batches(draw: st.DrawFn) -> tuple[Floats, SamplingBatch]:
 
 
 def draws_of(random: np.random.Generator, num_rows: int, vocab_size: int) -> Draws:
-    one_of = lambda values, dtype: random.choice(values, num_rows).astype(dtype)  # noqa: E731
     zeros = np.zeros(num_rows, dtype=np.int64)
     return Draws(
-        one_of([0.0, 0.3, 1.0, 1.7, 50.0], np.float32),
-        np.minimum(one_of([1, 2, 7, 50, 1024, 1100, 1 << 30], np.int64), vocab_size),
-        one_of([1e-9, 0.3, 0.9, 0.999, 1.0], np.float32),
-        one_of([0.0, 0.0, 0.001, 0.1, 1.0], np.float32),
+        chosen_of(random, [0.0, 0.3, 1.0, 1.7, 50.0], num_rows),
+        np.minimum(random.choice([1, 2, 7, 50, 1024, 1100, 1 << 30], num_rows), vocab_size),
+        chosen_of(random, [1e-9, 0.3, 0.9, 0.999, 1.0], num_rows),
+        chosen_of(random, [0.0, 0.0, 0.001, 0.1, 1.0], num_rows),
         randomness.keys(random.integers(0, 2**63, num_rows).astype(np.uint64), zeros, zeros + 3),
     )
+
+
+def chosen_of(random: np.random.Generator, values: list[float], count: int) -> Floats:
+    return random.choice(values, count).astype(np.float32)
 
 
 def some_rows(random: np.random.Generator, num_rows: int) -> NDArray[np.int64]:
@@ -120,12 +118,11 @@ def edits_of(random: np.random.Generator, num_rows: int, vocab_size: int) -> Edi
 
 def penalties_of(random: np.random.Generator, num_rows: int, vocab_size: int) -> Penalties:
     rows = some_rows(random, num_rows)
-    numbers = lambda values: random.choice(values, len(rows)).astype(np.float32)  # noqa: E731
     return Penalties(
         rows,
-        numbers([1.0, 1.1, 0.7]),
-        numbers([0.0, 0.3, -1.1]),
-        numbers([0.0, 0.7]),
+        chosen_of(random, [1.0, 1.1, 0.7], len(rows)),
+        chosen_of(random, [0.0, 0.3, -1.1], len(rows)),
+        chosen_of(random, [0.0, 0.7], len(rows)),
         random.permutation(num_rows + 2)[: len(rows)],
         random.random((num_rows + 2, vocab_size)) < 0.2,
         random.integers(0, 3, (num_rows + 2, vocab_size)).astype(np.int32),
@@ -177,6 +174,19 @@ def test_threads_change_no_token() -> None:
     assert found.logprobs is not None
     assert expected.logprobs is not None
     assert np.array_equal(found.logprobs.top, expected.logprobs.top)
+
+
+def test_reports_of_given_tokens_are_the_reference_s() -> None:
+    random = np.random.default_rng(5)
+    logits = random.normal(0, 3, (6, 1234)).astype(np.float32)
+    tokens, reports = random.integers(0, 1234, 6), reports_of(random, 6, 1234)
+    theirs = reference.report(logits[reports.rows], tokens, reports)
+    ours = native.report(logits[reports.rows], tokens, reports)
+    assert np.array_equal(ours.ranks, theirs.ranks)
+    for row, width in enumerate(reports.widths.tolist()):
+        assert np.array_equal(ours.top_ids[row, :width], theirs.top_ids[row, :width])
+        close(ours.top[row, :width], theirs.top[row, :width])
+    close(ours.chosen, theirs.chosen)
 
 
 def test_logits_stay_as_they_were() -> None:

@@ -24,7 +24,7 @@ from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
-from pagemill_kernels.sampling.reference import report
+from pagemill_kernels.sampling.host import host_sampler
 
 
 class EagerRunner:
@@ -105,7 +105,7 @@ class EagerRunner:
         found = []
         for piece in pieces:
             logits = self.model.logits(hidden[piece.rows])
-            found.append(report(logits, piece.token_ids, piece.reports))
+            found.append(host_sampler().report(logits, piece.token_ids, piece.reports))
         return by_request(plan.prompt_targets, pieces, found)
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import TokenLogprobs
-from pagemill_kernels.sampling import reference
 from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, TokenMasks
+from pagemill_kernels.sampling.host import host_sampler
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
@@ -39,11 +39,11 @@ def sample(
 ) -> Sampled:
     """One token for each row of the batch, counted for its penalties.
 
-    logits: [batch, vocab], are overwritten. rows: [batch], indices into `sampling`.
+    logits: contiguous [batch, vocab], may be overwritten. rows: [batch], indices into `sampling`.
     num_generated: [batch], tokens that each row has generated before this one: the position in its random sequence.
     """
     batch = sampling.batch(rows, num_generated)._replace(masks=masks)
-    return by_row(reference.sample_tokens(logits, batch), batch.reports)
+    return by_row(host_sampler().sample_tokens(logits, batch), batch.reports)
 
 
 def masks_of(

@@ -173,6 +173,7 @@ _SIGNATURES = {
     "pagemill_gather_rows": (POINTER(PackedWeight), c_void_p, c_int64, c_void_p),
     "pagemill_paged_attention": (POINTER(AttentionArgs),),
     "pagemill_sample": (POINTER(SamplingArgs),),
+    "pagemill_report": (POINTER(SamplingArgs),),
     "pagemill_rms_norm": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32, c_int32,
     ),

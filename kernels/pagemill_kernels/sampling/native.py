@@ -27,7 +27,7 @@ Floats = NDArray[np.float32]
 
 def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
     """One token for each row of logits, contiguous [rows, vocab]."""
-    num_rows, vocab_size = logits.shape
+    num_rows = len(logits)
     call = _Call(logits)
     if batch.draws is not None:
         call.set_draws(batch.draws)
@@ -46,16 +46,25 @@ def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
     return SampledTokens(token_ids, finite, logprobs)
 
 
+def report(raw_logits: Floats, token_ids: NDArray[np.int64], reports: Reports) -> Logprobs:
+    """raw_logits: of the reports' rows; token_ids: of the whole batch."""
+    call = _Call(raw_logits)
+    call.set_reports(reports._replace(rows=np.arange(len(reports.rows))))
+    call.set(token_ids=token_ids[reports.rows])
+    launch.native().pagemill_report(call.arguments)
+    return call.logprobs(reports._replace(rows=np.arange(len(reports.rows))))
+
+
 class _Call:
     """The arguments of one call, and the arrays whose addresses they are."""
 
     def __init__(self, logits: Floats) -> None:
-        self._logits = logits
+        self._logits = np.ascontiguousarray(logits, dtype=np.float32)
         self._held: list[Array] = []
         self.arguments = library.SamplingArgs(
             num_rows=logits.shape[0], vocab_size=logits.shape[1], num_threads=launch.num_threads()
         )
-        self.set(logits=logits)
+        self.set(logits=self._logits)
 
     def set(self, **arrays: Array) -> None:
         for name, array in arrays.items():

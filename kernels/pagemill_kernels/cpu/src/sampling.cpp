@@ -409,17 +409,32 @@ void sample_row(const SamplingArgs& a, int64_t at, Scratch& s) {
   if (a.report_of && a.report_of[at] >= 0) report(a, a.report_of[at], raw, first, token);
 }
 
+// Calls `work` with each row, on as many threads as that is worth, and the thread's memory.
+template <typename Work>
+void each_row(const SamplingArgs& a, Work work) {
+  const int threads =
+      static_cast<int>(std::min<int64_t>(a.num_rows, threads_for(a.num_rows * a.vocab_size, a.num_threads)));
+#pragma omp parallel num_threads(threads)
+  {
+    thread_local Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t at = 0; at < a.num_rows; ++at) work(at, scratch);
+  }
+}
+
 }  // namespace
 }  // namespace pagemill
 
 extern "C" void pagemill_sample(const pagemill::SamplingArgs* arguments) {
   const pagemill::SamplingArgs& a = *arguments;
-  const int threads = static_cast<int>(
-      std::min<int64_t>(a.num_rows, pagemill::threads_for(a.num_rows * a.vocab_size, a.num_threads)));
-#pragma omp parallel num_threads(threads)
-  {
-    thread_local pagemill::Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t at = 0; at < a.num_rows; ++at) pagemill::sample_row(a, at, scratch);
-  }
+  pagemill::each_row(a, [&](int64_t at, pagemill::Scratch& scratch) { pagemill::sample_row(a, at, scratch); });
+}
+
+// What is reported of rows whose tokens are given: row i is report i.
+extern "C" void pagemill_report(const pagemill::SamplingArgs* arguments) {
+  const pagemill::SamplingArgs& a = *arguments;
+  pagemill::each_row(a, [&](int64_t at, pagemill::Scratch&) {
+    const float* row = a.logits + at * a.vocab_size;
+    pagemill::report(a, at, row, pagemill::best_of(row, a.vocab_size), a.token_ids[at]);
+  });
 }
