@@ -176,6 +176,13 @@ def test_threads_change_no_token() -> None:
     assert np.array_equal(found.logprobs.top, expected.logprobs.top)
 
 
+def test_best_tokens_of_many_rows_are_the_reference_s() -> None:
+    logits = np.round(np.random.default_rng(4).normal(0, 3, (40, 30_000))).astype(np.float32)
+    logits[3, 7], logits[5, 29_999], logits[6] = np.nan, np.inf, -np.inf
+    assert logits.size > native.NATIVE_ELEMENTS
+    check(logits, SamplingBatch())
+
+
 def test_reports_of_given_tokens_are_the_reference_s() -> None:
     random = np.random.default_rng(5)
     logits = random.normal(0, 3, (6, 1234)).astype(np.float32)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.sampling import reference
 from pagemill_kernels.sampling.batch import (
     Draws,
     Edits,
@@ -22,11 +23,16 @@ from pagemill_kernels.sampling.batch import (
     TokenMasks,
 )
 
+NATIVE_ELEMENTS = 1 << 20
+"""Below so many logits numpy finds the best token of each row before a call's arguments are together."""
+
 Floats = NDArray[np.float32]
 
 
 def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
     """One token for each row of logits, contiguous [rows, vocab]."""
+    if batch.is_plain and logits.size < NATIVE_ELEMENTS:
+        return reference.sample_tokens(logits, batch)
     num_rows = len(logits)
     call = _Call(logits)
     if batch.draws is not None:
