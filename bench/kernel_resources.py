@@ -156,8 +156,8 @@ def _cache(dtype: torch.dtype, num_kv_heads: int, head_dim: int) -> Tensor:
 
 def in_groups(bits: Any, group_size: int = 32) -> CodesLinear:
     shape = (14336, 4096)
-    codes = torch.empty(shape, dtype=torch.uint8 if bits == 4 else torch.int8, device=META)
-    scales = torch.empty(shape[0], shape[1] // group_size, dtype=torch.float32, device=META)
+    codes = np.empty(shape, dtype=np.uint8 if bits == 4 else np.int8)
+    scales = np.empty((shape[0], shape[1] // group_size), dtype=np.float32)
     return linear.pack_codes(GroupCodes(bits, codes, scales, scales if bits == 4 else None), None)
 
 
@@ -171,8 +171,8 @@ def pass_experts(rows: int, bits: Any) -> Callable[[], object]:
     def packed(out: int, size: int) -> Any:
         if bits == 0:
             return linear.pack_linear(floats(out, size), None)
-        codes = torch.empty(out, size, dtype=torch.uint8 if bits == 4 else torch.int8, device=META)
-        scales = torch.empty(out, size // 32, device=META)
+        codes = np.empty((out, size), dtype=np.uint8 if bits == 4 else np.int8)
+        scales = np.empty((out, size // 32), dtype=np.float32)
         return linear.pack_codes(GroupCodes(bits, codes, scales, scales if bits == 4 else None), None)
 
     def run() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from checkpoint import llama_config
 from report import ROOT, emit
@@ -26,6 +27,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.torch_arrays import from_torch, to_torch
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.sampling import SamplingParams
@@ -65,7 +68,7 @@ def renumbered_model(path: Path, folder: Path) -> None:
     tensors = {}
     for name, shape in weights.shapes.items():
         tensor = torch.empty(shape)
-        weights.read_into(name, tensor)
+        weights.read_into(name, from_torch(tensor))
         tensors[name] = renumbered(name, tensor, hidden, inner, heads)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(llama_config(spec)))
@@ -101,11 +104,11 @@ def windows(token_ids: list[int], size: int) -> Iterator[list[int]]:
 class _Keeping:
     """A model that keeps what it computes."""
 
-    def __init__(self, model: Any, kept: list[Tensor]) -> None:
+    def __init__(self, model: Any, kept: list[Array]) -> None:
         self._model, self._kept = model, kept
 
-    def __call__(self, *inputs: Any) -> Tensor:
-        hidden: Tensor = self._model(*inputs)
+    def hidden(self, *inputs: Any) -> Array:
+        hidden: Array = self._model.hidden(*inputs)
         self._kept.append(hidden)
         return hidden
 
@@ -115,7 +118,7 @@ class _Keeping:
 
 def predictions(runner: Any, window: list[int]) -> Tensor:
     """Log probabilities [tokens - 1, vocabulary] of what follows each token but the last, over the paged cache."""
-    kept: list[Tensor] = []
+    kept: list[Array] = []
     model = runner.model
     runner.model = _Keeping(model, kept)
     num_blocks = -(-len(window) // runner.info.block_size)
@@ -139,9 +142,7 @@ def predictions(runner: Any, window: list[int]) -> Tensor:
         runner.wait(runner.launch(StepPlan(step=-1, num_scheduled_tokens={}, samples=set(), released=["window"])))
     finally:
         runner.model = model
-    with torch.inference_mode():
-        logits: Tensor = runner.model.compute_logits(torch.cat(kept)[:-1])
-    return logits.log_softmax(-1)
+    return to_torch(runner.model.logits(np.concatenate(kept)[:-1])).log_softmax(-1)
 
 
 def measure(model: str, token_ids: list[int], size: int, settings: dict[str, Any], reference: list[Tensor]) -> Any:

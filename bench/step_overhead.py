@@ -13,6 +13,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from report import emit, median
 from workload import VOCAB_SIZE
 
@@ -21,7 +22,7 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.device_rows import DeviceRows
 from pagemill_engine.runner.inputs import RequestRows
 from pagemill_engine.runner.null import NullHandle, NullRunner
-from pagemill_engine.sampling.rows import CPU, SamplingRows
+from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import StepPlan, StepResult
 from pagemill_kernels.request_rows.layout import RowLayout
 from pagemill_kernels.request_rows.staging import Staging
@@ -91,7 +92,7 @@ class InputRunner:
         staging = Staging()
         self._device_rows.apply(plan, self._sampling, staging)
         step = self._device_rows.step(plan)
-        staging.upload(step.rows, step.query_start_loc, step.places, CPU)
+        staging.upload(step.rows, step.query_start_loc, step.places, torch.device("cpu"))
         self._device_rows.advance(step)
 
     def _note_null(self, start: Spent) -> None:

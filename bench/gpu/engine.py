@@ -15,19 +15,23 @@ from models import RandomWeights
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.models.decoder import Decoder
-from pagemill_engine.models.rope import Rotations, decoder_tables
+from pagemill_engine.models.device_rotations import DeviceRotations
+from pagemill_engine.models.rope import decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.compiling import record_decodes
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner, InFlight
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, kv_bytes_per_token
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_engine.runner.settling import CudaMeter, settle
+from pagemill_engine.runner.torch_model import TorchModel
 from pagemill_engine.scheduler.step import StepPlan
 from pagemill_kernels.registry import ops_for
+from pagemill_kernels.torch_arrays import float_type_of
 from pagemill_protocol.model_spec import ModelSpec
 
 MAX_SEQS = 256
@@ -48,7 +52,7 @@ class Engine:
         begin_s = time.perf_counter()
         model = Decoder(spec, ops, device.dtype)
         weights = RandomWeights(spec)
-        self.kv_bytes_per_token = kv_bytes_per_token(spec, device.dtype)
+        self.kv_bytes_per_token = kv_bytes_per_token(spec, float_type_of(device.dtype))
         sizes = Sizes(weights_bytes(weights, device), self.kv_bytes_per_token, device.dtype.itemsize, gathers=False)
         plan = plan_memory(config, spec, sizes, state)
         load_weights(model, weights)
@@ -57,9 +61,11 @@ class Engine:
             weight_bytes=self.weight_bytes, kv_bytes_per_token=self.kv_bytes_per_token
         )
         num_blocks = 0 if device.on_gpu else plan.num_blocks
-        cache = KVCache(spec, num_blocks, config.block_size, device.dtype, ops.device)
-        tables = decoder_tables(spec.decoder, info.max_model_len, device.dtype, weights)
-        runner = DeviceRunner(model, ops, cache, Rotations(tables, ops.device), info, config.step.max_num_seqs)
+        kind = float_type_of(device.dtype)
+        cache = DeviceKVCache(spec, num_blocks, config.block_size, kind, ops.device)
+        tables = decoder_tables(spec.decoder, info.max_model_len, weights)
+        rotations = DeviceRotations(tables, device.dtype, ops.device)
+        runner = DeviceRunner(model, ops, cache, rotations, info, config.step.max_num_seqs)
         device.synchronize()
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
@@ -78,12 +84,13 @@ def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:
     config, ops = _config(device), ops_for("reference")
     model, weights = Decoder(spec, ops, torch.float32), RandomWeights(spec)
     load_weights(model, weights)
-    sizes = Sizes(weight_bytes(model), kv_bytes_per_token(spec, torch.float32), 4, gathers=False)
+    sizes = Sizes(weight_bytes(model), kv_bytes_per_token(spec, "float32"), 4, gathers=False)
     plan = plan_memory(config, spec, sizes, PLENTY)
     info = _info(config, spec, plan, device)._replace(device="cpu")
-    cache = KVCache(spec, plan.num_blocks, config.block_size, torch.float32)
-    tables = decoder_tables(spec.decoder, info.max_model_len, torch.float32, weights)
-    runner = EagerRunner(model, ops, cache, Rotations(tables, ops.device), info, config.step.max_num_seqs)
+    cache = KVCache(spec, plan.num_blocks, config.block_size, "float32")
+    tables = decoder_tables(spec.decoder, info.max_model_len, weights)
+    executor = TorchModel(model, ops, DeviceRotations(tables, torch.float32, ops.device))
+    runner = EagerRunner(executor, cache, info, config.step.max_num_seqs)
     return Driver(device, EngineCore(config, runner))
 
 

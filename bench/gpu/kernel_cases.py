@@ -16,6 +16,7 @@ from scaled_cases import FP8_STEP
 
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.activation import triton_launch as activation
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.gather import reference as gather_reference
 from pagemill_kernels.gather import triton_launch as gather
 from pagemill_kernels.gpu import launch
@@ -27,6 +28,7 @@ from pagemill_kernels.norm import reference as norm_reference
 from pagemill_kernels.norm import triton_launch as norm
 from pagemill_kernels.rope import reference as rope_reference
 from pagemill_kernels.rope import triton_launch as rope
+from pagemill_kernels.torch_arrays import to_torch
 
 
 def cases(device: Device) -> list[Case]:
@@ -144,7 +146,7 @@ def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -
                 first.append(storage.decode(cache))
             return first[0]
 
-        stored = tokens * 2 * num_kv_heads * storage.token_bytes(dtype, head_dim)
+        stored = tokens * 2 * num_kv_heads * storage.token_width(dtype, head_dim) * dtype.itemsize
         return Case(
             f"rotation and cache write, {tokens} tokens{name}",
             ours,
@@ -160,10 +162,10 @@ def _products(device: Device, bits: Literal[4, 8], shape: tuple[int, int], rows:
     generator = torch.Generator().manual_seed(2)
     low, high = (0, 16) if bits == 4 else (-128, 128)
     codes = torch.randint(low, high, shape, generator=generator).to(torch.uint8 if bits == 4 else torch.int8)
-    scales = torch.rand(shape[0], shape[1] // 32, generator=generator) / high
-    weight = GroupCodes(bits, codes, scales, -8 * scales if bits == 4 else None)
+    scales: Array = (torch.rand(shape[0], shape[1] // 32, generator=generator) / high).numpy()
+    weight = GroupCodes(bits, codes.numpy(), scales, -8 * scales if bits == 4 else None)
     ours = linear.pack_codes(weight, None)
-    floats = weight.dequantize().to(device.device, device.dtype)
+    floats = to_torch(weight.dequantize()).to(device.device, device.dtype)
     ids = torch.arange(rows[-1], device=device.device) * 7919 % shape[0]
     gathered = Case(
         f"rows of an embedding, {bits} bits, {rows[-1]} x {shape[1]}",

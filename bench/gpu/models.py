@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.models.tensors import Shapes
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.decoders import decoder_from_config
@@ -81,17 +82,17 @@ class RandomWeights:
     """A `TensorSource`. A sequence of random numbers repeated: drawing 8 billion of them would take minutes."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._numbers = torch.randn(NUM_RANDOM, generator=torch.Generator().manual_seed(0)) * 0.02
+        self._numbers = np.random.default_rng(0).standard_normal(NUM_RANDOM, dtype=np.float32) * 0.02
         self.shapes: Shapes = spec.decoder.shapes()
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        if out.dim() == 1:
-            out.fill_(1.0)
+    def read_into(self, name: str, out: Array) -> None:
+        if out.ndim == 1:
+            copy_floats(np.ones(out.shape, dtype=np.float32), out)
             return
-        flat = out.view(-1)
+        flat = out.reshape(-1)
         for start in range(0, len(flat), NUM_RANDOM):
             piece = flat[start : start + NUM_RANDOM]
-            piece.copy_(self._numbers[: len(piece)])
+            copy_floats(self._numbers[: len(piece)], piece)
 
     def read_codes(self, name: str) -> GroupCodes | None:
         return None

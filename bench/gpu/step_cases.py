@@ -128,7 +128,9 @@ def _draw(name: str, logits: torch.Tensor, draws: Draws | None) -> Case:
     return Case(
         name,
         lambda: triton_launch.draw(logits, logits, draws),
-        lambda: torch.from_numpy(reference.sample_tokens(logits.cpu().clone(), batch).token_ids).to(logits.device),
+        lambda: torch.from_numpy(reference.sample_tokens(logits.cpu().numpy().copy(), batch).token_ids).to(
+            logits.device
+        ),
         num_bytes=logits.nbytes,
         peers=peers,
         tolerance=0.0,
@@ -143,7 +145,7 @@ def _masks(name: str, logits: torch.Tensor) -> Case:
 
     def forbidden(by: Any, where: torch.Tensor) -> torch.Tensor:
         masked = where.clone()
-        by.apply_masks(masked, masks)
+        by.apply_masks(masked.numpy() if by is reference else masked, masks)
         return masked.nan_to_num(neginf=-1e9)
 
     return Case(
@@ -169,23 +171,25 @@ def _penalties(shape: str, logits: torch.Tensor) -> list[Case]:
 
     def changed(by: Any, where: torch.Tensor, asked: Penalties) -> torch.Tensor:
         copied = where.clone()
-        by.add_edits(copied, edits)
-        by.apply_penalties(copied, asked)
+        logits: Any = copied.numpy() if by is reference else copied
+        by.add_edits(logits, edits)
+        by.apply_penalties(logits, asked)
         return copied
 
-    on_host = penalties._replace(in_prompt=penalties.in_prompt.cpu(), in_output=penalties.in_output.cpu())
+    tables = {name: getattr(penalties, name).cpu().numpy() for name in ("in_prompt", "in_output")}
+    on_host = penalties._replace(**tables)
     sampled = tokens[numbers % vocab_size]
 
     def counted() -> torch.Tensor:
         """Put back before each run, which is most of its time."""
         penalties.in_output.copy_(before)
         triton_launch.count(penalties, sampled)
-        found = penalties.in_output.clone()
+        found: torch.Tensor = penalties.in_output.clone()
         penalties.in_output.copy_(before)
         return found
 
     def expected() -> torch.Tensor:
-        table = before.clone()
+        table: torch.Tensor = before.clone()
         table[numbers, sampled] += 1
         return table
 

@@ -45,6 +45,7 @@ def write_folder(source: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from pagemill_engine.loading.weights import open_weights
+    from pagemill_kernels.torch_arrays import from_torch
     from pagemill_protocol.model_files import load_model_spec
 
     folder.mkdir(parents=True)
@@ -52,7 +53,7 @@ def write_folder(source: Path, folder: Path) -> None:
     tensors = {}
     for name, shape in weights.shapes.items():
         tensors[name] = torch.empty(shape, dtype=torch.bfloat16)
-        weights.read_into(name, tensors[name])
+        weights.read_into(name, from_torch(tensors[name]))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     spec = load_model_spec(source)
     config = llama_config(spec) | {"torch_dtype": "bfloat16"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _OPENMP = {
     # Turns that a thread spins for another before it sleeps. Below 2,000 it sleeps between two operations of a step
@@ -27,25 +25,3 @@ def tune_libraries() -> None:
     """Variables that the environment sets already are kept."""
     for name, value in {**_OPENMP, **_ONEDNN}.items():
         os.environ.setdefault(name, value)
-
-
-_TORCH_FLAG = "TORCH_USE_RTLD_GLOBAL"
-
-
-def can_bind_late() -> bool:
-    """The linker was not asked to resolve all functions of a library when it is loaded."""
-    return not os.environ.get("LD_BIND_NOW")
-
-
-@contextmanager
-def torch_binds_late() -> Iterator[None]:
-    """While torch is imported in here: it loads none of CUDA's libraries that its own do not name, and functions of
-    libraries are looked up when they are first called."""
-    before = os.environ.get(_TORCH_FLAG)
-    os.environ[_TORCH_FLAG] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_TORCH_FLAG]
-        if before is not None:
-            os.environ[_TORCH_FLAG] = before

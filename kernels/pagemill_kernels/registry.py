@@ -6,17 +6,20 @@ A backend that has no implementation of an operation gets the torch reference, s
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from pagemill_kernels.arrays import FloatType
 
-from pagemill_kernels.decoder_layer.parts import FusedLayers, LayerParts
-from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
-from pagemill_kernels.linear.packed import PackedLinear
-from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+    from pagemill_kernels.linear.packed import PackedLinear
+    from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
 Backend = Literal["reference", "cpu", "cpu_native", "cpu_bfloat16", "cpu_onednn", "triton"]
 """`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic over
@@ -39,19 +42,19 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "rms_norm": {
         "reference": "norm.reference:rms_norm",
         "cpu": "norm.cpu:rms_norm",
-        "cpu_native": "norm.native:rms_norm",
-        "cpu_onednn": "norm.native:rms_norm_to_bfloat16",
+        "cpu_native": "torch_ops:rms_norm",
+        "cpu_onednn": "torch_ops:rms_norm_to_bfloat16",
         "triton": "norm.triton_launch:rms_norm",
     },
     "layer_norm": {
         "reference": "norm.reference:layer_norm",
-        "cpu_native": "norm.native:layer_norm",
+        "cpu_native": "torch_ops:layer_norm",
         "triton": "norm.triton_launch:layer_norm",
     },
     "store": {
         "reference": "kv_store.reference:store",
         "cpu": "kv_store.cpu:store",
-        "cpu_native": "rope.native:store",
+        "cpu_native": "torch_ops:store",
         "triton": "rope.triton_launch:store",
     },
     "store_latents": {"reference": "kv_store.reference:store_latents"},
@@ -59,37 +62,37 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "rope_and_store": {
         "reference": "rope.reference:rope_and_store",
         "cpu": "rope.cpu:rope_and_store",
-        "cpu_native": "rope.native:rope_and_store",
+        "cpu_native": "torch_ops:rope_and_store",
         "triton": "rope.triton_launch:rope_and_store",
     },
     "silu_and_mul": {
         "reference": "activation.reference:silu_and_mul",
         "cpu": "activation.cpu:silu_and_mul",
-        "cpu_native": "activation.native:silu_and_mul",
+        "cpu_native": "torch_ops:silu_and_mul",
         "triton": "activation.triton_launch:silu_and_mul",
     },
     "gelu_and_mul": {
         "reference": "activation.reference:gelu_and_mul",
-        "cpu_native": "activation.native:gelu_and_mul",
+        "cpu_native": "torch_ops:gelu_and_mul",
         "triton": "activation.triton_launch:gelu_and_mul",
     },
     "activate_and_mul": {
         "reference": "activation.reference:activate_and_mul",
-        "cpu_native": "activation.native:activate_and_mul",
+        "cpu_native": "torch_ops:activate_and_mul",
     },
-    "activate": {"reference": "activation.reference:activate", "cpu_native": "activation.native:activate"},
-    "route": {"reference": "experts.reference:route", "cpu_native": "experts.native:route"},
+    "activate": {"reference": "activation.reference:activate", "cpu_native": "torch_ops:activate"},
+    "route": {"reference": "experts.reference:route", "cpu_native": "torch_ops:route"},
     "route_by_groups": {"reference": "experts.reference:route_by_groups"},
     "pack_experts": {
         "reference": "experts.reference:pack_experts",
-        "cpu_native": "experts.native:pack_experts",
+        "cpu_native": "torch_ops:pack_experts",
         "triton": "experts.triton_launch:pack_experts",
     },
     "pack_linear": {
         "reference": "linear.reference:pack_linear",
         "cpu": "linear.cpu:pack_linear",
-        "cpu_native": "linear.native:pack_linear",
-        "cpu_bfloat16": "linear.native:pack_pairs",
+        "cpu_native": "torch_ops:pack_linear",
+        "cpu_bfloat16": "torch_ops:pack_pairs",
         "cpu_onednn": "linear.onednn:pack_linear",
         "triton": "linear.triton_launch:pack_linear",
     },
@@ -103,20 +106,20 @@ _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     },
     "plan_slots": {
         "reference": "kv_store.reference:plan_slots",
-        "cpu_native": "rope.native:plan_slots",
+        "cpu_native": "torch_ops:plan_slots",
         "triton": "rope.triton_launch:plan_slots",
     },
     "plan_attention": {
         "reference": "paged_attention.reference:plan_attention",
         "cpu": "paged_attention.plan:plan_attention",
-        "cpu_native": "paged_attention.native:plan_attention",
-        "cpu_bfloat16": "paged_attention.native:plan_bfloat16_attention",
+        "cpu_native": "torch_ops:plan_attention",
+        "cpu_bfloat16": "torch_ops:plan_bfloat16_attention",
         "triton": "paged_attention.triton_launch:plan_attention",
     },
     "paged_attention": {
         "reference": "paged_attention.reference:paged_attention",
         "cpu": "paged_attention.cpu:paged_attention",
-        "cpu_native": "paged_attention.native:paged_attention",
+        "cpu_native": "torch_ops:paged_attention",
         "triton": "paged_attention.triton_launch:paged_attention",
     },
     "sample_tokens": {
@@ -136,29 +139,27 @@ _TORCH_ATTENTION: Backend = "cpu"
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native", "cpu_bfloat16": "cpu_native"}
 """What a backend does not have itself it takes from this one, and only then from the reference."""
 _PACK_CODES: dict[Backend, str] = {
-    "cpu_native": "linear.native:pack_codes",
-    "cpu_bfloat16": "linear.native:pack_codes_for_bfloat16",
+    "cpu_native": "torch_ops:pack_codes",
+    "cpu_bfloat16": "torch_ops:pack_codes_for_bfloat16",
     "triton": "linear.triton_launch:pack_codes",
 }
-_PACK_CODES_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_codes_for_dots"}
+_PACK_CODES_FOR_DOTS: dict[Backend, str] = {"cpu_native": "torch_ops:pack_codes_for_dots"}
 _PACK_BLOCKS: dict[Backend, str] = {
-    "cpu_native": "linear.native:pack_blocks",
-    "cpu_bfloat16": "linear.native:pack_blocks_for_bfloat16",
+    "cpu_native": "torch_ops:pack_blocks",
+    "cpu_bfloat16": "torch_ops:pack_blocks_for_bfloat16",
 }
-_PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "linear.native:pack_blocks_for_dots"}
+_PACK_BLOCKS_FOR_DOTS: dict[Backend, str] = {"cpu_native": "torch_ops:pack_blocks_for_dots"}
 _PACK_SCALED: dict[Backend, dict[str, str]] = {
     "reference": {"w8a8": "scaled_linear.reference:pack_w8a8", "fp8": "scaled_linear.reference:pack_fp8"},
     "triton": {"w8a8": "scaled_linear.triton_launch:pack_w8a8", "fp8": "scaled_linear.triton_launch:pack_fp8"},
 }
 """Linear layers whose activations are codes too, by the name of their arithmetic."""
-_FUSE_LAYERS: dict[Backend, str] = {
-    "cpu_native": "decoder_layer.native:fuse_layers",
-    "cpu_bfloat16": "decoder_layer.native:fuse_layers",
-}
 _KEEP_FLOATS8: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
 """Backends that multiply floats of 8 bits as they are stored."""
 _KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
 """Backends that multiply float32 by bfloat16 weights."""
+_NATIVE_LAYERS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
+"""Backends that compute a decoder's layers in one call without torch: `native_ops` has what they take."""
 _ON_DEVICE: dict[Backend, dict[str, str]] = {
     "triton": {
         "write_rows": "request_rows.triton_launch:write_rows",
@@ -172,9 +173,22 @@ _ON_DEVICE: dict[Backend, dict[str, str]] = {
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
 """Backends that cannot read a row out of a packed weight."""
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
-    "cpu_native": {"plan_attention": "paged_attention.native:plan_invariant_attention"},
+    "cpu_native": {"plan_attention": "torch_ops:plan_invariant_attention"},
 }
 """Backends whose rows can have the same bits in every batch, and what they need for it beside what they always do."""
+
+
+class Holds(NamedTuple):
+    """In what form a backend's kernels keep weights."""
+
+    codes: bool = False
+    """Matrices stored in codes stay so: the same values in less memory."""
+    floats8: bool = False
+    """Among these codes are floats of 8 bits."""
+    bfloat16: bool = False
+    """So do matrices stored in bfloat16, whatever the model computes in."""
+    rows: bool = True
+    """Packed weights give their rows back: a tied embedding takes no memory of its own."""
 
 
 class DeviceOps(NamedTuple):
@@ -211,26 +225,31 @@ class Ops(NamedTuple):
     plan_attention: Callable[..., Any]
     paged_attention: Callable[..., Tensor]
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens]
+    device: torch.device
+    """Where all tensors live."""
     pack_codes: Callable[..., PackedLinear] | None
     """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
     pack_blocks: Callable[..., PackedLinear] | None = None
     """Packs `linear.groups.CodeBlocks`; `None`: this backend needs them as `GroupCodes` or floats."""
-    fuse_layers: Callable[[Sequence[LayerParts]], FusedLayers] | None = None
-    """Makes loaded decoder layers one call; `None`: this backend computes it by the operations above."""
     weight_dtype: torch.dtype | None = None
     """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
-    keeps_codes: bool = False
-    """Matrices stored in codes stay so: the same values in less memory."""
-    keeps_floats8: bool = False
-    """Among these codes are floats of 8 bits."""
-    keeps_bfloat16: bool = False
-    """So do matrices stored in bfloat16, whatever the model computes in."""
-    gathers: bool = True
-    """Packed weights give their rows back: a tied embedding takes no memory of its own."""
-    device: torch.device = torch.device("cpu")
-    """Where all tensors live."""
+    holds: Holds = Holds()
     on_device: DeviceOps | None = None
     """`None`: a step's inputs are built on the host, and its tokens are read before the next one."""
+
+
+def holds(backend: Backend) -> Holds:
+    return Holds(
+        codes=backend in _PACK_CODES,
+        floats8=backend in _KEEP_FLOATS8,
+        bfloat16=backend in _KEEP_BFLOAT16,
+        rows=backend not in _OPAQUE,
+    )
+
+
+def has_native_layers(backend: Backend) -> bool:
+    """`native_ops` are there: such a decoder needs no torch."""
+    return backend in _NATIVE_LAYERS
 
 
 def lacking(backend: Backend, wanted: frozenset[Feature]) -> frozenset[Feature]:
@@ -270,12 +289,8 @@ def ops_for(
         **operations,
         pack_codes=pack_codes,
         pack_blocks=pack_blocks,
-        fuse_layers=None if torch_attention else _optional(_FUSE_LAYERS, backend),
         weight_dtype=weight_dtype,
-        keeps_codes=backend in _PACK_CODES,
-        keeps_floats8=backend in _KEEP_FLOATS8,
-        keeps_bfloat16=backend in _KEEP_BFLOAT16,
-        gathers=backend not in _OPAQUE,
+        holds=holds(backend),
         device=_device(backend),
         on_device=_on_device(backend),
     )
@@ -286,7 +301,7 @@ def ops_for(
 
 
 def cpu_backend(
-    dtype: torch.dtype,
+    dtype: FloatType,
     head_dim: int,
     block_size: int,
     heads_per_kv_head: int,
@@ -298,23 +313,38 @@ def cpu_backend(
     dtype: of the weights, where they are floats. `batch_invariant`: a backend that can be so, where there is one.
     `torch_attention`: attention is not the backend's own, and its heads may have any size.
     """
-    from pagemill_kernels.cpu import library
-    from pagemill_kernels.linear import onednn
+    from pagemill_kernels.cpu import library, processor
     from pagemill_kernels.paged_attention import native
 
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in ("float32", "bfloat16"):
         return "cpu", f"torch (the native kernels have no {dtype})"
     if library.load() is None:
         return "cpu", f"torch (no native kernels: {library.why_absent()})"
     if not torch_attention and not native.supports(head_dim, block_size, heads_per_kv_head):
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
-    rounds = dtype == torch.bfloat16 and not batch_invariant
-    unit = onednn.unit() if rounds else None
-    if rounds and unit != "AMX" and library.has_bfloat16():
+    if dtype == "float32" or batch_invariant:
+        return "cpu_native", "native kernels"
+    unit = bfloat16_unit() if processor.has_amx() or not library.has_bfloat16() else None
+    if unit != "AMX" and library.has_bfloat16():
         return "cpu_bfloat16", "native kernels, products with AVX512_BF16"
     if unit is not None:
         return "cpu_onednn", f"native kernels, oneDNN with {unit}"
     return "cpu_native", "native kernels"
+
+
+def bfloat16_unit() -> str | None:
+    """What oneDNN multiplies bfloat16 with here; `None`: nothing, or there is no torch that has oneDNN."""
+    from pagemill_kernels.cpu import processor
+
+    if not (processor.has_amx() or processor.multiplies_bfloat16()) or not has_torch():
+        return None
+    from pagemill_kernels.linear import onednn
+
+    return onednn.unit()
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def gpu_problem(head_dim: int, block_size: int, heads_per_kv_head: int) -> str | None:
@@ -342,6 +372,8 @@ def _on_device(backend: Backend) -> DeviceOps | None:
 
 
 def _device(backend: Backend) -> torch.device:
+    import torch
+
     if backend != "triton":
         return torch.device("cpu")
     from pagemill_kernels.gpu import launch

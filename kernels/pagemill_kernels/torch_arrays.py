@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagemill_kernels.arrays import Array
+from pagemill_kernels.arrays import Array, FloatType
+
+_FLOAT_TYPES: dict[torch.dtype, FloatType] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+TORCH_TYPES: dict[FloatType, torch.dtype] = {name: dtype for dtype, name in _FLOAT_TYPES.items()}
 
 
 def to_torch(array: Array) -> Tensor:
-    """The same memory as a tensor on the CPU; uint16 is bfloat16."""
+    """The same memory as a tensor on the CPU; uint16 is bfloat16. A read-only array's tensor must not be written."""
     if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+        return to_torch(array.view(np.int16)).view(torch.bfloat16)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(array)
 
 
 def from_torch(tensor: Tensor) -> Array:
@@ -22,3 +35,8 @@ def from_torch(tensor: Tensor) -> Array:
         array: Array = tensor.view(torch.int16).numpy().view(np.uint16)
         return array
     return tensor.numpy()
+
+
+def float_type_of(dtype: torch.dtype) -> FloatType:
+    """Raises KeyError for a type that is none of them."""
+    return _FLOAT_TYPES[dtype]

@@ -125,6 +125,8 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.paths = [self.path]
+        """Of all parts; `GGUFTensor.part` counts them."""
         self._parts = [_mapped(self.path)]
         header = _Header(self._parts[0], self.path)
         header.read()
@@ -139,6 +141,7 @@ class GGUFFile:
         if not path.is_file():
             raise GGUFError(f"`{self.path}` is the first file of a split model, and `{path.name}` is not beside it.")
         self._parts.append(_mapped(path))
+        self.paths.append(path)
         header = _Header(self._parts[part], path)
         header.read()
         if header.split_number() != part:

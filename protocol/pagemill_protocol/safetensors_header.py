@@ -1,7 +1,6 @@
-"""Names, types and sizes of the tensors in safetensors files, from their headers only.
+"""Names, types, sizes and places of the tensors in safetensors files, from their headers only.
 
-Format: huggingface.co/docs/safetensors. The engine's loader reads the data with the safetensors library; this module is
-for callers that need only sizes.
+Format: huggingface.co/docs/safetensors. The engine's loader reads the data.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ class TensorHeader(NamedTuple):
     dtype: str
     """As the format names it, for example `BF16`."""
     shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
     num_bytes: int
 
     @property
@@ -104,11 +105,12 @@ def read_header(path: Path) -> list[TensorHeader]:
         raise _damaged(path, f"its header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not an object")
-    data_bytes = file_bytes - 8 - header_bytes
-    return [_tensor(path, name, entry, data_bytes) for name, entry in header.items() if name != "__metadata__"]
+    data_start = 8 + header_bytes
+    entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return [_tensor(path, name, entry, data_start, file_bytes - data_start) for name, entry in entries]
 
 
-def _tensor(path: Path, name: str, entry: Any, data_bytes: int) -> TensorHeader:
+def _tensor(path: Path, name: str, entry: Any, data_start: int, data_bytes: int) -> TensorHeader:
     fields = entry if isinstance(entry, dict) else {}
     dtype = fields.get("dtype")
     shape, offsets = _sizes(fields.get("shape")), _sizes(fields.get("data_offsets"))
@@ -119,7 +121,7 @@ def _tensor(path: Path, name: str, entry: Any, data_bytes: int) -> TensorHeader:
         raise _damaged(path, f"tensor `{name}` ends at byte {end} of {data_bytes} bytes of data")
     if math.prod(shape) * _DTYPE_BITS[dtype] != (end - start) * 8:
         raise _damaged(path, f"tensor `{name}` of shape {shape} and type {dtype} does not have {end - start} bytes")
-    return TensorHeader(name, dtype, tuple(shape), end - start)
+    return TensorHeader(name, dtype, tuple(shape), data_start + start, end - start)
 
 
 def _sizes(value: Any) -> list[int] | None:

@@ -12,6 +12,7 @@ from gguf.quants import dequantize, quantize
 from peers import weights
 
 from pagemill_engine.loading.weights import open_weights
+from pagemill_kernels.torch_arrays import from_torch
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.text.load_bundle import load_bundle
@@ -64,8 +65,8 @@ def test_the_folder_is_the_embedded_model_in_bfloat16(tmp_path: Path) -> None:
     for name in ("model.embed_tokens.weight", "model.layers.7.self_attn.q_proj.weight", "model.norm.weight"):
         ours = torch.empty(stored.shapes[name], dtype=torch.bfloat16)
         theirs = torch.empty_like(ours)
-        stored.read_into(name, ours)
-        original.read_into(name, theirs)
+        stored.read_into(name, from_torch(ours))
+        original.read_into(name, from_torch(theirs))
         assert torch.equal(ours, theirs)
     spec, wanted = load_model_spec(folder), load_model_spec(source)
     for field in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "tie_word_embeddings"):

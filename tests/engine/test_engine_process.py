@@ -70,7 +70,7 @@ def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:
 def test_the_engine_process_knows_neither_text_nor_json() -> None:
     """Detokenizing, stop strings and rendering are the HTTP process's: nothing of them can hold up a step."""
     code = (
-        "import sys, pagemill_engine.loop.process, pagemill_engine.runner.load_eager; "
+        "import sys, pagemill_engine.loop.process, pagemill_engine.runner.load_cpu; "
         "texts = ('pagemill_engine.output', 'pagemill_engine.server', 'pagemill_protocol.text', "
         "'pagemill_protocol.openai', 'tokenizers', 'starlette', 'uvicorn', 'pydantic'); "
         "assert not [name for name in sys.modules if name.startswith(texts)]"

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from examples import num_examples
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import storage
-from pagemill_kernels.paged_attention import native, reference
+from pagemill_kernels.paged_attention import reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.registry import ops_for
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from code_kinds import values_of
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton_device import DEVICE, HAS_GPU
 
+from pagemill_kernels import torch_ops as native
+from pagemill_kernels import torch_ops as native_linear
 from pagemill_kernels.cpu import library
-from pagemill_kernels.experts import native, reference, triton_launch
+from pagemill_kernels.cpu.launch import set_num_threads
+from pagemill_kernels.experts import reference, triton_launch
 from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate, Gating
 from pagemill_kernels.gpu import launch
-from pagemill_kernels.linear import native as native_linear
 from pagemill_kernels.linear import reference as plain_linear
 from pagemill_kernels.linear import triton_launch as triton_linear
 from pagemill_kernels.linear.packed import PackedLinear
@@ -31,7 +35,7 @@ Pack = Callable[[Tensor, Tensor | None], PackedLinear]
 def packers(module: object, format: str) -> Pack:
     if format in ("int8", "int4"):
         bits = 8 if format == "int8" else 4
-        return lambda weight, bias: module.pack_codes(quantize(weight, bits), bias)  # type: ignore[attr-defined]
+        return lambda weight, bias: module.pack_codes(quantize(weight.cpu().numpy(), bits), bias)  # type: ignore[attr-defined]
     dtype = getattr(torch, format)
     return lambda weight, bias: module.pack_linear(weight.to(dtype), bias)  # type: ignore[attr-defined]
 
@@ -39,7 +43,7 @@ def packers(module: object, format: str) -> Pack:
 def stored(weight: Tensor, format: str) -> Tensor:
     """The values that the format holds."""
     if format in ("int8", "int4"):
-        return quantize(weight, 8 if format == "int8" else 4).dequantize()
+        return values_of(quantize(weight.cpu().numpy(), 8 if format == "int8" else 4))
     return weight.to(getattr(torch, format)).float()
 
 
@@ -133,7 +137,7 @@ def test_codes_times_rounded_activations_stay_close(shape: tuple[int, int, int, 
     """Products in integers for few rows of an expert, in bfloat16 for many."""
 
     def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        return native_linear.pack_codes_for_bfloat16(quantize(weight, bits), bias)  # type: ignore[arg-type]
+        return native_linear.pack_codes_for_bfloat16(quantize(weight.cpu().numpy(), bits), bias)  # type: ignore[arg-type]
 
     case = Case(shape, f"int{bits}", pack, biased=True)
     chosen, weights = reference.route(case.logits, case.top_k, True)
@@ -147,11 +151,11 @@ def test_threads_change_no_bit() -> None:
     experts = native.pack_experts(case.packed, CLAMPED)
     chosen, weights = reference.route(case.logits, 2, True)
     expected = run(experts, case.x, chosen, weights)
-    torch.set_num_threads(2)
+    set_num_threads(2)
     try:
         assert torch.equal(run(experts, case.x, chosen, weights), expected)
     finally:
-        torch.set_num_threads(1)
+        set_num_threads(1)
 
 
 def test_weights_are_shares_of_the_whole_softmax_or_of_the_chosen() -> None:
@@ -204,7 +208,7 @@ def test_rows_of_another_width_are_refused() -> None:
 
 def test_weights_of_different_kinds_are_not_multiplied_together() -> None:
     floats = triton_linear.pack_linear(torch.zeros(64, 32), None)
-    codes = triton_linear.pack_codes(quantize(torch.zeros(64, 32), 8), None)
+    codes = triton_linear.pack_codes(quantize(np.zeros((64, 32), dtype=np.float32), 8), None)
     down = triton_linear.pack_linear(torch.zeros(32, 32), None)
     with pytest.raises(TypeError, match="CodesLinear, FloatLinear are not multiplied together"):
         triton_launch.pack_experts([ExpertParts(floats, down), ExpertParts(codes, down)], SILU)

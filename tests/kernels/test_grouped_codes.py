@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from code_kinds import group_codes, values_of
 from torch import Tensor
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import native
-from pagemill_kernels.linear.groups import FLOAT8, GroupCodes, stack
-from pagemill_kernels.linear.native import NativeLinear
+from pagemill_kernels.linear.groups import GroupCodes, e4m3_values, stack
+from pagemill_kernels.torch_ops import TorchLinear
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
-Packer = Callable[[GroupCodes, Tensor | None], NativeLinear]
+Packer = Callable[[GroupCodes, Tensor | None], TorchLinear]
 PACKERS: dict[str, Packer] = {
     "floats": native.pack_codes,
     "integers": native.pack_codes_for_dots,
@@ -33,18 +34,19 @@ def drawn(kind: str, group_size: int, out: int = OUT, size: int = IN) -> GroupCo
     groups = (out, size // group_size)
     scales = torch.rand(groups) * 0.01 + 0.001
     if kind == "floats":
-        return GroupCodes(8, (torch.randn(out, size) * 90).to(FLOAT8), scales, None)
+        floats = (torch.randn(out, size) * 90).to(torch.float8_e4m3fn)
+        return group_codes(8, floats.view(torch.uint8), scales, None, is_float=True)
     offsets = None if kind == "8 bits" else torch.randn(groups) * 0.1
     if kind == "4 bits":
-        return GroupCodes(4, torch.randint(0, 16, (out, size), dtype=torch.uint8), scales, offsets)
-    return GroupCodes(8, torch.randint(-128, 128, (out, size), dtype=torch.int8), scales, offsets)
+        return group_codes(4, torch.randint(0, 16, (out, size), dtype=torch.uint8), scales, offsets)
+    return group_codes(8, torch.randint(-128, 128, (out, size), dtype=torch.int8), scales, offsets)
 
 
 def in_runs(codes: GroupCodes) -> GroupCodes:
     """The same values with a scale for every 32 inputs."""
     times = codes.group_size // 32
-    offsets = None if codes.offsets is None else codes.offsets.repeat_interleave(times, 1)
-    return replace(codes, scales=codes.scales.repeat_interleave(times, 1), offsets=offsets)
+    offsets = None if codes.offsets is None else codes.offsets.repeat(times, 1)
+    return replace(codes, scales=codes.scales.repeat(times, 1), offsets=offsets)
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
@@ -57,7 +59,7 @@ def test_a_scale_for_several_runs_gives_the_bits_of_one_for_each(kind: str, grou
         x = torch.randn(rows, IN)
         assert torch.equal(large(x), small(x))
     ids = torch.tensor([0, OUT - 1, 17])
-    torch.testing.assert_close(large.gather(ids), codes.dequantize()[ids], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(large.gather(ids), values_of(codes)[ids], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
@@ -65,8 +67,8 @@ def test_a_scale_for_several_runs_gives_the_bits_of_one_for_each(kind: str, grou
 def test_columns_in_another_order_multiply_their_own_inputs(kind: str, pack: Packer) -> None:
     plain = drawn(kind, 128)
     order = torch.randperm(IN)
-    ordered = replace(plain, input_order=order)
-    torch.testing.assert_close(ordered.dequantize()[:, order], plain.dequantize())
+    ordered = replace(plain, input_order=order.numpy())
+    torch.testing.assert_close(values_of(ordered)[:, order], values_of(plain))
     bias = torch.randn(OUT)
     linear, reference = pack(ordered, bias), pack(plain, bias)
     for rows in (*ROWS, 800):
@@ -77,13 +79,13 @@ def test_columns_in_another_order_multiply_their_own_inputs(kind: str, pack: Pac
         reference.add_to(expected, x[:, order])
         assert torch.equal(added, expected)
     ids = torch.tensor([[3, 49], [0, 3]])
-    torch.testing.assert_close(linear.gather(ids), ordered.dequantize()[ids], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(linear.gather(ids), values_of(ordered)[ids], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("group_size", [32, 128, IN])
 def test_floats_of_8_bits_are_multiplied_as_their_values(group_size: int) -> None:
     codes = drawn("floats", group_size)
-    weight = codes.dequantize().double()
+    weight = values_of(codes).double()
     linear, rounding = native.pack_codes(codes, None), native.pack_codes_for_bfloat16(codes, None)
     for rows in ROWS:
         x = torch.randn(rows, IN)
@@ -96,10 +98,16 @@ def test_floats_of_8_bits_are_multiplied_as_their_values(group_size: int) -> Non
 def test_every_float_of_8_bits_has_its_value() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     every = every[(every & 127) != 127].repeat(2)[:480]
-    codes = GroupCodes(8, every.view(FLOAT8).view(15, 32), torch.ones(15, 1), None)
-    linear = native.pack_codes(codes, None)
-    assert torch.equal(linear.gather(torch.arange(15)), codes.codes.float())
-    assert torch.equal(linear(torch.eye(32)), codes.codes.float().T)
+    every = every.view(15, 32)
+    linear = native.pack_codes(group_codes(8, every, torch.ones(15, 1), None, is_float=True), None)
+    values = every.view(torch.float8_e4m3fn).float()
+    assert torch.equal(linear.gather(torch.arange(15)), values)
+    assert torch.equal(linear(torch.eye(32)), values.T)
+
+
+def test_values_of_floats_of_8_bits_are_torch_s() -> None:
+    expected = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(torch.from_numpy(e4m3_values()), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -108,21 +116,21 @@ def test_every_float_of_8_bits_has_its_value() -> None:
 def test_larger_groups_take_less_memory(kind: str, group_size: int, bits: float) -> None:
     codes = drawn(kind, group_size, out=64)
     assert native.pack_codes(codes, None).num_bytes == 64 * IN * bits / 8
-    ordered = replace(codes, input_order=torch.randperm(IN))
+    ordered = replace(codes, input_order=torch.randperm(IN).numpy())
     assert native.pack_codes(ordered, None).num_bytes == 64 * IN * bits / 8 + 4 * IN
 
 
 def test_parts_are_stacked_where_they_have_a_kind_in_common() -> None:
-    order = torch.randperm(IN)
+    order = torch.randperm(IN).numpy()
     parts = [replace(drawn("4 bits", size, out=8), input_order=order) for size in (128, 96)]
     stacked = stack(parts)
     assert stacked is not None
     assert stacked.group_size == 32
-    assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert torch.equal(values_of(stacked), torch.cat([values_of(part) for part in parts]))
     floats = [drawn("floats", size, out=8) for size in (128, IN)]
     both = stack(floats)
     assert both is not None
-    assert torch.equal(both.dequantize(), torch.cat([part.dequantize() for part in floats]))
+    assert torch.equal(values_of(both), torch.cat([values_of(part) for part in floats]))
     assert stack([parts[0], drawn("4 bits", 128, out=8)]) is None
-    assert stack([parts[0], replace(parts[1], input_order=order.flip(0))]) is None
+    assert stack([parts[0], replace(parts[1], input_order=order[::-1])]) is None
     assert stack([drawn("8 bits", 128, out=8), floats[0]]) is None

@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
-from pagemill_kernels.activation import native as activation
+from pagemill_kernels import torch_ops as activation
+from pagemill_kernels import torch_ops as native
+from pagemill_kernels import torch_ops as norm
+from pagemill_kernels import torch_ops as rope
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import reference as kv_store
-from pagemill_kernels.norm import native as norm
 from pagemill_kernels.norm import reference as norm_reference
-from pagemill_kernels.paged_attention import native, reference
+from pagemill_kernels.paged_attention import reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
-from pagemill_kernels.rope import native as rope
+from pagemill_kernels.paged_attention.native import supports
 from pagemill_kernels.rope import reference as rope_reference
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
@@ -100,10 +102,10 @@ def test_bytes_past_the_end_do_not_matter() -> None:
 
 
 def test_unsupported_shapes_are_named() -> None:
-    assert native.supports(64, 16, 3)
-    assert not native.supports(80 + 8, 16, 3)
-    assert not native.supports(64, 24, 3)
-    assert not native.supports(64, 16, 64)
+    assert supports(64, 16, 3)
+    assert not supports(80 + 8, 16, 3)
+    assert not supports(64, 24, 3)
+    assert not supports(64, 16, 64)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 200])

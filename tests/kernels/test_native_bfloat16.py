@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from code_kinds import KINDS, check_threads_change_nothing
+from code_kinds import KINDS, check_threads_change_nothing, group_codes, values_of
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import groups, native
-from pagemill_kernels.linear.native import NativeLinear
+from pagemill_kernels.linear import groups
+from pagemill_kernels.linear.native import BFLOAT16_ROWS, NativeLinear
 
 pytestmark = pytest.mark.skipif(
     not library.has_bfloat16(), reason="no products of bfloat16 on this processor (AVX512_BF16 and VNNI)"
@@ -37,9 +38,9 @@ def random_codes(kind: str, out_features: int, in_features: int) -> groups.Group
     offsets = torch.randn(per_group) * 0.3 if has_offsets else None
     if bits == 4:
         codes = torch.randint(0, 16, shape, dtype=torch.uint8)
-        return groups.GroupCodes(4, codes, torch.rand(per_group) * 0.1, offsets)
+        return group_codes(4, codes, torch.rand(per_group) * 0.1, offsets)
     codes = torch.randint(-128, 128, shape, dtype=torch.int8)
-    return groups.GroupCodes(8, codes, torch.rand(per_group) * 0.01, offsets)
+    return group_codes(8, codes, torch.rand(per_group) * 0.01, offsets)
 
 
 def packed(
@@ -49,7 +50,7 @@ def packed(
         weight = torch.randn(out_features, in_features).to(torch.bfloat16)
         return native.pack_pairs(weight, bias), weight.float()
     codes = random_codes(format, out_features, in_features)
-    return native.pack_codes_for_bfloat16(codes, bias), codes.dequantize()
+    return native.pack_codes_for_bfloat16(codes, bias), values_of(codes)
 
 
 def close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | float = 0.0) -> None:
@@ -137,7 +138,7 @@ def test_of_one_kind_of_products_a_rows_result_does_not_depend_on_how_many_rows_
 def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16(bits: int) -> None:
     """Integers of 16 bits are a hundred times as exact."""
     torch.manual_seed(0)
-    first = native.BFLOAT16_ROWS
+    first = BFLOAT16_ROWS
     linear, weight = packed(f"codes{bits}", 256, 576)
     x = torch.randn(first, 576)
     expected = x.double() @ weight.double().T
@@ -150,9 +151,7 @@ def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16(bits:
 def test_the_largest_products_do_not_overflow(pack: Packer, bits: int) -> None:
     most = torch.full((16, 64), 15, dtype=torch.uint8) if bits == 4 else torch.full((16, 64), -128, dtype=torch.int8)
     offsets = torch.zeros(16, 2) if bits == 4 else None
-    linear = native.pack_codes_for_bfloat16(
-        groups.GroupCodes(4 if bits == 4 else 8, most, torch.ones(16, 2), offsets), None
-    )
+    linear = native.pack_codes_for_bfloat16(group_codes(4 if bits == 4 else 8, most, torch.ones(16, 2), offsets), None)
     code = float(most[0, 0])
     for value in (1e30, -1e30):
         x = torch.full((5, 64), value)
@@ -190,7 +189,7 @@ def test_blocks_of_a_file_become_what_their_codes_become(pack: Packer, bits: int
     torch.manual_seed(0)
     blocks = torch.randint(0, 256, (50, 3, 2 + 2 * stored_offsets + 4 * bits), dtype=torch.uint8)
     blocks[..., : 2 + 2 * stored_offsets] = torch.rand(50, 3, 1 + stored_offsets).half().view(torch.uint8)
-    stored = groups.CodeBlocks(4 if bits == 4 else 8, stored_offsets, blocks)
+    stored = groups.CodeBlocks(4 if bits == 4 else 8, stored_offsets, blocks.numpy())
     linear = native.pack_blocks_for_bfloat16(stored, None)
     floats = native.pack_blocks(stored, None)
     ids = torch.arange(50)

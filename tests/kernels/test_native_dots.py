@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from code_kinds import check_threads_change_nothing
+from code_kinds import check_threads_change_nothing, group_codes, values_of
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import groups, native
+from pagemill_kernels.linear import groups
 
 pytestmark = pytest.mark.skipif(not library.has_dots(), reason="no integer products on this processor")
 
@@ -18,7 +19,7 @@ SHAPES = ((16, 32), (48, 576), (20, 64), (1, 32), (331, 288), (64, 1536))
 def random_codes(out_features: int, in_features: int) -> groups.GroupCodes:
     shape, per_group = (out_features, in_features), (out_features, in_features // 32)
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
-    return groups.GroupCodes(4, codes, torch.rand(per_group) * 0.1, torch.randn(per_group) * 0.3)
+    return group_codes(4, codes, torch.rand(per_group) * 0.1, torch.randn(per_group) * 0.3)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -36,12 +37,12 @@ def test_equals_the_product_of_rounded_activations(shape: tuple[int, int]) -> No
     linear = native.pack_codes_for_dots(codes, bias)
     for rows in ROWS:
         x = torch.randn(rows, shape[1])
-        expected = rounded(x).double() @ codes.dequantize().double().T + bias
+        expected = rounded(x).double() @ values_of(codes).double().T + bias
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=2e-4)
 
 
 def test_the_largest_products_do_not_overflow() -> None:
-    codes = groups.GroupCodes(4, torch.full((16, 64), 15, dtype=torch.uint8), torch.ones(16, 2), torch.zeros(16, 2))
+    codes = group_codes(4, torch.full((16, 64), 15, dtype=torch.uint8), torch.ones(16, 2), torch.zeros(16, 2))
     linear = native.pack_codes_for_dots(codes, None)
     for value in (1e30, -1e30):
         x = torch.full((5, 64), value)
@@ -100,11 +101,11 @@ def test_gathers_rows_of_the_weight_exactly() -> None:
     codes = random_codes(50, 64)
     ids = torch.tensor([[0, 49], [17, 17]])
     gathered = native.pack_codes_for_dots(codes, None).gather(ids)
-    torch.testing.assert_close(gathered, codes.dequantize()[ids], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gathered, values_of(codes)[ids], rtol=1e-6, atol=1e-7)
 
 
 def test_codes_of_8_bits_keep_their_activations() -> None:
-    codes = groups.GroupCodes(8, torch.randint(-128, 128, (48, 64), dtype=torch.int8), torch.rand(48, 2), None)
+    codes = group_codes(8, torch.randint(-128, 128, (48, 64), dtype=torch.int8), torch.rand(48, 2), None)
     x = torch.randn(3, 64)
     assert torch.equal(native.pack_codes_for_dots(codes, None)(x), native.pack_codes(codes, None)(x))
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from pagemill_kernels import torch_ops as native
+from pagemill_kernels import torch_ops as rope
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import reference as kv_reference
 from pagemill_kernels.kv_store import storage
-from pagemill_kernels.paged_attention import native, reference
+from pagemill_kernels.paged_attention import reference
 from pagemill_kernels.paged_attention.batch import AttentionBatch
-from pagemill_kernels.rope import native as rope
 from pagemill_kernels.rope import reference as rope_reference
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")

@@ -38,7 +38,7 @@ def test_without_it_torch_runs_and_the_cause_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(library, "_LIBRARY_DIR", tmp_path)
-    backend, how = registry.cpu_backend(torch.float32, head_dim=64, block_size=16, heads_per_kv_head=3)
+    backend, how = registry.cpu_backend("float32", head_dim=64, block_size=16, heads_per_kv_head=3)
     assert backend == "cpu"
     assert "reinstall pagemill-kernels" in how or "no kernels for" in how
     assert "Torch runs instead" in caplog.text

@@ -6,10 +6,11 @@ from typing import Literal
 
 import pytest
 import torch
-from code_kinds import KINDS
+from code_kinds import KINDS, group_codes, values_of
 
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import groups, native
+from pagemill_kernels.linear import groups
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 
@@ -23,17 +24,17 @@ def random_codes(kind: str, out_features: int, in_features: int) -> groups.Group
     shape, per_group = (out_features, in_features), (out_features, in_features // group_size)
     if bits == 4:
         codes = torch.randint(0, 16, shape, dtype=torch.uint8)
-        return groups.GroupCodes(4, codes, torch.rand(per_group) * 0.1, torch.randn(per_group) * 0.3)
+        return group_codes(4, codes, torch.rand(per_group) * 0.1, torch.randn(per_group) * 0.3)
     offsets = torch.randn(per_group) * 0.3 if has_offsets else None
     codes = torch.randint(-128, 128, shape, dtype=torch.int8)
-    return groups.GroupCodes(8, codes, torch.rand(per_group) * 0.01, offsets)
+    return group_codes(8, codes, torch.rand(per_group) * 0.01, offsets)
 
 
-def packed(format: str, out_features: int, in_features: int) -> tuple[native.NativeLinear, torch.Tensor]:
+def packed(format: str, out_features: int, in_features: int) -> tuple[native.TorchLinear, torch.Tensor]:
     bias = torch.randn(out_features)
     if format in KINDS:
         codes = random_codes(format, out_features, in_features)
-        return native.pack_codes(codes, bias), torch.cat([codes.dequantize(), bias[:, None]], 1)
+        return native.pack_codes(codes, bias), torch.cat([values_of(codes), bias[:, None]], 1)
     weight = torch.randn(out_features, in_features).to(getattr(torch, format))
     return native.pack_linear(weight, bias), torch.cat([weight.float(), bias[:, None]], 1)
 
@@ -110,8 +111,8 @@ def test_a_wrong_width_is_refused() -> None:
 def test_parts_of_any_kinds_are_stacked_without_changing_a_value(kinds: tuple[str, ...]) -> None:
     parts = [random_codes(kind, 8, 64) for kind in kinds]
     stacked = groups.stack(parts)
-    expected = torch.cat([part.dequantize() for part in parts])
-    assert torch.equal(stacked.dequantize(), expected)
+    expected = torch.cat([values_of(part) for part in parts])
+    assert torch.equal(values_of(stacked), expected)
     assert stacked.bits == (4 if set(kinds) == {"codes4"} else 8)
     x = torch.randn(5, 64)
     torch.testing.assert_close(native.pack_codes(stacked, None)(x), x @ expected.T, rtol=1e-4, atol=1e-4)
@@ -123,10 +124,10 @@ def test_blocks_that_the_kernels_cannot_read_are_refused(
 ) -> None:
     data = torch.zeros(16, 2, block_bytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"{block_bytes} bytes are no block of {bits}-bit codes that is packed"):
-        native.pack_blocks(groups.CodeBlocks(bits, stored_offsets, data), None)
+        native.pack_blocks(groups.CodeBlocks(bits, stored_offsets, data.numpy()), None)
 
 
 def test_codes_that_the_kernels_cannot_read_are_refused() -> None:
     codes = torch.zeros(16, 48, dtype=torch.int8)
     with pytest.raises(ValueError, match="8-bit codes of 48 inputs in groups of 16 are not packed"):
-        native.pack_codes(groups.GroupCodes(8, codes, torch.ones(16, 3), None), None)
+        native.pack_codes(group_codes(8, codes, torch.ones(16, 3), None), None)

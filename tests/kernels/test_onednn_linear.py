@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from pagemill_kernels import registry
-from pagemill_kernels.activation import native as activation
+from pagemill_kernels import torch_ops as activation
+from pagemill_kernels import torch_ops as norm
 from pagemill_kernels.activation import reference as activation_reference
-from pagemill_kernels.cpu import library
+from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear import cpu, onednn
-from pagemill_kernels.norm import native as norm
 from pagemill_kernels.norm import reference as norm_reference
 
 SHAPES = ((96, 64), (1, 32), (65, 37), (331, 288), (7, 1))
@@ -138,9 +138,11 @@ def test_the_processor_decides_and_what_runs_is_reported(
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    assert registry.cpu_backend(torch.bfloat16, 64, 16, 3) == (backend, reported)
-    assert registry.cpu_backend(torch.float32, 64, 16, 3) == ("cpu_native", "native kernels")
-    assert registry.cpu_backend(torch.bfloat16, 64, 16, 3, True) == ("cpu_native", "native kernels")
+    flags = {"amx_tile", "amx_bf16"} if amx else set()
+    monkeypatch.setattr(processor, "flags", lambda: flags | ({"avx512_bf16"} if avx512_bf16 else set()))
+    assert registry.cpu_backend("bfloat16", 64, 16, 3) == (backend, reported)
+    assert registry.cpu_backend("float32", 64, 16, 3) == ("cpu_native", "native kernels")
+    assert registry.cpu_backend("bfloat16", 64, 16, 3, True) == ("cpu_native", "native kernels")
 
 
 @needs_native
@@ -148,4 +150,5 @@ def test_without_onednns_bfloat16_our_own_kernels_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(library, "has_bfloat16", lambda: False)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert registry.cpu_backend(torch.bfloat16, 64, 16, 3)[0] == "cpu_native"
+    monkeypatch.setattr(processor, "has_amx", lambda: True)
+    assert registry.cpu_backend("bfloat16", 64, 16, 3)[0] == "cpu_native"

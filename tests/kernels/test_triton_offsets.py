@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from code_kinds import group_codes
 from triton_device import CODE_TYPES, DEVICE, HAS_GPU, random, sparse
 
 from pagemill_kernels.activation import triton_launch as activation
 from pagemill_kernels.gather import triton_launch as gather
 from pagemill_kernels.linear import triton_launch as linear
-from pagemill_kernels.linear.groups import GroupCodes
 from pagemill_kernels.linear.quantize import quantize
 from pagemill_kernels.norm import triton_launch as norm
 from pagemill_kernels.paged_attention import triton_launch as attention
@@ -51,8 +51,8 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer norm": lambda x: norm.layer_norm(x, WEIGHT[0], WEIGHT[1], 1e-5),
     "gated activation": activation.silu_and_mul,
     "gather": lambda x: gather.gather_rows(x, torch.tensor([2, 0, 1])),
-    "4-bit weights": lambda x: linear.pack_codes(quantize(WEIGHT, 4), None)(x),
-    "8-bit weights": lambda x: linear.pack_codes(quantize(WEIGHT, 8), None)(x),
+    "4-bit weights": lambda x: linear.pack_codes(quantize(WEIGHT.numpy(), 4), None)(x),
+    "8-bit weights": lambda x: linear.pack_codes(quantize(WEIGHT.numpy(), 8), None)(x),
     "int8 by int8": lambda x: scaled.pack_w8a8(WEIGHT, None)(x),
     "fp8 by fp8": lambda x: scaled.pack_fp8(WEIGHT, None)(x),
     "attention": attend,
@@ -74,7 +74,7 @@ def test_group_codes_behind_the_2_to_the_31st(tmp_path: Path) -> None:
     codes = sparse(tmp_path / "codes", num_rows * width, torch.int8).view(num_rows, width)
     scales = sparse(tmp_path / "scales", num_rows * width // 32, torch.float32).view(num_rows, width // 32)
     codes[-1, -3:], scales[-1, -1] = torch.tensor([5, -7, 9]), 0.5
-    table = linear.pack_codes(GroupCodes(8, codes, scales, None), None)
+    table = linear.pack_codes(group_codes(8, codes, scales, None), None)
     assert table.gather(torch.tensor([num_rows - 1]))[0, -3:].tolist() == [2.5, -3.5, 4.5]
 
 

@@ -41,7 +41,15 @@ def on_device(batch: SamplingBatch) -> SamplingBatch:
 def both(logits: torch.Tensor, batch: SamplingBatch) -> tuple[SampledTokens, SampledTokens]:
     """The kernels' and the reference's."""
     ours = sampling.sample_tokens(logits.to(DEVICE), on_device(batch))
-    return ours, reference.sample_tokens(logits.clone(), batch)
+    return ours, reference.sample_tokens(logits.numpy().copy(), on_host(batch))
+
+
+def on_host(batch: SamplingBatch) -> SamplingBatch:
+    """With the same tables as arrays."""
+    if batch.penalties is None:
+        return batch
+    tables = {name: getattr(batch.penalties, name).numpy() for name in ("in_prompt", "in_output")}
+    return batch._replace(penalties=batch.penalties._replace(**tables))
 
 
 def check(logits: torch.Tensor, batch: SamplingBatch) -> None:
@@ -130,10 +138,12 @@ def test_edits_and_penalties_change_logits_alike(seed: int, temperature: float, 
     assert batch.penalties is not None
     sampling.add_edits(changed, edits)
     sampling.apply_penalties(changed, penalties)
-    expected = logits.clone()
+    expected = logits.numpy().copy()
     reference.add_edits(expected, edits)
-    reference.apply_penalties(expected, batch.penalties)
-    assert torch.equal(changed.cpu(), expected)
+    theirs = on_host(batch).penalties
+    assert theirs is not None
+    reference.apply_penalties(expected, theirs)
+    assert np.array_equal(changed.cpu().numpy(), expected)
     check(logits, batch)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Literal
 
-from pagemill_kernels.linear.native import NativeLinear
+import torch
+from torch import Tensor
+
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.torch_arrays import from_torch, to_torch
+from pagemill_kernels.torch_ops import TorchLinear
 
 KINDS = {
     "codes4": (4, 32, True),
@@ -16,12 +22,30 @@ KINDS = {
 """Bits, group size, offsets."""
 
 
-def check_threads_change_nothing(linear: NativeLinear) -> None:
+def check_threads_change_nothing(linear: TorchLinear) -> None:
     for rows in (1, 4, 70, 300):
         x = torch.randn(rows, linear.in_features)
         expected = linear(x)
-        torch.set_num_threads(2)
+        launch.set_num_threads(2)
         try:
             assert torch.equal(linear(x), expected)
         finally:
-            torch.set_num_threads(1)
+            launch.set_num_threads(1)
+
+
+def group_codes(
+    bits: Literal[4, 8],
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    input_order: Tensor | None = None,
+    is_float: bool = False,
+) -> GroupCodes:
+    """Of tensors, which may be drawn and compared in tests."""
+    order = None if input_order is None else from_torch(input_order)
+    held = None if offsets is None else from_torch(offsets)
+    return GroupCodes(bits, from_torch(codes), from_torch(scales), held, order, is_float)
+
+
+def values_of(codes: GroupCodes) -> Tensor:
+    return to_torch(codes.dequantize())

@@ -21,8 +21,8 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.folder import CONFIGURED, SETTINGS_FILE
 
 ENGINE_MODULE = "pagemill_engine.loop.process"
-RUNNER_MODULE = "pagemill_engine.runner.load_eager"
-"""What a runner with a device imports; the null runner needs none of it."""
+RUNNER_MODULE = "pagemill_engine.runner.load_cpu"
+"""What a runner that computes imports; the null runner needs none of it."""
 
 
 class EngineProcess:

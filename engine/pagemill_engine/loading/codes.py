@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from pagemill_engine.loading.dequantize import (
+    Bytes,
+    Codes,
+    Floats,
     block_bytes,
     fifth_bits,
+    flat,
     half,
     iq4_codes,
     iq4_xs_nibbles,
@@ -32,7 +35,9 @@ from pagemill_engine.loading.dequantize import (
     q3_codes,
     q3_scales,
 )
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
+from pagemill_kernels.pieces import each_piece
 
 
 class CodeKind(NamedTuple):
@@ -78,103 +83,111 @@ def in_words(stored_as: str, kinds: Iterable[CodeKind | None]) -> str:
 _STORED_OFFSETS = {"Q4_0": False, "Q4_1": True, "Q8_0": False}
 """Types whose blocks are `CodeBlocks` as they stand, and whether an offset lies beside the scale."""
 
-_Parts = tuple[Tensor, Tensor, Tensor | None]
-"""Codes [n, block_elements], scales and offsets, each float32 [n, block_elements / group_size]."""
+_Parts = tuple[Bytes | Codes, Floats, Floats | None]
+"""Of n blocks: codes, scales and offsets, in as many columns as they are."""
 
 
-def read_codes(kind: str, data: Tensor, shape: tuple[int, ...]) -> GroupCodes:
-    """data: the stored bytes, uint8 [num_bytes]. Raises KeyError for a type that is not in `CODE_KINDS`."""
-    codes, scales, offsets = _SPLITS[kind](data.view(-1, block_bytes(kind)))
-    groups = (shape[0], shape[1] // CODE_KINDS[kind].group_size)
-    return GroupCodes(
-        bits=CODE_KINDS[kind].bits,
-        codes=codes.view(shape),
-        scales=scales.reshape(groups),
-        offsets=None if offsets is None else offsets.reshape(groups),
-    )
+def read_codes(kind: str, data: Bytes, shape: tuple[int, ...]) -> GroupCodes:
+    """data: the stored bytes, [num_bytes]. Raises KeyError for a type that is not in `CODE_KINDS`."""
+    split, found, num_bytes = _SPLITS[kind], CODE_KINDS[kind], block_bytes(kind)
+    blocks = data.reshape(shape[0], -1, num_bytes)
+    groups = (shape[0], shape[1] // found.group_size)
+    codes: Array = np.empty(shape, dtype=np.uint8 if found.bits == 4 else np.int8)
+    scales = np.empty(groups, dtype=np.float32)
+    offsets = np.empty(groups, dtype=np.float32) if found.has_offsets else None
+
+    def fill(rows: slice) -> None:
+        piece, piece_scales, piece_offsets = split(blocks[rows].reshape(-1, num_bytes))
+        codes[rows] = piece.reshape(-1, shape[1])
+        scales[rows] = piece_scales.reshape(-1, groups[1])
+        if offsets is not None and piece_offsets is not None:
+            offsets[rows] = piece_offsets.reshape(-1, groups[1])
+
+    each_piece(shape[0], shape[1], fill)
+    return GroupCodes(found.bits, codes, scales, offsets)
 
 
-def read_blocks(kind: str, data: Tensor, shape: tuple[int, ...]) -> CodeBlocks | None:
+def read_blocks(kind: str, data: Bytes, shape: tuple[int, ...]) -> CodeBlocks | None:
     """data as for `read_codes`; `None` for a type of other blocks."""
     if kind not in _STORED_OFFSETS:
         return None
-    blocks = data.view(shape[0], shape[1] // GROUP_SIZE, block_bytes(kind))
+    blocks = data.reshape(shape[0], shape[1] // GROUP_SIZE, block_bytes(kind))
     return CodeBlocks(CODE_KINDS[kind].bits, _STORED_OFFSETS[kind], blocks)
 
 
-def _q4_0(blocks: Tensor) -> _Parts:
+def _q4_0(blocks: Bytes) -> _Parts:
     scales = half(blocks, 0)
     return nibbles(blocks[:, 2:]), scales, -8.0 * scales
 
 
-def _q4_1(blocks: Tensor) -> _Parts:
+def _q4_1(blocks: Bytes) -> _Parts:
     return nibbles(blocks[:, 4:]), half(blocks, 0), half(blocks, 2)
 
 
-def _q4_k(blocks: Tensor) -> _Parts:
-    return k_nibbles(blocks[:, 16:]).flatten(1), *_k_offsets(blocks)
+def _q4_k(blocks: Bytes) -> _Parts:
+    return k_nibbles(blocks[:, 16:]), *_k_offsets(blocks)
 
 
-def _q5_0(blocks: Tensor) -> _Parts:
+def _q5_0(blocks: Bytes) -> _Parts:
     codes = nibbles(blocks[:, 6:]) | fifth_bits(blocks, 2)
-    return codes.view(torch.int8) - 16, half(blocks, 0), None
+    return codes.view(np.int8) - 16, half(blocks, 0), None
 
 
-def _q5_1(blocks: Tensor) -> _Parts:
+def _q5_1(blocks: Bytes) -> _Parts:
     codes = nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)
-    return codes.view(torch.int8), half(blocks, 0), half(blocks, 2)
+    return codes.view(np.int8), half(blocks, 0), half(blocks, 2)
 
 
-def _q5_k(blocks: Tensor) -> _Parts:
+def _q5_k(blocks: Bytes) -> _Parts:
     codes = k_nibbles(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48])
-    return codes.flatten(1).view(torch.int8), *_k_offsets(blocks)
+    return codes.view(np.int8), *_k_offsets(blocks)
 
 
-def _q6_k(blocks: Tensor) -> _Parts:
+def _q6_k(blocks: Bytes) -> _Parts:
     codes, scales = k_sixes(blocks)
-    return codes.flatten(1).view(torch.int8) - 32, half(blocks, 208) * scales, None
+    return codes.view(np.int8) - 32, half(blocks, 208) * scales, None
 
 
-def _q8_0(blocks: Tensor) -> _Parts:
-    return blocks[:, 2:].contiguous().view(torch.int8), half(blocks, 0), None
+def _q8_0(blocks: Bytes) -> _Parts:
+    return blocks[:, 2:].view(np.int8), half(blocks, 0), None
 
 
-def _mxfp4(blocks: Tensor) -> _Parts:
+def _mxfp4(blocks: Bytes) -> _Parts:
     return mxfp4_codes(nibbles(blocks[:, 1:])), mxfp4_scales(blocks[:, :1]), None
 
 
-def mxfp4_pairs(blocks: Tensor, exponents: Tensor) -> GroupCodes:
+def mxfp4_pairs(blocks: Bytes, exponents: Bytes) -> GroupCodes:
     """As Hugging Face stores MXFP4: neighbouring inputs are low and high half of a byte.
 
     blocks: uint8 [out, in / 32, 16]; exponents: uint8 [out, in / 32].
     """
-    neighbours = torch.stack((blocks & 15, blocks >> 4), dim=-1)
-    return GroupCodes(8, mxfp4_codes(neighbours).flatten(1), mxfp4_scales(exponents), None)
+    neighbours = np.stack((blocks & 15, blocks >> 4), axis=-1)
+    return GroupCodes(8, flat(mxfp4_codes(neighbours)), mxfp4_scales(exponents), None)
 
 
-def _k_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _k_offsets(blocks: Bytes) -> tuple[Floats, Floats]:
     """Scales and offsets of Q4_K and Q5_K."""
     scales, minima = k_scales(blocks[:, 4:16])
-    return half(blocks, 0) * scales.squeeze(-1), -half(blocks, 2) * minima.squeeze(-1)
+    return half(blocks, 0) * scales[..., 0], -half(blocks, 2) * minima[..., 0]
 
 
-def _q2_k(blocks: Tensor) -> _Parts:
-    return k_pairs(blocks[:, 16:80]).flatten(1).view(torch.int8), *q2_scales(blocks)
+def _q2_k(blocks: Bytes) -> _Parts:
+    return k_pairs(blocks[:, 16:80]).view(np.int8), *q2_scales(blocks)
 
 
-def _q3_k(blocks: Tensor) -> _Parts:
-    return q3_codes(blocks).flatten(1), q3_scales(blocks), None
+def _q3_k(blocks: Bytes) -> _Parts:
+    return q3_codes(blocks), q3_scales(blocks), None
 
 
-def _iq4_nl(blocks: Tensor) -> _Parts:
+def _iq4_nl(blocks: Bytes) -> _Parts:
     return iq4_codes(nibbles(blocks[:, 2:])), half(blocks, 0), None
 
 
-def _iq4_xs(blocks: Tensor) -> _Parts:
-    return iq4_codes(iq4_xs_nibbles(blocks)).flatten(1), iq4_xs_scales(blocks), None
+def _iq4_xs(blocks: Bytes) -> _Parts:
+    return iq4_codes(iq4_xs_nibbles(blocks)), iq4_xs_scales(blocks), None
 
 
-_SPLITS: dict[str, Callable[[Tensor], _Parts]] = {
+_SPLITS: dict[str, Callable[[Bytes], _Parts]] = {
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "IQ4_NL": _iq4_nl,

@@ -8,13 +8,16 @@ model's own business (`models.row_order`).
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from pagemill_engine.loading.codes import CodeKind
+from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.loading.source import WeightSource, stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.models.declaration import DecoderSpec, Shapes
+
+_SMALLEST_NORM = 1e-12
 
 
 class DeclaredWeights:
@@ -38,17 +41,18 @@ class DeclaredWeights:
     def shapes(self) -> Shapes:
         return self._shapes
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Array) -> None:
         if name not in self._computed:
             self._source.read_into(self._stored_names[name], out)
         elif name in self._normalized:
-            rows = torch.empty(out.shape)
+            rows = np.empty(out.shape, dtype=np.float32)
             self._source.read_into(self._stored_names[name], rows)
-            out.copy_(torch.nn.functional.normalize(rows))
+            rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _SMALLEST_NORM)
+            copy_floats(rows, out)
         else:
-            stored = torch.empty(self._shapes[name][::-1], dtype=out.dtype)
+            stored = np.empty(self._shapes[name][::-1], dtype=out.dtype)
             self._source.read_into(self._stored_names[name], stored)
-            out.copy_(stored.t())
+            copy_floats(stored.T, out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         """Groups of codes lie along the stored rows: a matrix the other way round is read as floats."""
@@ -63,7 +67,7 @@ class DeclaredWeights:
     def is_bfloat16(self, name: str) -> bool:
         return name not in self._normalized and self._source.is_bfloat16(self._stored_names[name])
 
-    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._shapes)
 
     def digest(self) -> str:

@@ -1,22 +1,33 @@
-"""GGUF storage types to floats, in torch. Formats: github.com/ggml-org/ggml, src/ggml-quants.c and ggml-common.h.
+"""GGUF storage types to floats. Formats: github.com/ggml-org/ggml, src/ggml-quants.c and ggml-common.h.
 
 A quantized tensor is a row of blocks; each function takes the bytes of n blocks, uint8 [n, block_bytes], and returns
-their values, float32 [n, block_elements]. `dequantize_into` cuts large tensors into pieces so that temporaries stay
-small.
+their values, float32 [n, block_elements]. `dequantize_into` takes large tensors in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-PIECE_ELEMENTS = 1 << 20
+from pagemill_engine.loading.floats import copy_floats
+from pagemill_kernels.arrays import NUMPY_TYPES, Array
+from pagemill_kernels.pieces import each_piece
+
+Number = TypeVar("Number", bound=np.generic)
+Bytes = Array
+"""uint8; numpy's types would have each shift and mask be of wider integers."""
+Floats = NDArray[np.float32]
+Codes = NDArray[np.int8]
+
+_E2M1_DOUBLED: Codes = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=np.int8)
+_IQ4: Codes = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=np.int8)
 
 
 def supported_types() -> list[str]:
-    return [*_PLAIN, *_BLOCKS]
+    return [*PLAIN, *_BLOCKS]
 
 
 def block_bytes(kind: str) -> int:
@@ -24,194 +35,200 @@ def block_bytes(kind: str) -> int:
     return _BLOCKS[kind][1]
 
 
-def dequantize_into(kind: str, data: Tensor, out: Tensor) -> None:
-    """Fill `out` (contiguous in rows, any float type) from `data`, the stored bytes, uint8 [num_bytes].
+def dequantize_into(kind: str, data: Bytes, out: Array) -> None:
+    """Fill `out` (contiguous, any float type) from `data`, the stored bytes, [num_bytes].
 
     Raises KeyError for a storage type that is not in `supported_types()`.
     """
-    if kind in _PLAIN:
-        out.copy_(data.view(_PLAIN[kind]).view(out.shape))
+    if kind in PLAIN:
+        copy_floats(data.view(PLAIN[kind]).reshape(out.shape), out)
         return
-    block_elements, _, decode = _BLOCKS[kind]
-    blocks = data.view(-1, block_bytes(kind))
-    # Rows are whole blocks, so a 2-D view in block units fits any destination, also a slice of a fused weight.
-    blocks_per_row = out.shape[-1] // block_elements
-    rows = out.view(-1, out.shape[-1])
-    step = max(1, PIECE_ELEMENTS // out.shape[-1])
-    for start in range(0, rows.shape[0], step):
-        stop = min(start + step, rows.shape[0])
-        values = decode(blocks[start * blocks_per_row : stop * blocks_per_row])
-        rows[start:stop].copy_(values.view(stop - start, -1))
+    decode = _BLOCKS[kind][2]
+    rows = out.reshape(-1, out.shape[-1])
+    blocks = data.reshape(len(rows), -1, block_bytes(kind))
+
+    def fill(piece: slice) -> None:
+        values = decode(blocks[piece].reshape(-1, block_bytes(kind)))
+        copy_floats(values.reshape(-1, out.shape[-1]), rows[piece])
+
+    each_piece(*rows.shape, fill)
 
 
-def half(blocks: Tensor, offset: int) -> Tensor:
-    """The float16 at a byte offset of each block, as float32 [n, 1]."""
-    return blocks[:, offset : offset + 2].contiguous().view(torch.float16).float()
+def half(blocks: Bytes, offset: int) -> Floats:
+    """The float16 at a byte offset of each block, [n, 1]."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
-def nibbles(packed: Tensor) -> Tensor:
+def flat(values: NDArray[Number]) -> NDArray[Number]:
+    """[n, ...] to [n, k]."""
+    return values.reshape(len(values), -1)
+
+
+def nibbles(packed: Bytes) -> Bytes:
     """[n, k] bytes to [n, 2k]: all low halves, then all high halves."""
-    return torch.cat((packed & 15, packed >> 4), dim=-1)
+    return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
-def fifth_bits(blocks: Tensor, offset: int) -> Tensor:
+def fifth_bits(blocks: Bytes, offset: int) -> Bytes:
     """32 bits in 4 bytes, lowest first, as uint8 [n, 32] with value 0 or 16."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = np.arange(8, dtype=np.uint8)
     bits = (blocks[:, offset : offset + 4, None] >> shifts) & 1
-    return bits.flatten(1) << 4
+    return flat(bits) << 4
 
 
-def _q4_0(blocks: Tensor) -> Tensor:
-    return (nibbles(blocks[:, 2:]).float() - 8.0) * half(blocks, 0)
+def _q4_0(blocks: Bytes) -> Floats:
+    return (nibbles(blocks[:, 2:]).astype(np.float32) - 8.0) * half(blocks, 0)
 
 
-def _q4_1(blocks: Tensor) -> Tensor:
-    return torch.addcmul(half(blocks, 2), nibbles(blocks[:, 4:]).float(), half(blocks, 0))
+def _q4_1(blocks: Bytes) -> Floats:
+    return nibbles(blocks[:, 4:]).astype(np.float32) * half(blocks, 0) + half(blocks, 2)
 
 
-def _q5_0(blocks: Tensor) -> Tensor:
+def _q5_0(blocks: Bytes) -> Floats:
     quants = nibbles(blocks[:, 6:]) | fifth_bits(blocks, 2)
-    return (quants.float() - 16.0) * half(blocks, 0)
+    return (quants.astype(np.float32) - 16.0) * half(blocks, 0)
 
 
-def _q5_1(blocks: Tensor) -> Tensor:
+def _q5_1(blocks: Bytes) -> Floats:
     quants = nibbles(blocks[:, 8:]) | fifth_bits(blocks, 4)
-    return quants.float() * half(blocks, 0) + half(blocks, 2)
+    return quants.astype(np.float32) * half(blocks, 0) + half(blocks, 2)
 
 
-def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float() * half(blocks, 0)
+def _q8_0(blocks: Bytes) -> Floats:
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * half(blocks, 0)
 
 
-def k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+def k_scales(packed: Bytes) -> tuple[Floats, Floats]:
     """Eight 6-bit scales and eight 6-bit minima in 12 bytes, each as float32 [n, 8, 1]."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=-1)
-    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=-1)
-    return scales.float().unsqueeze(-1), minima.float().unsqueeze(-1)
+    scales = np.concatenate((low & 63, (high & 15) | ((low >> 2) & 48)), axis=-1)
+    minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 2) & 48)), axis=-1)
+    return scales.astype(np.float32)[..., None], minima.astype(np.float32)[..., None]
 
 
-def _scaled_k(blocks: Tensor, quants: Tensor) -> Tensor:
+def _scaled_k(blocks: Bytes, quants: Bytes) -> Floats:
     """quants: [n, 8, 32] of Q4_K or Q5_K."""
     scales, minima = k_scales(blocks[:, 4:16])
-    scale, minimum = half(blocks, 0).unsqueeze(-1), half(blocks, 2).unsqueeze(-1)
-    return (scale * scales * quants.float() - minimum * minima).flatten(1)
+    scale, minimum = half(blocks, 0)[..., None], half(blocks, 2)[..., None]
+    return flat(scale * scales * quants.astype(np.float32) - minimum * minima)
 
 
-def k_nibbles(packed: Tensor) -> Tensor:
+def k_nibbles(packed: Bytes) -> Bytes:
     """128 bytes to [n, 8, 32]: of each 32 bytes the low halves, then the high halves."""
     rows = packed.reshape(-1, 4, 1, 32)
-    return torch.cat((rows & 15, rows >> 4), dim=2).view(-1, 8, 32)
+    return np.concatenate((rows & 15, rows >> 4), axis=2).reshape(-1, 8, 32)
 
 
-def _q4_k(blocks: Tensor) -> Tensor:
+def _q4_k(blocks: Bytes) -> Floats:
     return _scaled_k(blocks, k_nibbles(blocks[:, 16:]))
 
 
-def k_fifth_bits(packed: Tensor) -> Tensor:
+def k_fifth_bits(packed: Bytes) -> Bytes:
     """32 bytes to [n, 8, 32] with value 0 or 16: bit i of each byte belongs to row i."""
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    return ((packed.unsqueeze(1) >> shifts) & 1) << 4
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    return ((packed[:, None] >> shifts) & 1) << 4
 
 
-def _q5_k(blocks: Tensor) -> Tensor:
+def _q5_k(blocks: Bytes) -> Floats:
     return _scaled_k(blocks, k_nibbles(blocks[:, 48:]) | k_fifth_bits(blocks[:, 16:48]))
 
 
-def k_sixes(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def k_sixes(blocks: Bytes) -> tuple[Bytes, Floats]:
     """Q6_K's codes, 0 to 63, as uint8 [n, 16, 16], and their scales, float32 [n, 16]."""
-    low = blocks[:, :128].reshape(-1, 2, 1, 64)
-    low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 16, 16)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).view(-1, 16, 16)
-    return low | (high << 4), blocks[:, 192:208].contiguous().view(torch.int8).float()
+    packed = blocks[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate((packed & 15, packed >> 4), axis=2).reshape(-1, 16, 16)
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 16, 16)
+    return low | (high << 4), blocks[:, 192:208].view(np.int8).astype(np.float32)
 
 
-def _q6_k(blocks: Tensor) -> Tensor:
+def _q6_k(blocks: Bytes) -> Floats:
     quants, scales = k_sixes(blocks)
-    return (half(blocks, 208).unsqueeze(-1) * scales.unsqueeze(-1) * (quants.float() - 32.0)).flatten(1)
+    return flat(half(blocks, 208)[..., None] * scales[..., None] * (quants.astype(np.float32) - 32.0))
 
 
-def mxfp4_codes(nibbles: Tensor) -> Tensor:
+def mxfp4_codes(nibbles: Bytes) -> Codes:
     """The e2m1 floats that 4 bits are, doubled, as int8 in the shape of `nibbles`."""
-    return torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)[nibbles.long()]
+    return _E2M1_DOUBLED[nibbles]
 
 
-def mxfp4_scales(exponents: Tensor) -> Tensor:
+def mxfp4_scales(exponents: Bytes) -> Floats:
     """What doubled e2m1 floats are multiplied with: 2 ** (exponent - 128), float32."""
-    return ((exponents.int() - 1).clamp(min=0) << 23).view(torch.float32)
+    return ((exponents.astype(np.int32) - 1).clip(0) << 23).view(np.float32)
 
 
-def _mxfp4(blocks: Tensor) -> Tensor:
-    return mxfp4_codes(nibbles(blocks[:, 1:])).float() * mxfp4_scales(blocks[:, :1])
+def _mxfp4(blocks: Bytes) -> Floats:
+    return mxfp4_codes(nibbles(blocks[:, 1:])).astype(np.float32) * mxfp4_scales(blocks[:, :1])
 
 
-def k_pairs(packed: Tensor) -> Tensor:
+def k_pairs(packed: Bytes) -> Bytes:
     """64 bytes to [n, 16, 16] with values 0 to 3: of each 32 bytes the lowest two bits, then the next two."""
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).view(-1, 16, 16)
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 16, 16)
 
 
-def q2_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def q2_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     """Q2_K's scales and offsets of its 16 groups, float32 [n, 16]."""
     packed = blocks[:, :16]
-    return half(blocks, 80) * (packed & 15).float(), -half(blocks, 82) * (packed >> 4).float()
+    return half(blocks, 80) * (packed & 15).astype(np.float32), -half(blocks, 82) * (packed >> 4).astype(np.float32)
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
+def _q2_k(blocks: Bytes) -> Floats:
     scales, offsets = q2_scales(blocks)
-    return (scales.unsqueeze(-1) * k_pairs(blocks[:, 16:80]).float() + offsets.unsqueeze(-1)).flatten(1)
+    return flat(scales[..., None] * k_pairs(blocks[:, 16:80]).astype(np.float32) + offsets[..., None])
 
 
-def q3_codes(blocks: Tensor) -> Tensor:
+def q3_codes(blocks: Bytes) -> Codes:
     """Q3_K's codes, -4 to 3, as int8 [n, 16, 16]; the third bit of eight codes lies in one byte."""
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    third = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1).view(-1, 16, 16)
-    return (k_pairs(blocks[:, 32:96]) | (third << 2)).view(torch.int8) - 4
+    shifts = np.arange(8, dtype=np.uint8)[:, None]
+    third = ((blocks[:, :32][:, None] >> shifts) & 1).reshape(-1, 16, 16)
+    codes: Codes = (k_pairs(blocks[:, 32:96]) | (third << 2)).view(np.int8) - 4
+    return codes
 
 
-def q3_scales(blocks: Tensor) -> Tensor:
+def q3_scales(blocks: Bytes) -> Floats:
     """Of Q3_K's 16 groups, float32 [n, 16]: six bits each in 12 bytes, whose last four hold the upper two."""
     low, high = blocks[:, 96:104], blocks[:, 104:108]
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    upper = ((high.unsqueeze(1) >> shifts) & 3).flatten(1)
-    return half(blocks, 108) * ((nibbles(low) | (upper << 4)).float() - 32.0)
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    upper = flat((high[:, None] >> shifts) & 3)
+    scales: Floats = half(blocks, 108) * ((nibbles(low) | (upper << 4)).astype(np.float32) - 32.0)
+    return scales
 
 
-def _q3_k(blocks: Tensor) -> Tensor:
-    return (q3_scales(blocks).unsqueeze(-1) * q3_codes(blocks).float()).flatten(1)
+def _q3_k(blocks: Bytes) -> Floats:
+    return flat(q3_scales(blocks)[..., None] * q3_codes(blocks).astype(np.float32))
 
 
-def iq4_codes(nibbles: Tensor) -> Tensor:
+def iq4_codes(nibbles: Bytes) -> Codes:
     """The 16 values of IQ4_NL and IQ4_XS, int8 in the shape of `nibbles`."""
-    table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-    return torch.tensor(table, dtype=torch.int8)[nibbles.long()]
+    return _IQ4[nibbles]
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return iq4_codes(nibbles(blocks[:, 2:])).float() * half(blocks, 0)
+def _iq4_nl(blocks: Bytes) -> Floats:
+    return iq4_codes(nibbles(blocks[:, 2:])).astype(np.float32) * half(blocks, 0)
 
 
-def iq4_xs_nibbles(blocks: Tensor) -> Tensor:
+def iq4_xs_nibbles(blocks: Bytes) -> Bytes:
     """As [n, 8, 32]."""
     return nibbles(blocks[:, 8:].reshape(-1, 8, 16))
 
 
-def iq4_xs_scales(blocks: Tensor) -> Tensor:
+def iq4_xs_scales(blocks: Bytes) -> Floats:
     """Of IQ4_XS's eight groups, float32 [n, 8]: four low bits in bytes 4 to 7, two high bits in bytes 2 and 3."""
-    low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
-    high = ((blocks[:, 2:4].unsqueeze(-1) >> shifts) & 3).flatten(1)
-    return half(blocks, 0) * ((low | (high << 4)).float() - 32.0)
+    low = flat(np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=-1))
+    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)
+    high = flat((blocks[:, 2:4, None] >> shifts) & 3)
+    scales: Floats = half(blocks, 0) * ((low | (high << 4)).astype(np.float32) - 32.0)
+    return scales
 
 
-def _iq4_xs(blocks: Tensor) -> Tensor:
-    return (iq4_codes(iq4_xs_nibbles(blocks)).float() * iq4_xs_scales(blocks).unsqueeze(-1)).flatten(1)
+def _iq4_xs(blocks: Bytes) -> Floats:
+    return flat(iq4_codes(iq4_xs_nibbles(blocks)).astype(np.float32) * iq4_xs_scales(blocks)[..., None])
 
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
 
-_BLOCKS: dict[str, tuple[int, int, Callable[[Tensor], Tensor]]] = {
+_BLOCKS: dict[str, tuple[int, int, Callable[[Bytes], Floats]]] = {
     "Q4_0": (32, 18, _q4_0),
     "Q4_1": (32, 20, _q4_1),
     "Q5_0": (32, 22, _q5_0),

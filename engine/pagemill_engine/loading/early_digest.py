@@ -1,7 +1,7 @@
 """The digest of the weights, taken on a thread while the process still imports what computes.
 
-Hashing needs no torch and lets go of the interpreter, so it costs nothing where a second core is idle; it also brings
-the file into the page cache. Knows GGUF files alone: a folder's digest names torch's types.
+Hashing lets go of the interpreter, so it costs nothing where a second core is idle; it also brings the file into the
+page cache. For GGUF files alone.
 """
 
 from __future__ import annotations

@@ -7,21 +7,20 @@ dequantizing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pagemill_engine.loading.codes import CODE_KINDS, CodeKind, read_blocks, read_codes
-from pagemill_engine.loading.dequantize import dequantize_into, supported_types
+from pagemill_engine.loading.dequantize import PLAIN, dequantize_into, supported_types
 from pagemill_engine.loading.digest import gguf_digest
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.files import WeightFiles
 from pagemill_engine.loading.source import stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_protocol.gguf_file import GGUFFile, GGUFTensor
 from pagemill_protocol.models.family import GGUFNames
@@ -39,6 +38,7 @@ class GGUFWeights:
 
     def __init__(self, path: Path, early_digest: EarlyDigest | None = None) -> None:
         self._file = GGUFFile(path)
+        self._files = WeightFiles(self._file.paths)
         self._early_digest = early_digest
         self._path = path
         self._names = _names(self._file)
@@ -51,9 +51,13 @@ class GGUFWeights:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Array) -> None:
         tensor = self._tensors[name]
-        dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
+        plain = PLAIN.get(tensor.ggml_type.name)
+        if plain is not None and not self._interleaved_heads(tensor.name):
+            self._files.fill_floats(tensor.part, tensor.offset, plain, out)
+        else:
+            dequantize_into(tensor.ggml_type.name, self._stored(tensor), out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         return CODE_KINDS.get(self._tensors[name].ggml_type.name)
@@ -72,18 +76,18 @@ class GGUFWeights:
         tensor = self._tensors[name]
         return tensor.ggml_type.name == "BF16" and len(tensor.shape) == 2
 
-    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._tensors)
 
     def digest(self) -> str:
         early = self._early_digest.of(self._path) if self._early_digest is not None else None
         return early or gguf_digest(self._file)
 
-    def _stored(self, tensor: GGUFTensor) -> Tensor:
+    def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
         """The tensor's bytes with its rows in Hugging Face order."""
-        data = self._file.data_of(tensor)
+        data = self._files.read(tensor.part, tensor.offset, tensor.num_bytes)
         num_heads = self._interleaved_heads(tensor.name)
-        return _as_torch(_uninterleave(data, tensor, num_heads) if num_heads else data)
+        return _uninterleave(data, tensor, num_heads) if num_heads else data
 
     def _parts(self, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
         """The tensor under its Hugging Face name; one for each expert where it holds all of them (`*` in the name)."""
@@ -136,10 +140,3 @@ def _uninterleave(data: NDArray[np.uint8], tensor: GGUFTensor, num_heads: int) -
     num_rows = tensor.shape[0]
     rows = data.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
-
-
-def _as_torch(data: NDArray[np.uint8]) -> Tensor:
-    with warnings.catch_warnings():
-        # The mapping is read-only and so is our use of it.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(data)

@@ -13,11 +13,12 @@ import hashlib
 import math
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from pagemill_engine.loading.codes import CodeKind
+from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.loading.source import WeightSource, stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import GROUP_SIZE, CodeBlocks, GroupCodes
 from pagemill_kernels.linear.quantize import quantize
 from pagemill_protocol.models.declaration import DecoderSpec
@@ -27,7 +28,7 @@ Quantization = Literal["int8", "int4", "w8a8", "fp8"]
 KINDS: dict[Quantization, CodeKind] = {"int8": CodeKind(bits=8), "int4": CodeKind(bits=4, has_offsets=True)}
 _SCALED: tuple[Quantization, ...] = ("w8a8", "fp8")
 _SCALE_BYTES = 4
-_VERSION = 1
+_VERSION = 2
 """Part of the digest: raise it when the same floats become other codes."""
 
 
@@ -53,13 +54,13 @@ class QuantizedWeights:
         """Something in the files is stored in more bits than are asked for."""
         return any(self._rounded_kind(name) is not None or self._is_scaled(name) for name in self.shapes)
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Array) -> None:
         if self._rounded_kind(name) is None:
             self._source.read_into(name, out)
             return
         codes = self.read_codes(name)
         assert codes is not None
-        out.copy_(codes.dequantize())
+        copy_floats(codes.dequantize(), out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         return self._rounded_kind(name) or self._source.code_kind(name)
@@ -68,7 +69,7 @@ class QuantizedWeights:
         kind = self._rounded_kind(name)
         if kind is None:
             return self._source.read_codes(name)
-        weight = torch.empty(self.shapes[name])
+        weight = np.empty(self.shapes[name], dtype=np.float32)
         self._source.read_into(name, weight)
         return quantize(weight, kind.bits)
 
@@ -78,7 +79,7 @@ class QuantizedWeights:
     def is_bfloat16(self, name: str) -> bool:
         return self._rounded_kind(name) is None and self._source.is_bfloat16(name)
 
-    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         total = 0
         for name, shape in self.shapes.items():
             if keep_stored and self._is_scaled(name):

@@ -1,7 +1,7 @@
 """Weights in a Hugging Face folder: `model.safetensors`, or shards with `model.safetensors.index.json`.
 
-Files are mapped, tensors converted straight into their destination: no second full copy. Only the safetensors format is
-read; pickled checkpoints could run code and are refused.
+Tensors are read straight into their destination, converted piece by piece where its type is another one. Only the
+safetensors format is read; pickled checkpoints could run code and are refused.
 """
 
 from __future__ import annotations
@@ -12,24 +12,54 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from pagemill_engine.loading.codes import CODE_KINDS, CodeKind, mxfp4_pairs
 from pagemill_engine.loading.digest import StoredTensor, digest_tensors
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.files import WeightFiles
+from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.loading.source import stored_bytes
+from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
-from pagemill_protocol.safetensors_header import INDEX_FILE, shard_paths, weight_map
+from pagemill_protocol.safetensors_header import INDEX_FILE, TensorHeader, read_header, shard_paths, weight_map
 from pagemill_protocol.source_errors import UnreadableModelError
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = {"F32": NUMPY_TYPES["float32"], "F16": NUMPY_TYPES["float16"], "BF16": NUMPY_TYPES["bfloat16"]}
+_READ: dict[str, np.dtype[Any]] = {
+    **_FLOATS,
+    "F8_E4M3": np.dtype(np.uint8),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+}
+"""What tensors are as arrays, by the format's names of their types."""
+_DIGEST_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "BOOL": "bool",
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+"""Types in the digest are called as torch calls them, as earlier versions did, which still may hold blocks of these
+weights."""
 _REMEDY = "Fetch the folder again and compare its files with the publisher's."
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the two tensors that hold a matrix in MXFP4."""
+
+
+class _Stored(NamedTuple):
+    file: int
+    header: TensorHeader
 
 
 class _Part(NamedTuple):
@@ -44,16 +74,15 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, stacked: Mapping[str, str] = MappingProxyType({})) -> None:
         """`stacked`: as in `DecoderSpec`; what is stored for all experts at once is given for each."""
         self._folder = folder
-        self._owner: dict[str, Any] = {}
         try:
             shards, promised = shard_paths(folder), weight_map(folder)
+            headers = [read_header(shard) for shard in shards]
         except UnreadableModelError as error:
             raise LoadError("ModelUnreadable", error.message) from error
-        for shard in shards:
-            handle = _open(shard)
-            self._owner.update(dict.fromkeys(handle.keys(), handle))
-        _check_index(set(promised), set(self._owner), folder)
-        self._parts = dict(part for name in self._owner for part in self._parts_of(name, stacked))
+        self._shards, self._files = shards, WeightFiles(shards)
+        self._stored = {each.name: _Stored(file, each) for file, found in enumerate(headers) for each in found}
+        _check_index(set(promised), set(self._stored), folder)
+        self._parts = dict(part for name in self._stored for part in self._parts_of(name, stacked))
         self._shapes = {name: self._shape(part) for name, part in self._parts.items()}
 
     @property
@@ -62,37 +91,34 @@ class SafetensorsFolder:
 
     def names(self) -> Iterable[str]:
         """Of the stored tensors, as `has`, `shape`, `dtype` and `read` know them."""
-        return self._owner.keys()
+        return self._stored.keys()
 
     def has(self, name: str) -> bool:
-        return name in self._owner
+        return name in self._stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._owner[name].get_slice(name).get_shape())
+        return self._stored[name].header.shape
 
     def dtype(self, name: str) -> str:
-        return str(self._owner[name].get_slice(name).get_dtype())
+        return self._stored[name].header.dtype
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Array:
         return self._read(_Part(name))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Array) -> None:
         codes = self.read_codes(name)
         if codes is not None:
-            out.copy_(codes.dequantize())
+            copy_floats(codes.dequantize(), out)
             return
-        tensor = self._read(self._parts[name])
-        if tensor.dtype not in _FLOATS:
-            raise LoadError(
-                "UnsupportedQuantization",
-                f"`{self._folder}`: tensor `{name}` has type {tensor.dtype}. "
-                "Use a float32, float16 or bfloat16 checkpoint.",
-            )
-        out.copy_(tensor)
+        part = self._parts[name]
+        file, header = self._stored[part.stored_name]
+        if header.dtype not in _FLOATS:
+            raise self._no_floats(name, part)
+        self._files.fill_floats(file, _offset(part, header), _FLOATS[header.dtype], out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         return CODE_KINDS["MXFP4"] if self._is_mxfp4(self._parts[name]) else None
@@ -103,7 +129,7 @@ class SafetensorsFolder:
         part = self._parts[name]
         scales_name = part.stored_name.removesuffix(BLOCKS) + SCALES
         wanted = self.shape(part.stored_name)[:-1]
-        if scales_name not in self._owner or self.shape(scales_name) != wanted:
+        if scales_name not in self._stored or self.shape(scales_name) != wanted:
             raise LoadError(
                 "ModelUnreadable",
                 f"`{self._folder}` has no tensor `{scales_name}` of the shape {list(wanted)}. {_REMEDY}",
@@ -118,15 +144,21 @@ class SafetensorsFolder:
         stored_name = self._parts[name].stored_name
         return self.dtype(stored_name) == "BF16" and len(self._shapes[name]) == 2
 
-    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
 
     def digest(self) -> str:
-        tensors = {name: handle.get_tensor(name) for name, handle in self._owner.items()}
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        return digest_tensors(
-            (StoredTensor(name, str(t.dtype), tuple(t.shape), _bytes_of(t)) for name, t in tensors.items()), total
+        files = [np.memmap(shard, np.uint8, "r") for shard in self._shards]
+        tensors = (
+            StoredTensor(
+                header.name,
+                f"torch.{_DIGEST_NAMES.get(header.dtype, header.dtype)}",
+                header.shape,
+                np.asarray(files[file][header.offset : header.offset + header.num_bytes]),
+            )
+            for file, header in self._stored.values()
         )
+        return digest_tensors(tensors, sum(header.num_bytes for _, header in self._stored.values()))
 
     def _parts_of(self, stored_name: str, stacked: Mapping[str, str]) -> Iterator[tuple[str, _Part]]:
         """What a stored tensor is under the names of single experts; itself where it is of none or of one."""
@@ -150,10 +182,21 @@ class SafetensorsFolder:
             return False
         return self.dtype(part.stored_name) == "U8" and len(self.shape(part.stored_name)) == 4
 
-    def _read(self, part: _Part) -> Tensor:
-        handle, name = self._owner[part.stored_name], part.stored_name
-        tensor: Tensor = handle.get_tensor(name) if part.row is None else handle.get_slice(name)[part.row]
+    def _read(self, part: _Part) -> Array:
+        """As it is stored. Raises `LoadError` for types that nothing is made of."""
+        file, header = self._stored[part.stored_name]
+        if header.dtype not in _READ:
+            raise self._no_floats(part.stored_name, part)
+        tensor: Array = np.empty(header.shape if part.row is None else header.shape[1:], _READ[header.dtype])
+        self._files.fill(file, _offset(part, header), tensor)
         return tensor
+
+    def _no_floats(self, name: str, part: _Part) -> LoadError:
+        return LoadError(
+            "UnsupportedQuantization",
+            f"{self.where}: tensor `{name}` has type {self.dtype(part.stored_name)}. "
+            "Use a float32, float16 or bfloat16 checkpoint.",
+        )
 
 
 def _check_index(promised: set[str], held: set[str], folder: Path) -> None:
@@ -165,13 +208,5 @@ def _check_index(promised: set[str], held: set[str], folder: Path) -> None:
         )
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise LoadError("ModelUnreadable", f"`{path}` cannot be read as safetensors: {error}. {_REMEDY}") from error
-
-
-def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    data: NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return data
+def _offset(part: _Part, header: TensorHeader) -> int:
+    return header.offset + (0 if part.row is None else part.row * (header.num_bytes // header.shape[0]))

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from pagemill_engine.loading.codes import CodeKind
+from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 
 
@@ -20,8 +18,8 @@ class WeightSource(Protocol):
         """Every tensor in the files."""
         ...
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+    def read_into(self, name: str, out: Array) -> None:
+        """Fill `out` with the tensor: contiguous, shape as in `shapes`, any float type of `kernels.arrays`."""
         ...
 
     def code_kind(self, name: str) -> CodeKind | None:
@@ -40,7 +38,7 @@ class WeightSource(Protocol):
         """The tensor is a matrix that is stored in bfloat16: kept so it takes half the memory and loses nothing."""
         ...
 
-    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         """Memory that all tensors will take: as `dtype`, or as stored where that is codes or bfloat16."""
         ...
 
@@ -49,8 +47,8 @@ class WeightSource(Protocol):
         ...
 
 
-def stored_bytes(source: WeightSource, name: str, dtype: torch.dtype, keep_stored: bool) -> int:
+def stored_bytes(source: WeightSource, name: str, dtype: FloatType, keep_stored: bool) -> int:
     """Of one tensor; arguments as for `num_bytes`."""
     kind = source.code_kind(name) if keep_stored else None
-    kept = torch.bfloat16 if keep_stored and source.is_bfloat16(name) else dtype
+    kept = NUMPY_TYPES["bfloat16" if keep_stored and source.is_bfloat16(name) else dtype]
     return int(math.prod(source.shapes[name]) * (8 * kept.itemsize if kind is None else kind.stored_bits) / 8)

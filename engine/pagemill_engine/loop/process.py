@@ -45,8 +45,9 @@ from pagemill_engine.loop.sleep import fall_asleep, wake_up
 from pagemill_engine.loop.start_clock import StartClock
 from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
 from pagemill_engine.runner import factory
-from pagemill_engine.runner.lean_torch import import_torch
 from pagemill_engine.runner.sleep import SleepError
+from pagemill_kernels.gpu.driver import find_driver
+from pagemill_kernels.registry import has_torch
 from pagemill_protocol import logs
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
 from pagemill_protocol.generate import GenerateRequest
@@ -265,6 +266,14 @@ def fatal_of(error: Exception) -> Fatal:
     return Fatal("EngineFailed", f"{type(error).__name__}: {error}")
 
 
+def import_ahead(modules: list[str]) -> None:
+    """And torch, where it is likely to compute: where there is a GPU."""
+    for module in modules:
+        importlib.import_module(module)
+    if find_driver() is not None and has_torch():
+        importlib.import_module("torch")
+
+
 def main(argv: list[str]) -> int:
     if not argv:
         sys.stderr.write("usage: python -m pagemill_engine.loop.process FOLDER [MODULE ...]\n")
@@ -280,9 +289,7 @@ def main(argv: list[str]) -> int:
         early_digest = None
         if modules:
             early_digest = EarlyDigest(lambda: resolve_source(link.settings().model, field="model"))
-            import_torch()
-        for module in modules:
-            importlib.import_module(module)
+            import_ahead(modules)
         # Imports create 300,000 long-lived objects and hardly any garbage: no collection is needed before ready.
         gc.freeze()
         serve(link.settings(), link, early_digest)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.layers import Layer, Linear, Norm, Vector
-from pagemill_engine.models.row_order import head_order, heads_order, qkv_order
+from pagemill_engine.models.row_order import norm_order, qkv_order
 from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import AttentionSpec, MLPSpec, NormSpec
 
@@ -112,7 +112,7 @@ def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torc
     """Its weight in the order in which the heads' values are wanted."""
     if norm is None:
         return None
-    return Norm(norm, ops, dtype, heads_order(head_order(spec.rope, spec.head_dim), norm.size // spec.head_dim))
+    return Norm(norm, ops, dtype, norm_order(spec, norm.size))
 
 
 def _normalize(norm: Norm, heads: Tensor) -> None:

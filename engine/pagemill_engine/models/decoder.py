@@ -143,27 +143,6 @@ class DecoderLayer:
         return hidden
 
 
-class DecoderLayers(Protocol):
-    """All layers of a decoder, however many calls that takes."""
-
-    plain: list[DecoderLayer]
-    """They hold the weights."""
-
-    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor: ...
-
-
-class SingleDecoderLayers:
-    """One after another."""
-
-    def __init__(self, layers: list[DecoderLayer]) -> None:
-        self.plain = layers
-
-    def __call__(self, hidden: Tensor, context: ForwardContext) -> Tensor:
-        for layer in self.plain:
-            hidden = layer(hidden, context)
-        return hidden
-
-
 class Model(Protocol):
     """What a runner computes with."""
 
@@ -185,8 +164,6 @@ class Model(Protocol):
 
 
 class Decoder:
-    """`layers` may be replaced by what computes the same in fewer calls (`fusing`)."""
-
     def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
         """With weights that are not loaded yet. `dtype`: of what is computed between products."""
         self.spec = spec
@@ -202,7 +179,7 @@ class Decoder:
         self.positions = builder.table(entry.positions, declared.hidden_size)
         self.token_types = builder.table(entry.token_types, declared.hidden_size)
         self.embedding_norm = builder.norm(entry.norm)
-        self.layers: DecoderLayers = SingleDecoderLayers([DecoderLayer(layer, builder) for layer in declared.layers])
+        self.layers = [DecoderLayer(layer, builder) for layer in declared.layers]
         self.norm = builder.norm(declared.norm)
         self.head_projection = None if head is None else builder.linear(head.projection)
         self.lm_head = builder.linear(declared.head_linear())
@@ -214,7 +191,7 @@ class Decoder:
         yield self.embedding
         before = (self.embedding_projection, self.positions, self.token_types, self.embedding_norm)
         yield from (layer for layer in (*before, self.norm, self.head_projection) if layer is not None)
-        for layer in self.layers.plain:
+        for layer in self.layers:
             yield from layer.layers()
         if self.classifier is not None:
             yield from self.classifier.layers()
@@ -223,7 +200,9 @@ class Decoder:
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
-        hidden = self.layers(self._embed(token_ids, context), context)
+        hidden = self._embed(token_ids, context)
+        for layer in self.layers:
+            hidden = layer(hidden, context)
         return hidden if self.norm is None else self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pagemill_engine.models.layers import Layer, Linear, Norm
 from pagemill_engine.models.row_order import latent_order, latent_query_order
 from pagemill_engine.models.tensors import TensorSource, read_stacked
 from pagemill_kernels.registry import Ops
+from pagemill_kernels.torch_arrays import float_type_of, to_torch
 from pagemill_protocol.models.declaration import LatentAttentionSpec, Shapes
 
 
@@ -30,7 +31,7 @@ class _HeadMatrices:
         return self._spec.up.shapes()
 
     def load(self, source: TensorSource) -> None:
-        stacked = read_stacked(source, self._spec.up.weight_shapes(), self._dtype)
+        stacked = to_torch(read_stacked(source, self._spec.up.weight_shapes(), float_type_of(self._dtype)))
         self.weight = stacked.view(self._spec.num_heads, -1, self._spec.latent_size).to(self._ops.device)
 
     def held(self) -> Tensor:

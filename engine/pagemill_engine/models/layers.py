@@ -12,11 +12,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagemill_engine.models.row_order import stacked_order
-from pagemill_engine.models.tensors import TensorSource, blocks_stacked, codes_stacked, read_stacked
+from pagemill_engine.models.row_order import Order, stacked_order
+from pagemill_engine.models.tensors import (
+    Takes,
+    TensorSource,
+    Weight,
+    read_bias,
+    read_norm,
+    read_tensor,
+    read_weight,
+)
 from pagemill_kernels.experts.parts import FusedExperts
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 from pagemill_kernels.linear.packed import PackedLinear
 from pagemill_kernels.registry import Ops
+from pagemill_kernels.torch_arrays import float_type_of, to_torch
 from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpec, Shapes
 
 
@@ -48,7 +58,7 @@ class Linear:
 
     packed: PackedLinear
 
-    def __init__(self, spec: LinearSpec, ops: Ops, dtype: torch.dtype, order: Tensor | None = None) -> None:
+    def __init__(self, spec: LinearSpec, ops: Ops, dtype: torch.dtype, order: Order | None = None) -> None:
         """`order`: the stacked row that each row of the product is, where they are wanted in another order."""
         self.spec = spec
         self.dtype = dtype
@@ -59,7 +69,9 @@ class Linear:
         return self.spec.shapes()
 
     def load(self, source: TensorSource) -> None:
-        self.packed = _packed(self._ops, source, self.spec.weight_shapes(), self._bias(source), self.dtype, self.order)
+        bias = read_bias(source, self.spec, float_type_of(self.dtype), self.order)
+        weight = read_weight(source, self.spec.weight_shapes(), _takes(self._ops, self.dtype), self.order)
+        self.packed = _packed(self._ops, weight, None if bias is None else to_torch(bias), self._ops.pack_linear)
 
     def held(self) -> PackedLinear:
         return self.packed
@@ -71,25 +83,13 @@ class Linear:
         """out += self(x), in place."""
         self.packed.add_to(out, x)
 
-    def _bias(self, source: TensorSource) -> Tensor | None:
-        """Parts without a bias have zeros where others have one."""
-        if not any(part.bias for part in self.spec.parts):
-            return None
-        bias = torch.zeros(self.spec.out_features, dtype=self.dtype)
-        start = 0
-        for part in self.spec.parts:
-            if part.bias:
-                source.read_into(f"{part.name}.bias", bias[start : start + part.rows])
-            start += part.rows
-        return bias if self.order is None else bias[self.order]
-
 
 class Norm:
     """RMS norm or layer norm, as declared."""
 
     weight: Tensor
 
-    def __init__(self, spec: NormSpec, ops: Ops, dtype: torch.dtype, order: Tensor | None = None) -> None:
+    def __init__(self, spec: NormSpec, ops: Ops, dtype: torch.dtype, order: Order | None = None) -> None:
         """`order`: the stored value that each value of the weight is."""
         self.spec = spec
         self.eps = spec.eps
@@ -118,12 +118,8 @@ class Norm:
         return self._ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def _vector(self, source: TensorSource, name: str) -> Tensor:
-        # A sum with an offset is not rounded to a type in which the stored weight was exact.
-        offset = self.spec.weight_offset if name == "weight" else 0.0
-        vector = torch.empty(self.spec.size, dtype=torch.float32 if offset else self._dtype)
-        source.read_into(f"{self.spec.name}.{name}", vector)
-        vector = vector if self._order is None else vector[self._order]
-        return (vector + offset if offset else vector).to(self._ops.device)
+        vector = read_norm(source, self.spec, name, float_type_of(self._dtype), self._order)
+        return to_torch(vector).to(self._ops.device, copy=True)
 
 
 class Vector:
@@ -138,9 +134,8 @@ class Vector:
         return {self._name: (self._size,)}
 
     def load(self, source: TensorSource) -> None:
-        values = torch.empty(self._size)
-        source.read_into(self._name, values)
-        self.values = values.to(self._ops.device)
+        values = read_tensor(source, self._name, (self._size,), "float32")
+        self.values = to_torch(values).to(self._ops.device, copy=True)
 
     def held(self) -> Tensor:
         return self.values
@@ -160,8 +155,8 @@ class Embedding:
         return self.spec.shapes()
 
     def load(self, source: TensorSource) -> None:
-        pack_rows = lambda matrix, bias: self._ops.pack_rows(matrix)  # noqa: E731
-        self.rows = _packed(self._ops, source, self.shapes(), None, self.dtype, None, pack_rows)
+        weight = read_weight(source, self.shapes(), _takes(self._ops, self.dtype))
+        self.rows = _packed(self._ops, weight, None, lambda matrix, bias: self._ops.pack_rows(matrix))
 
     def held(self) -> PackedLinear:
         return self.rows
@@ -188,9 +183,8 @@ class Table:
         return {self._name: self._shape}
 
     def load(self, source: TensorSource) -> None:
-        table = torch.empty(self._shape, dtype=self._dtype)
-        source.read_into(self._name, table)
-        self.table = table.to(self._ops.device)
+        table = read_tensor(source, self._name, self._shape, float_type_of(self._dtype))
+        self.table = to_torch(table).to(self._ops.device, copy=True)
 
     def held(self) -> Tensor:
         return self.table
@@ -213,26 +207,24 @@ def held_bytes(layer: Held) -> int:
     return num_bytes
 
 
+def _takes(ops: Ops, dtype: torch.dtype) -> Takes:
+    """The form in which this device holds matrices. `dtype`: of what is computed between products."""
+    return Takes(
+        dtype=float_type_of(ops.weight_dtype or dtype),
+        blocks=ops.pack_blocks is not None,
+        codes=ops.pack_codes is not None,
+        bfloat16=ops.holds.bfloat16,
+    )
+
+
 def _packed(
-    ops: Ops,
-    source: TensorSource,
-    shapes: Shapes,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    order: Tensor | None,
-    pack: Callable[[Tensor, Tensor | None], PackedLinear] | None = None,
+    ops: Ops, weight: Weight, bias: Tensor | None, pack: Callable[[Tensor, Tensor | None], PackedLinear]
 ) -> PackedLinear:
-    """The named tensors stacked: in the codes they are stored in, or as floats where source or device has no codes."""
-    names = list(shapes)
-    if ops.pack_blocks is not None and (blocks := blocks_stacked(source, names)) is not None:
-        return ops.pack_blocks(blocks if order is None else blocks.reordered(order), bias)
-    if ops.pack_codes is not None and (codes := codes_stacked(source, names)) is not None:
-        return ops.pack_codes(codes if order is None else codes.reordered(order), bias)
-    return (pack or ops.pack_linear)(_read_matrix(ops, source, shapes, dtype, order), bias)
-
-
-def _read_matrix(ops: Ops, source: TensorSource, shapes: Shapes, dtype: torch.dtype, order: Tensor | None) -> Tensor:
-    """In the type that this device holds such weights in."""
-    keeps = ops.keeps_bfloat16 and all(source.is_bfloat16(name) for name in shapes)
-    matrix = read_stacked(source, shapes, torch.bfloat16 if keeps else ops.weight_dtype or dtype)
-    return matrix if order is None else matrix[order]
+    """`pack`: floats."""
+    if isinstance(weight, CodeBlocks):
+        assert ops.pack_blocks is not None
+        return ops.pack_blocks(weight, bias)
+    if isinstance(weight, GroupCodes):
+        assert ops.pack_codes is not None
+        return ops.pack_codes(weight, bias)
+    return pack(to_torch(weight), bias)

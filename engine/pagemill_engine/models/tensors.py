@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from pagemill_kernels import arrays
+from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes, stack, stack_blocks
+from pagemill_protocol.models.declaration import LinearSpec, NormSpec
 from pagemill_protocol.models.declaration import Shapes as Shapes
 
 Part = TypeVar("Part")
@@ -22,8 +24,8 @@ class TensorSource(Protocol):
         """Every tensor that is there."""
         ...
 
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Fill `out` (shape as in `shapes`, any float type) with the tensor, converted piece by piece."""
+    def read_into(self, name: str, out: Array) -> None:
+        """Fill `out` with the tensor: contiguous, shape as in `shapes`, any float type of `kernels.arrays`."""
         ...
 
     def read_codes(self, name: str) -> GroupCodes | None:
@@ -39,10 +41,65 @@ class TensorSource(Protocol):
         ...
 
 
-def read_stacked(source: TensorSource, shapes: Shapes, dtype: torch.dtype) -> Tensor:
+class Takes(NamedTuple):
+    """In what form an executor packs matrices."""
+
+    dtype: FloatType
+    """Of floats."""
+    blocks: bool = False
+    codes: bool = False
+    bfloat16: bool = False
+    """As floats, those that are stored in bfloat16 stay so."""
+
+
+Weight = CodeBlocks | GroupCodes | Array
+
+
+def read_weight(source: TensorSource, shapes: Shapes, takes: Takes, order: Array | None = None) -> Weight:
+    """The named tensors stacked: in the codes they are stored in, or as floats where source or executor has no codes.
+    Row i is the stored row `order[i]`."""
+    names = list(shapes)
+    if takes.blocks and (blocks := blocks_stacked(source, names)) is not None:
+        return blocks if order is None else blocks.reordered(order)
+    if takes.codes and (codes := codes_stacked(source, names)) is not None:
+        return codes if order is None else codes.reordered(order)
+    keeps = takes.bfloat16 and all(source.is_bfloat16(name) for name in names)
+    matrix = read_stacked(source, shapes, "bfloat16" if keeps else takes.dtype)
+    return matrix if order is None else matrix[order]
+
+
+def read_bias(source: TensorSource, spec: LinearSpec, dtype: FloatType, order: Array | None = None) -> Array | None:
+    """Parts without a bias have zeros where others have one."""
+    if not any(part.bias for part in spec.parts):
+        return None
+    bias = np.zeros(spec.out_features, dtype=NUMPY_TYPES[dtype])
+    start = 0
+    for part in spec.parts:
+        if part.bias:
+            source.read_into(f"{part.name}.bias", bias[start : start + part.rows])
+        start += part.rows
+    return bias if order is None else bias[order]
+
+
+def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType, order: Array | None = None) -> Array:
+    """`name`: weight or bias; `order`: the stored value that each value is."""
+    # A sum with an offset is not rounded to a type in which the stored weight was exact.
+    offset = spec.weight_offset if name == "weight" else 0.0
+    vector = read_tensor(source, f"{spec.name}.{name}", (spec.size,), "float32" if offset else dtype)
+    vector = vector if order is None else vector[order]
+    return vector + np.float32(offset) if offset else vector
+
+
+def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: FloatType) -> Array:
+    out = np.empty(shape, dtype=NUMPY_TYPES[dtype])
+    source.read_into(name, out)
+    return out
+
+
+def read_stacked(source: TensorSource, shapes: Shapes, dtype: FloatType) -> Array:
     """The named tensors one under another."""
     sizes = list(shapes.values())
-    out = torch.empty(sum(size[0] for size in sizes), *sizes[0][1:], dtype=dtype)
+    out = arrays.empty((sum(size[0] for size in sizes), *sizes[0][1:]), NUMPY_TYPES[dtype])
     start = 0
     for name, size in shapes.items():
         source.read_into(name, out[start : start + size[0]])

@@ -1,33 +1,40 @@
 """Which device computes, in which type and with which kernels, how keys and values are kept: decided before anything
-loads."""
+loads. Imports torch only where torch will compute."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.native.layers import can_fuse
+from pagemill_kernels.arrays import FloatType
 from pagemill_kernels.cpu import library
-from pagemill_kernels.gpu import launch
-from pagemill_kernels.kv_store.storage import TORCH_TYPES
-from pagemill_kernels.linear import onednn
+from pagemill_kernels.gpu.driver import find_driver
+from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_kernels.registry import (
     NATIVE_BACKENDS,
     Backend,
     Feature,
     Ops,
     Products,
+    bfloat16_unit,
     cpu_backend,
     fp8_problem,
     gpu_problem,
+    has_native_layers,
+    has_torch,
+    holds,
     lacking,
     ops_for,
 )
 from pagemill_protocol.model_spec import ModelSpec
 from pagemill_protocol.models.declaration import LatentAttentionSpec
+
+if TYPE_CHECKING:
+    from pagemill_kernels.native_ops import NativeOps
+    from pagemill_kernels.registry import Holds
 
 _PRODUCTS: dict[str, Products] = {"w8a8": "w8a8", "fp8": "fp8"}
 _PRODUCT_NAMES: dict[Products, str] = {"w8a8": "int8", "fp8": "fp8"}
@@ -43,19 +50,56 @@ _WRITING_SCORES: frozenset[Feature] = frozenset({"alibi", "sinks", "soft_cap"})
 
 
 class Compute(NamedTuple):
-    dtype: torch.dtype
+    backend: Backend
+    dtype: FloatType
     """The effective type of float weights (bfloat16 is kept where it loses nothing) and, unless set otherwise, of keys
     and values."""
-    activation_dtype: torch.dtype
+    activation_dtype: FloatType
     """What is computed between the products: float32 wherever the native kernels run."""
-    kv_dtype: torch.dtype
-    ops: Ops
+    kv_dtype: KVType
     how: str
     """What runs and why, for people."""
     attention_gathers: bool
     """Attention copies keys and values together; the native kernels read them where they lie."""
     attention_writes_scores: bool = False
     """And it writes its scores out, for features that torch's fused attention does not have."""
+    batch_invariant: bool = False
+    rounds_activations: bool = False
+    products: Products = "float"
+    torch_attention: bool = False
+    """As for `registry.ops_for`."""
+    is_native: bool = False
+    """The native decoder runs, without torch."""
+
+    @property
+    def holds(self) -> Holds:
+        return holds(self.backend)
+
+    @property
+    def ops(self) -> Ops:
+        """For a model that torch declares."""
+        from pagemill_kernels.torch_arrays import TORCH_TYPES
+
+        weight_dtype = None if self.dtype == self.activation_dtype else TORCH_TYPES[self.dtype]
+        return ops_for(
+            self.backend,
+            batch_invariant=self.batch_invariant,
+            weight_dtype=weight_dtype,
+            rounds_activations=self.rounds_activations,
+            products=self.products,
+            torch_attention=self.torch_attention,
+        )
+
+    @property
+    def native_ops(self) -> NativeOps:
+        from pagemill_kernels.native_ops import native_ops
+
+        return native_ops(
+            self.backend,
+            self.dtype,
+            batch_invariant=self.batch_invariant,
+            rounds_activations=self.rounds_activations,
+        )
 
 
 def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
@@ -70,7 +114,8 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
     check_by_transformers(config, spec)
     compute = _on_cpu(config, spec)
     how = f"the classes of transformers {version('transformers')}, slower than a family of our own"
-    return compute._replace(dtype=compute.activation_dtype, how=f"{how}, attention by {compute.how}")
+    how = f"{how}, attention by {compute.how}"
+    return compute._replace(dtype=compute.activation_dtype, how=how, is_native=False)
 
 
 def _pooled(config: EngineConfig, spec: ModelSpec) -> Compute:
@@ -99,7 +144,7 @@ def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:
         ("quantization", config.quantization, "none"),
         ("deterministic", config.deterministic, False),
     ):
-        if value != wanted and not (value == "auto" and not torch.cuda.is_available()):
+        if value != wanted and not (value == "auto" and not _has_gpu()):
             raise LoadError(
                 "SettingsUnsupported",
                 f"`{field}` {value} does not hold for `{spec.architecture}`, which is no family of Pagemill's and runs "
@@ -108,12 +153,29 @@ def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def _wants_gpu(config: EngineConfig) -> bool:
-    if config.device == "auto":
-        return torch.cuda.is_available() and launch.why_absent() is None
-    return config.device == "cuda"
+    if config.device != "auto":
+        return config.device == "cuda"
+    if not _has_gpu():
+        return False
+    from pagemill_kernels.gpu import launch
+
+    return launch.why_absent() is None
+
+
+def _has_gpu() -> bool:
+    """One that torch can use. Where there is no driver, or no torch, nothing is imported to say so."""
+    if find_driver() is None or not has_torch():
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
+    import torch
+
+    from pagemill_kernels.gpu import launch
+
     absent = launch.why_absent()
     if absent is not None:
         raise LoadError(
@@ -134,16 +196,16 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     if "fp8" in (config.quantization, config.kv_cache_dtype):
         _check_fp8(config)
     products = _PRODUCTS.get(config.quantization, "float")
-    ops = ops_for("triton", products=products)
-    emulated = ops.device.type == "cpu"
-    dtype = torch.float32 if emulated else torch.bfloat16
+    device = launch.device()
+    emulated = device.type == "cpu"
+    dtype: FloatType = "float32" if emulated else "bfloat16"
     if config.dtype != "auto":
-        dtype = TORCH_TYPES[config.dtype]
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype]
-    how = "Triton's interpreter" if emulated else f"Triton kernels on {torch.cuda.get_device_name(ops.device)}"
+        dtype = config.dtype
+    how = "Triton's interpreter" if emulated else f"Triton kernels on {torch.cuda.get_device_name(device)}"
     how += "" if products == "float" else f", {_PRODUCT_NAMES[products]} weights and activations"
     how += " where the file has floats" if products != "float" and spec.quantization is not None else ""
-    return Compute(dtype, dtype, kv_dtype, ops, how, attention_gathers=False)
+    kv_dtype = _kv_dtype(config, dtype)
+    return Compute("triton", dtype, dtype, kv_dtype, how, attention_gathers=False, products=products)
 
 
 def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
@@ -205,7 +267,7 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     dtype = _dtype(config, spec)
     backend, how = _backend(dtype, config, spec)
     native = backend in NATIVE_BACKENDS
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype]
+    kv_dtype = _kv_dtype(config, dtype)
     if not native and kv_dtype != dtype:
         raise _needs_native("kv_cache_dtype", config.kv_cache_dtype, how, "Set kv_cache_dtype to auto")
     if not native and config.deterministic:
@@ -214,16 +276,27 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     if lacks:
         _check_torch_attention(config, lacks)
         how += f", attention by torch (the native kernels have no {_in_words(lacks)})"
-    activation_dtype = torch.float32 if native else dtype
     rounds = backend == "cpu_native" and config.dtype == "auto" and _has_4_bits(config, spec) and library.has_dots()
-    weight_dtype = None if dtype == activation_dtype else dtype
-    ops = ops_for(backend, config.deterministic, weight_dtype, rounds_activations=rounds, torch_attention=bool(lacks))
     how += ", 4-bit weights times 16-bit activations" if rounds else ""
     how += ", few rows of codes times 16-bit activations" if _rounds_few_rows(backend, config, spec) else ""
     gathers = not native or bool(lacks)
     return Compute(
-        dtype, activation_dtype, kv_dtype, ops, how, gathers, gathers and bool(_features(spec) & _WRITING_SCORES)
+        backend,
+        dtype,
+        "float32" if native else dtype,
+        kv_dtype,
+        how,
+        attention_gathers=gathers,
+        attention_writes_scores=gathers and bool(_features(spec) & _WRITING_SCORES),
+        batch_invariant=config.deterministic,
+        rounds_activations=rounds,
+        torch_attention=bool(lacks),
+        is_native=not lacks and has_native_layers(backend) and can_fuse(spec.decoder),
     )
+
+
+def _kv_dtype(config: EngineConfig, dtype: FloatType) -> KVType:
+    return dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 def _check_torch_attention(config: EngineConfig, lacks: frozenset[Feature]) -> None:
@@ -240,15 +313,15 @@ def _check_torch_attention(config: EngineConfig, lacks: frozenset[Feature]) -> N
             )
 
 
-def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:
+def _dtype(config: EngineConfig, spec: ModelSpec) -> FloatType:
     if config.dtype != "auto":
-        return TORCH_TYPES[config.dtype]
-    backend, _ = _backend(torch.bfloat16, config, spec)
-    multiplied = backend == "cpu_bfloat16" or onednn.unit() is not None
+        return config.dtype
+    backend, _ = _backend("bfloat16", config, spec)
+    multiplied = backend == "cpu_bfloat16" or bfloat16_unit() is not None
     wants_codes = config.quantization != "none" and backend != "cpu_bfloat16"
-    if (wants_codes or config.deterministic) and _backend(torch.float32, config, spec)[0] in NATIVE_BACKENDS:
-        return torch.float32
-    return torch.bfloat16 if multiplied else torch.float32
+    if (wants_codes or config.deterministic) and _backend("float32", config, spec)[0] in NATIVE_BACKENDS:
+        return "float32"
+    return "bfloat16" if multiplied else "float32"
 
 
 def _has_4_bits(config: EngineConfig, spec: ModelSpec) -> bool:
@@ -259,7 +332,7 @@ def _rounds_few_rows(backend: Backend, config: EngineConfig, spec: ModelSpec) ->
     return backend == "cpu_bfloat16" and (spec.quantization is not None or config.quantization != "none")
 
 
-def _backend(dtype: torch.dtype, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:
+def _backend(dtype: FloatType, config: EngineConfig, spec: ModelSpec) -> tuple[Backend, str]:
     heads_per_kv_head = spec.num_heads // spec.num_kv_heads
     is_latent = "latent" in _features(spec)
     return cpu_backend(dtype, spec.head_dim, config.block_size, heads_per_kv_head, config.deterministic, is_latent)

@@ -9,15 +9,21 @@ from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.decoder import Decoder
-from pagemill_engine.models.rope import Rotations
-from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.models.device_rotations import DeviceRotations
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import StepInputs
 
 
 class DeviceForward:
     def __init__(
-        self, model: Decoder, ops: Ops, on_device: DeviceOps, kv_cache: KVCache, rotations: Rotations, block_size: int
+        self,
+        model: Decoder,
+        ops: Ops,
+        on_device: DeviceOps,
+        kv_cache: DeviceKVCache,
+        rotations: DeviceRotations,
+        block_size: int,
     ) -> None:
         self._model = model
         self._ops, self._on_device = ops, on_device

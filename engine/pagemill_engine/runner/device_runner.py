@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.models.decoder import Decoder
-from pagemill_engine.models.rope import Rotations
+from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.device_forward import DeviceForward
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkippedError
 from pagemill_engine.runner.graphs import DecodeGraphs, Recorder
-from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
+from pagemill_engine.sampling.device_counts import counts_on
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import by_row, masks_of
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult, TokenLogprobs
@@ -65,8 +66,8 @@ class DeviceRunner:
         self,
         model: Decoder,
         ops: Ops,
-        kv_cache: KVCache,
-        rotations: Rotations,
+        kv_cache: DeviceKVCache,
+        rotations: DeviceRotations,
         info: RunnerInfo,
         max_num_seqs: int,
     ) -> None:
@@ -79,7 +80,7 @@ class DeviceRunner:
         layout = RowLayout.of(max_num_seqs, info.max_model_len, info.block_size)
         self._rows = DeviceRows(layout)
         self._state = RowState(layout, kv_cache.padding_block, ops.device)
-        self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
+        self._sampling = SamplingRows(max_num_seqs, info.vocab_size, counts_on(ops.device))
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
         self._piece_rows = piece_rows(max_num_seqs)
         self._graphs: DecodeGraphs | None = None
@@ -133,7 +134,7 @@ class DeviceRunner:
     def warm_up_sampling(self) -> None:
         """One row that asks for everything."""
         asks = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
-        sampling = SamplingRows(1, self.info.vocab_size, self._ops.device)
+        sampling = SamplingRows(1, self.info.vocab_size, counts_on(self._ops.device))
         sampling.admit(0, AdmittedSequence("", [0], 1, 0, [], asks, 0, 0))
         first = np.zeros(1, dtype=np.int64)
         masks = TokenMasks(first, np.full((1, -(-self.info.vocab_size // 32)), -1, dtype=np.int32))

@@ -2,7 +2,7 @@
 
 Synchronous: `launch` does the work and `wait` hands over its result; `runner.threaded` makes it overlap, and a GPU has
 `runner.device_runner`. Does not decide what runs (`scheduler`), nor how an operation is computed (`pagemill_kernels`),
-nor where weights come from (`runner.load_eager`).
+nor where weights come from (`runner.load_cpu`). Arrays are numpy's; what computes is a `step_model.StepModel`.
 """
 
 from __future__ import annotations
@@ -10,73 +10,59 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.decoder import Model
-from pagemill_engine.models.rope import Rotations
+from pagemill_engine.models.step_model import StepModel, StepTokens
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.errors import NON_FINITE
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
-from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
 from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
-from pagemill_kernels.gpu.launch import upload
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
-from pagemill_kernels.registry import Ops
-from pagemill_kernels.sampling.reference import report
+from pagemill_kernels.sampling.host import host_sampler
 
 
 class EagerRunner:
     """One model, one KV cache, `max_num_seqs` rows."""
 
-    def __init__(
-        self,
-        model: Model,
-        ops: Ops,
-        kv_cache: KVCache,
-        rotations: Rotations,
-        info: RunnerInfo,
-        max_num_seqs: int,
-    ) -> None:
+    def __init__(self, model: StepModel, kv_cache: KVCache, info: RunnerInfo, max_num_seqs: int) -> None:
         self.info = info
         self.model = model
         self.kv_cache = kv_cache
-        self._ops = ops
-        self._rotations = rotations
         self._num_kv_heads, self._head_dim = model.spec.num_kv_heads, model.spec.head_dim
-        self._cache_heads = model.spec.cache_heads
-        self._windows = model.spec.decoder.windows()
+        self._shares_vectors = model.spec.cache_heads == model.spec.num_kv_heads
         self._rows = RequestRows(max_num_seqs, info.max_model_len, info.block_size)
-        self._sampling = SamplingRows(max_num_seqs, info.vocab_size, ops.device)
+        self._sampling = SamplingRows(max_num_seqs, info.vocab_size)
         self._piece_rows = piece_rows(max_num_seqs)
-        self._sleeping = SleepingModel(model, kv_cache, ops.device)
+        model.use_caches(kv_cache.rows)
 
     def launch(self, plan: StepPlan) -> StepResult:
-        with torch.inference_mode():
-            self._apply_differences(plan)
-            if not plan.num_scheduled_tokens:
-                return StepResult()
-            inputs = self._rows.gather(plan)
-            hidden: Tensor = self.model(self._upload(inputs.token_ids), self._context(inputs))
-            return self._answer(plan, inputs, hidden)
+        self._apply_differences(plan)
+        if not plan.num_scheduled_tokens:
+            return StepResult()
+        inputs = self._rows.gather(plan)
+        return self._answer(plan, inputs, self.model.hidden(self._tokens(inputs)))
 
     def wait(self, handle: Any) -> StepResult:
         result: StepResult = handle
         return result
 
     def sleep(self) -> int:
-        return self._sleeping.sleep()
+        self.close()
+        give_back()
+        return self.kv_cache.num_bytes
 
     def wake(self) -> None:
-        self._sleeping.wake()
+        self.kv_cache.allocate()
+        self.model.use_caches(self.kv_cache.rows)
 
     def close(self) -> None:
+        self.model.use_caches(())
         self.kv_cache.release()
 
     def _apply_differences(self, plan: StepPlan) -> None:
@@ -87,22 +73,20 @@ class EagerRunner:
         self._rows.update_blocks(plan)
         self.kv_cache.copy_blocks(plan.block_copies)
 
-    def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
+    def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         """What the step gives of the hidden states of its tokens."""
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden) if plan.prompt_targets else {}
         result = self._sample(plan, inputs, self._sampled_rows(inputs, hidden))
         result.prompt_logprobs = prompt_logprobs
         return result
 
-    def _sampled_rows(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
+    def _sampled_rows(self, inputs: StepInputs, hidden: Array) -> Array:
         """Normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
         if len(inputs.sampling) == len(hidden):
             return hidden
-        last_tokens = inputs.query_start_loc[1:][inputs.sampling] - 1
-        return self._ops.gather_rows(hidden, self._upload(last_tokens))
+        return hidden[inputs.query_start_loc[1:][inputs.sampling] - 1]
 
-    def _context(self, inputs: StepInputs) -> ForwardContext:
-        positions = self._upload(inputs.positions)
+    def _tokens(self, inputs: StepInputs) -> StepTokens:
         batch = AttentionBatch(
             query_start_loc=inputs.query_start_loc,
             seq_lens=inputs.seq_lens,
@@ -111,37 +95,28 @@ class EagerRunner:
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
             padding_block=self.kv_cache.padding_row,
-            shares_vectors=self._cache_heads == self._num_kv_heads,
+            shares_vectors=self._shares_vectors,
         )
-        plan_attention, device = self._ops.plan_attention, self._ops.device
-        plans = {window: plan_attention(batch, window, self.model.dtype, device) for window in self._windows}
-        slots = self._upload(self.kv_cache.row_slots_of(inputs.slot_mapping))
-        return ForwardContext(
-            positions=positions,
-            rotations=self._rotations.at(positions),
-            kv_caches=self.kv_cache.rows,
-            kv_slots=self._ops.plan_slots(slots, self._cache_heads, self.info.block_size),
-            attention_plans=plans,
-        )
+        return StepTokens(inputs.token_ids, inputs.positions, self.kv_cache.row_slots_of(inputs.slot_mapping), batch)
 
-    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> dict[str, list[TokenLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> dict[str, list[TokenLogprobs]]:
         starts = dict(zip(inputs.request_ids, inputs.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
         found = []
         for piece in pieces:
-            logits = self.model.compute_logits(self._ops.gather_rows(hidden, self._upload(piece.rows)))
-            found.append(report(logits.cpu(), piece.token_ids, piece.reports))
+            logits = self.model.logits(hidden[piece.rows])
+            found.append(host_sampler().report(logits, piece.token_ids, piece.reports))
         return by_request(plan.prompt_targets, pieces, found)
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
+    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         if len(inputs.sampling) == 0:
             self._rows.advance(inputs, np.zeros(0, dtype=np.int64))
             return StepResult()
         rows = inputs.rows[inputs.sampling]
         num_generated = self._rows.num_tokens[rows] - self._rows.num_prompt_tokens[rows]
-        logits = self.model.compute_logits(hidden)
+        logits = self.model.logits(hidden)
         masks = masks_of((inputs.request_ids[i] for i in inputs.sampling.tolist()), plan.token_masks)
-        sampled = sample(logits, self._sampling, rows, num_generated, self._ops.sample_tokens, masks)
+        sampled = sample(logits, self._sampling, rows, num_generated, masks)
         self._rows.advance(inputs, sampled.token_ids)
         return self._result(inputs, rows, sampled)
 
@@ -152,8 +127,5 @@ class EagerRunner:
         for i in np.flatnonzero(~sampled.finite).tolist():
             del result.token_ids[request_ids[i]]
             result.failed[request_ids[i]] = NON_FINITE
-            self.kv_cache.scrub(self._upload(self._rows.blocks(int(rows[i]))))
+            self.kv_cache.scrub(self._rows.blocks(int(rows[i])))
         return result
-
-    def _upload(self, array: NDArray[np.int64]) -> Tensor:
-        return upload(array, self._ops.device)

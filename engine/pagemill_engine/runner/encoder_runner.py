@@ -15,23 +15,20 @@ from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
 from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.models.encoder_attention import plan_rectangles
-from pagemill_engine.models.rope import Rotations
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.kv_cache import KVCache
+from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.pooling import Pooler
-from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
+from pagemill_kernels.torch_arrays import from_torch
 from pagemill_protocol.pooling import PoolingParams
 
 
 class EncoderRunner:
-    def __init__(
-        self, model: Decoder, ops: Ops, kv_cache: KVCache, rotations: Rotations, info: RunnerInfo, pooler: Pooler
-    ) -> None:
-        """`kv_cache`: without memory, for what sleeps."""
+    def __init__(self, model: Decoder, ops: Ops, rotations: DeviceRotations, info: RunnerInfo, pooler: Pooler) -> None:
         self.info = info
         self.model = model
         self._ops = ops
@@ -40,7 +37,6 @@ class EncoderRunner:
         self._windows = model.spec.decoder.windows()
         self._has_token_types = model.token_types is not None
         self._nothing = torch.empty(0, dtype=torch.int64, device=ops.device)
-        self._sleeping = SleepingModel(model, kv_cache, ops.device)
 
     def launch(self, plan: StepPlan) -> StepResult:
         prompts = plan.admitted
@@ -49,9 +45,9 @@ class EncoderRunner:
         with torch.inference_mode():
             lengths = [len(prompt.token_ids) for prompt in prompts]
             token_ids = np.concatenate([np.array(prompt.token_ids, dtype=np.int64) for prompt in prompts])
-            hidden = self.model(self._upload(token_ids), self._context(prompts, lengths))
-            pieces = hidden.tensor_split(np.cumsum(lengths)[:-1].tolist())
-            pooled = torch.stack([self._pooler.pool(piece) for piece in pieces])
+            hidden = from_torch(self.model(self._upload(token_ids), self._context(prompts, lengths)))
+            pieces = np.split(hidden, np.cumsum(lengths)[:-1])
+            pooled = np.stack([self._pooler.pool(piece) for piece in pieces])
             names = [prompt.request_id for prompt in prompts]
             return self._pooler.finish(names, pooled, [prompt.pooling or PoolingParams() for prompt in prompts])
 
@@ -60,10 +56,12 @@ class EncoderRunner:
         return result
 
     def sleep(self) -> int:
-        return self._sleeping.sleep()
+        """There is no cache, and the weights stay."""
+        give_back()
+        return 0
 
     def wake(self) -> None:
-        self._sleeping.wake()
+        """It holds nothing but weights."""
 
     def close(self) -> None:
         """It holds nothing but weights."""

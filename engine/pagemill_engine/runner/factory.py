@@ -1,6 +1,6 @@
 """Builds the runner that a configuration asks for: resolves the model, loads its weights, sizes the KV cache.
 
-The only place where model files, model definitions and devices meet. Imports torch only when a model is loaded.
+The only place where model files, model definitions and devices meet. Imports torch only where torch computes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
-from pagemill_engine.runner.lean_torch import import_torch
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
 from pagemill_protocol.sources import SourceError, resolve_source
@@ -53,8 +52,14 @@ def _load(
             f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF "
             "file of it.",
         )
-    import_torch()
-    from pagemill_engine.runner.load_eager import load_runner, overlapping
+    from pagemill_engine.runner.compute import choose_compute
+    from pagemill_engine.runner.preparing import ModelFiles
 
-    runner = load_runner(config, path, spec, progress, early_digest)
-    return overlapping(runner) if config.overlap else runner
+    files, compute = ModelFiles(config, path, spec, progress, early_digest), choose_compute(config, spec)
+    if compute.backend == "triton":
+        from pagemill_engine.runner.load_device import load_on_device
+
+        return load_on_device(files, compute)
+    from pagemill_engine.runner.load_cpu import load_on_cpu
+
+    return load_on_cpu(files, compute)

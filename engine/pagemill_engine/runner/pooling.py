@@ -6,44 +6,57 @@ which hidden states are whose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
 
-from pagemill_engine.models.classifier import Classifier
 from pagemill_engine.runner.errors import NON_FINITE
 from pagemill_engine.scheduler.step import StepResult
+from pagemill_kernels.arrays import Array, widened
 from pagemill_protocol.pooling import PoolingParams, PoolingSpec
+
+SMALLEST_LENGTH = 1e-12
+"""A vector that is shorter is divided by this."""
 
 
 class Pooler:
-    def __init__(self, spec: PoolingSpec, classifier: Classifier | None) -> None:
+    def __init__(self, spec: PoolingSpec, classifier: Callable[[Array], Array] | None) -> None:
+        """`classifier`: as `StepModel` has it."""
         self.spec = spec
         self._classifier = classifier
 
-    def pool(self, hidden: Tensor) -> Tensor:
+    def pool(self, hidden: Array) -> Array:
         """hidden: [tokens, hidden] of one prompt. Returns float32 [hidden]."""
         if self.spec.method == "cls":
-            return hidden[0].float()
+            return widened(hidden[0])
         if self.spec.method == "last":
-            return hidden[-1].float()
-        return hidden.float().mean(0)
+            return widened(hidden[-1])
+        mean: Array = widened(hidden).mean(0)
+        return mean
 
-    def finish(self, names: Sequence[str], pooled: Tensor, params: Sequence[PoolingParams]) -> StepResult:
+    def finish(self, names: Sequence[str], pooled: Array, params: Sequence[PoolingParams]) -> StepResult:
         """pooled: float32 [prompts, hidden], of the requests `names`."""
         values = pooled if self._classifier is None else self._classifier(pooled)
         if self.spec.sigmoid:
-            values = values.sigmoid()
-        finite = values.isfinite().all(1).tolist()
+            values = _sigmoid(values)
+        finite = np.atleast_1d(np.isfinite(values).all(1))
         result = StepResult()
         for name, row, wanted, is_finite in zip(names, values, params, finite, strict=True):
             if is_finite:
-                result.pooled[name] = self._cut(row, wanted).cpu().numpy().tobytes()
+                result.pooled[name] = self._cut(row, wanted).tobytes()
             else:
                 result.failed[name] = NON_FINITE
         return result
 
-    def _cut(self, row: Tensor, wanted: PoolingParams) -> Tensor:
+    def _cut(self, row: Array, wanted: PoolingParams) -> Array:
         row = row[: wanted.dimensions] if wanted.dimensions is not None else row
-        return F.normalize(row, dim=0) if self.spec.normalized else row
+        if not self.spec.normalized:
+            return row
+        length = np.sqrt(np.square(row).sum())
+        normalized: Array = row / np.maximum(length, np.float32(SMALLEST_LENGTH))
+        return normalized
+
+
+def _sigmoid(values: Array) -> Array:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-values))

@@ -6,36 +6,26 @@ What a chunk adds to a mean is summed as it comes. Everything else is `runner.ea
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from pagemill_engine.models.decoder import Decoder
-from pagemill_engine.models.rope import Rotations
+from pagemill_engine.models.step_model import StepModel
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.inputs import StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.scheduler.step import StepPlan, StepResult
-from pagemill_kernels.registry import Ops
+from pagemill_kernels.arrays import Array, widened
 from pagemill_protocol.pooling import PoolingParams
 
 
 class PoolingRunner(EagerRunner):
     def __init__(
-        self,
-        model: Decoder,
-        ops: Ops,
-        kv_cache: KVCache,
-        rotations: Rotations,
-        info: RunnerInfo,
-        max_num_seqs: int,
-        pooler: Pooler,
+        self, model: StepModel, kv_cache: KVCache, info: RunnerInfo, max_num_seqs: int, pooler: Pooler
     ) -> None:
-        super().__init__(model, ops, kv_cache, rotations, info, max_num_seqs)
+        super().__init__(model, kv_cache, info, max_num_seqs)
         self._pooler = pooler
         self._params: dict[str, PoolingParams] = {}
-        self._so_far: dict[str, Tensor] = {}
+        self._so_far: dict[str, Array] = {}
         """Of prompts whose first tokens were computed: their sum, or the first one."""
 
     def _apply_differences(self, plan: StepPlan) -> None:
@@ -47,7 +37,7 @@ class PoolingRunner(EagerRunner):
             self._so_far.pop(admitted.request_id, None)
         super()._apply_differences(plan)
 
-    def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> StepResult:
+    def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
         names, pooled = [], []
         starts = inputs.query_start_loc.tolist()
         for index, name in enumerate(inputs.request_ids):
@@ -58,19 +48,19 @@ class PoolingRunner(EagerRunner):
         self._rows.advance(inputs._replace(sampling=np.zeros(0, dtype=np.int64)), np.zeros(0, dtype=np.int64))
         if not names:
             return StepResult()
-        result = self._pooler.finish(names, torch.stack(pooled), [self._params[name] for name in names])
+        result = self._pooler.finish(names, np.stack(pooled), [self._params[name] for name in names])
         for name in result.failed:
-            self.kv_cache.scrub(self._upload(self._rows.blocks(self._rows.row(name))))
+            self.kv_cache.scrub(self._rows.blocks(self._rows.row(name)))
         return result
 
-    def _add(self, name: str, hidden: Tensor) -> Tensor:
+    def _add(self, name: str, hidden: Array) -> Array:
         """What is pooled of the prompt so far, these tokens included."""
         before, method = self._so_far.get(name), self._pooler.spec.method
         if method == "last":
-            return hidden[-1].float()
+            return widened(hidden[-1])
         if method == "cls":
-            vector = hidden[0].float() if before is None else before
+            vector = widened(hidden[0]) if before is None else before
         else:
-            vector = hidden.float().sum(0) if before is None else before + hidden.float().sum(0)
+            vector = widened(hidden).sum(0) if before is None else before + widened(hidden).sum(0)
         self._so_far[name] = vector
         return vector

@@ -10,8 +10,6 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
@@ -21,7 +19,9 @@ from pagemill_engine.loading.weights import open_weights
 from pagemill_engine.runner.budget import Sizes
 from pagemill_engine.runner.compute import Compute, check_gpu_features, choose_compute
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token
-from pagemill_kernels.kv_store.storage import TORCH_TYPES
+from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
+from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_kernels.registry import Holds, holds
 from pagemill_protocol.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -30,29 +30,21 @@ logger = logging.getLogger(__name__)
 class Holding(NamedTuple):
     """How a backend's kernels keep weights, keys and values."""
 
-    dtype: torch.dtype
+    dtype: FloatType
     """Of float weights."""
-    activation_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    keeps_codes: bool
-    keeps_floats8: bool
-    keeps_bfloat16: bool
-    lends_rows: bool
-    """A tied embedding takes no memory of its own."""
+    activation_dtype: FloatType
+    kv_dtype: KVType
+    weights: Holds
     attention_gathers: bool
     attention_writes_scores: bool = False
 
 
 def held_by(compute: Compute) -> Holding:
-    ops = compute.ops
     return Holding(
         dtype=compute.dtype,
         activation_dtype=compute.activation_dtype,
         kv_dtype=compute.kv_dtype,
-        keeps_codes=ops.keeps_codes,
-        keeps_floats8=ops.keeps_floats8,
-        keeps_bfloat16=ops.keeps_bfloat16,
-        lends_rows=ops.gathers,
+        weights=compute.holds,
         attention_gathers=compute.attention_gathers,
         attention_writes_scores=compute.attention_writes_scores,
     )
@@ -60,15 +52,12 @@ def held_by(compute: Compute) -> Holding:
 
 def held_by_gpu(config: EngineConfig) -> Holding:
     """For the Triton kernels of any NVIDIA device; `runner.compute` makes the same choices on a real one."""
-    dtype = torch.bfloat16 if config.dtype == "auto" else TORCH_TYPES[config.dtype]
+    dtype: FloatType = "bfloat16" if config.dtype == "auto" else config.dtype
     return Holding(
         dtype=dtype,
         activation_dtype=dtype,
-        kv_dtype=dtype if config.kv_cache_dtype == "auto" else TORCH_TYPES[config.kv_cache_dtype],
-        keeps_codes=True,
-        keeps_floats8=False,
-        keeps_bfloat16=False,
-        lends_rows=True,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        weights=holds("triton"),
         attention_gathers=False,
     )
 
@@ -85,14 +74,14 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 
 def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, holding: Holding) -> Sizes:
-    return sizes_of(config, weights_of(config, path, spec, holding.keeps_floats8), spec, holding)
+    return sizes_of(config, weights_of(config, path, spec, holding.weights.floats8), spec, holding)
 
 
 def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holding: Holding) -> Sizes:
     return Sizes(
         weight_bytes=_weight_bytes(weights, spec, holding, config.quantization != "none"),
         kv_bytes_per_token=kv_bytes_per_token(spec, holding.kv_dtype),
-        item_bytes=holding.activation_dtype.itemsize,
+        item_bytes=NUMPY_TYPES[holding.activation_dtype].itemsize,
         gathers=holding.attention_gathers,
         writes_scores=holding.attention_writes_scores,
     )
@@ -121,7 +110,7 @@ def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, roun
     if spec.decoder.by_transformers:
         return weights.num_bytes(holding.activation_dtype, keep_stored=False)
     has_codes = rounded or spec.quantization is not None
-    keep_stored = holding.keeps_bfloat16 or (holding.keeps_codes and has_codes)
+    keep_stored = holding.weights.bfloat16 or (holding.weights.codes and has_codes)
     held = weights.num_bytes(holding.dtype, keep_stored=keep_stored)
-    twice = spec.tie_word_embeddings and not holding.lends_rows
-    return held + (spec.vocab_size * spec.hidden_size * holding.dtype.itemsize if twice else 0)
+    twice = spec.tie_word_embeddings and not holding.weights.rows
+    return held + (spec.vocab_size * spec.hidden_size * NUMPY_TYPES[holding.dtype].itemsize if twice else 0)

@@ -1,4 +1,4 @@
-"""What a runner with a model gives up while it sleeps: its KV cache, and weights that lie in a device's own memory."""
+"""What a device's runner gives up while it sleeps: its KV cache, and weights that lie in the device's own memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 from pagemill_engine.models.decoder import Model
 from pagemill_engine.models.weights import weight_tensors
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.host_weights import HostWeights
-from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_engine.runner.memory import give_back
 
 
 class SleepingModel:
     """Of one model and its cache."""
 
-    def __init__(self, model: Model, kv_cache: KVCache, device: torch.device) -> None:
+    def __init__(self, model: Model, kv_cache: DeviceKVCache, device: torch.device) -> None:
         self._model, self._kv_cache, self._device = model, kv_cache, device
         self._weights: HostWeights | None = None
         """While it sleeps, of a device with a memory of its own."""

@@ -16,7 +16,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult
 
 
 class ThreadedRunner:
-    def __init__(self, inner: Runner, prepare_thread: Callable[[], object]) -> None:
+    def __init__(self, inner: Runner, prepare_thread: Callable[[], object] | None = None) -> None:
         """`prepare_thread` is called on the thread before its first step: torch has settings that hold for a thread."""
         self.info = inner.info._replace(overlaps=True)
         self._inner = inner

@@ -6,45 +6,43 @@ Token counts for penalties take memory of rows x vocabulary, so they exist only 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pagemill_engine.scheduler.step import AdmittedSequence
-from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.sampling import randomness
 from pagemill_kernels.sampling.batch import Draws, Edits, NamedTokens, Penalties, Reports, SamplingBatch
 
-CPU = torch.device("cpu")
 MIN_TEMPERATURE = 1e-5
 """Anything lower is greedy: dividing by it would leave float32's range."""
 
 
-@dataclass(slots=True)
-class TokenCounts:
-    """Which tokens a row has seen: the ground of all penalties."""
+class TokenCounts(Protocol):
+    """Which tokens a row has seen: the ground of all penalties. Lies where logits are sampled."""
 
-    in_prompt: Tensor
+    in_prompt: Any
     """bool [rows, vocab]."""
-    in_output: Tensor
+    in_output: Any
     """int32 [rows, vocab]: occurrences."""
 
-    @classmethod
-    def empty(cls, max_rows: int, vocab_size: int, device: torch.device) -> TokenCounts:
-        shape = (max_rows, vocab_size)
-        return cls(
-            torch.zeros(shape, dtype=torch.bool, device=device), torch.zeros(shape, dtype=torch.int32, device=device)
-        )
+    def reset(self, row: int, prompt: list[int], output: list[int]) -> None: ...
+
+
+class HostCounts:
+    """`TokenCounts` as arrays; `device_counts` has them as tensors of a device."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.in_prompt = np.zeros((max_rows, vocab_size), dtype=np.bool_)
+        self.in_output = np.zeros((max_rows, vocab_size), dtype=np.int32)
 
     def reset(self, row: int, prompt: list[int], output: list[int]) -> None:
-        device, vocab_size = self.in_prompt.device, self.in_prompt.shape[1]
-        self.in_prompt[row].zero_().index_fill_(0, upload(np.array(prompt, dtype=np.int64), device), True)
-        counts = np.bincount(np.array(output, dtype=np.int64), minlength=vocab_size)
-        self.in_output[row].copy_(upload(counts, device, torch.int32))
+        self.in_prompt[row] = False
+        self.in_prompt[row, prompt] = True
+        self.in_output[row] = np.bincount(np.array(output, dtype=np.int64), minlength=self.in_output.shape[1])
 
 
 @dataclass(slots=True)
@@ -53,8 +51,8 @@ class SamplingRows:
 
     max_rows: int
     vocab_size: int
-    device: torch.device = CPU
-    """Where logits are sampled, and so where the counts lie."""
+    make_counts: Callable[[int, int], TokenCounts] = HostCounts
+    """From the numbers of rows and tokens."""
     temperature: NDArray[np.float32] = field(init=False)
     top_k: NDArray[np.int64] = field(init=False)
     """vocab_size where all tokens are kept."""
@@ -194,6 +192,6 @@ class SamplingRows:
         if not self.penalised[row]:
             return
         if self.counts is None:
-            self.counts = TokenCounts.empty(self.max_rows, self.vocab_size, self.device)
+            self.counts = self.make_counts(self.max_rows, self.vocab_size)
         prompt = admitted.token_ids[: admitted.num_prompt_tokens]
         self.counts.reset(row, prompt, admitted.token_ids[admitted.num_prompt_tokens :])

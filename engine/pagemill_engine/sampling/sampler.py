@@ -1,4 +1,4 @@
-"""Samples one token for each row of a batch: calls the device's sampler and returns the results by row.
+"""Samples one token for each row of a batch, and returns the results by row.
 
 A batch of plain greedy rows asks only for the best tokens. `pagemill_kernels.sampling` specifies and implements how
 tokens are chosen.
@@ -6,17 +6,16 @@ tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import TokenLogprobs
-from pagemill_kernels.sampling import reference
-from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, SamplingBatch, TokenMasks
+from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, TokenMasks
+from pagemill_kernels.sampling.host import host_sampler
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
@@ -32,20 +31,19 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits: Tensor,
+    logits: NDArray[np.float32],
     sampling: SamplingRows,
     rows: NDArray[np.int64],
     num_generated: NDArray[np.int64],
-    sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens] = reference.sample_tokens,
     masks: TokenMasks | None = None,
 ) -> Sampled:
     """One token for each row of the batch, counted for its penalties.
 
-    logits: float32 [batch, vocab] on any device, may be overwritten. rows: [batch], indices into `sampling`.
+    logits: contiguous [batch, vocab], may be overwritten. rows: [batch], indices into `sampling`.
     num_generated: [batch], tokens that each row has generated before this one: the position in its random sequence.
     """
     batch = sampling.batch(rows, num_generated)._replace(masks=masks)
-    return by_row(sample_tokens(logits, batch), batch.reports)
+    return by_row(host_sampler().sample_tokens(logits, batch), batch.reports)
 
 
 def masks_of(

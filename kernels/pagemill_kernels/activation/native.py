@@ -2,59 +2,50 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from pagemill_kernels.activation import reference
+from pagemill_kernels import arrays
+from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch, library
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
+def silu_and_mul(gate_up: Array) -> Array:
     """gate_up: float32 or bfloat16 [tokens, 2 * intermediate], gate first. Returns [tokens, intermediate] like it."""
-    gate_up = gate_up.contiguous()
+    gate_up = np.ascontiguousarray(gate_up)
     num_tokens, width = gate_up.shape
-    out = torch.empty(num_tokens, width // 2, dtype=gate_up.dtype)
+    out = arrays.empty((num_tokens, width // 2), gate_up.dtype)
     launch.native().pagemill_silu_and_mul(
-        gate_up.data_ptr(),
+        address(gate_up),
         num_tokens,
         width // 2,
-        out.data_ptr(),
-        gate_up.dtype == torch.bfloat16,
+        address(out),
+        gate_up.dtype == np.uint16,
         launch.num_threads(),
     )
     return out
 
 
-def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """As `reference.gelu_and_mul`."""
-    return activate_and_mul(gate_up, "gelu_tanh")
-
-
-def activate_and_mul(gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
-    """As in `reference`, which computes other types than float32."""
-    if gate_up.dtype != torch.float32:
-        return reference.activate_and_mul(gate_up, activation, limit)
+def activate_and_mul(gate_up: Array, activation: str, limit: float | None = None) -> Array:
+    """As in `reference`, of float32."""
     return _activated(gate_up, gate_up.shape[1] // 2, activation, limit)
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """As in `reference`, which computes other types than float32."""
-    if x.dtype != torch.float32:
-        return reference.activate(x, activation)
+def activate(x: Array, activation: str) -> Array:
+    """As in `reference`, of float32."""
     return _activated(x, x.shape[1], activation, None)
 
 
-def _activated(x: Tensor, size: int, activation: str, limit: float | None) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty(len(x), size)
+def _activated(x: Array, size: int, activation: str, limit: float | None) -> Array:
+    x = np.ascontiguousarray(x)
+    out = arrays.empty((len(x), size))
     launch.native().pagemill_activate(
-        x.data_ptr(),
+        address(x),
         len(x),
         size,
         library.ACTIVATIONS.index(activation),
         size != x.shape[1],
         limit or 0.0,
-        out.data_ptr(),
+        address(out),
         launch.num_threads(),
     )
     return out

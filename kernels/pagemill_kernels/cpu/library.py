@@ -1,24 +1,23 @@
 """Loads the compiled CPU kernels and declares their C functions. Mirrors cpu/src/abi.h.
 
-`load()` gives the library of the highest instruction-set level that this processor has, or `None` with the cause in
-`why_absent()`; callers then take the torch implementation. Threads come from the OpenMP runtime that torch has already
-loaded, so both share one pool.
+`load()` gives the library of the highest level that `processor` allows, or `None` with the cause in `why_absent()`;
+callers then take the torch implementation. Threads come from OpenMP: the one of torch where that is loaded before, so
+that both share one pool.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import platform
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-import torch
+from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 11
+ABI_VERSION = 13
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
@@ -26,11 +25,6 @@ FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS, FORMAT_FLOATS8 = range(4, 8)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
 """Their places are the kernels' numbers."""
 
-_LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "x86_64": {"AVX512": ("x86-64-v4", "x86-64-v3"), "AVX2": ("x86-64-v3",)},
-    "aarch64": {"DEFAULT": ("armv8-a",), "SVE256": ("armv8-a",), "NEON": ("armv8-a",)},
-}
-_BFLOAT16_LEVEL = "x86-64-v4-bf16"
 _LIBRARY_DIR = Path(__file__).parent / "lib"
 
 
@@ -104,6 +98,43 @@ class LayerWeights(ctypes.Structure):
     )
 
 
+class SamplingArgs(ctypes.Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("num_rows", c_int64),
+        ("vocab_size", c_int64),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("keys", c_void_p),
+        ("mask_of", c_void_p),
+        ("masks", c_void_p),
+        ("mask_words", c_int64),
+        ("edit_starts", c_void_p),
+        ("edit_tokens", c_void_p),
+        ("edit_biases", c_void_p),
+        ("penalty_of", c_void_p),
+        ("repetition", c_void_p),
+        ("frequency", c_void_p),
+        ("presence", c_void_p),
+        ("count_rows", c_void_p),
+        ("in_prompt", c_void_p),
+        ("in_output", c_void_p),
+        ("report_of", c_void_p),
+        ("top_width", c_int64),
+        ("token_ids", c_void_p),
+        ("finite", c_void_p),
+        ("chosen", c_void_p),
+        ("best", c_void_p),
+        ("log_totals", c_void_p),
+        ("ranks", c_void_p),
+        ("top", c_void_p),
+        ("top_ids", c_void_p),
+        ("num_threads", c_int32),
+    )
+
+
 class AttentionArgs(ctypes.Structure):
     _fields_ = (
         ("query", c_void_p),
@@ -141,6 +172,8 @@ _SIGNATURES = {
     "pagemill_pack_blocks": (c_void_p, c_int64, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_int32),
     "pagemill_gather_rows": (POINTER(PackedWeight), c_void_p, c_int64, c_void_p),
     "pagemill_paged_attention": (POINTER(AttentionArgs),),
+    "pagemill_sample": (POINTER(SamplingArgs),),
+    "pagemill_report": (POINTER(SamplingArgs),),
     "pagemill_rms_norm": (
         c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int32, c_int32,
     ),
@@ -189,12 +222,12 @@ def why_absent() -> str | None:
 
 
 def _open() -> tuple[ctypes.CDLL | None, str]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    levels = _LEVELS.get(platform.machine(), {}).get(capability, ())
-    if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported():
-        levels = (_BFLOAT16_LEVEL, *levels)
+    try:
+        levels = processor.levels()
+    except ValueError as error:
+        return None, str(error)
     if not levels:
-        return None, f"no kernels for {platform.machine()} with {capability}"
+        return None, processor.why_no_level()
     for level in levels:
         path = _LIBRARY_DIR / f"libpagemill_cpu.{level}.so"
         if not path.exists():

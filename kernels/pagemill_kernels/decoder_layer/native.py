@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from pagemill_kernels import arrays
+from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
-from pagemill_kernels.experts.native import NativeExperts
-from pagemill_kernels.kv_store.storage import NATIVE_TYPES
-from pagemill_kernels.linear.native import NativeLinear
-from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.paged_attention.native import NativePlan
 
 MLP_ROWS = 128
 """Tokens that layer.cpp takes through the MLP at a time."""
 
 
+class CacheAddresses(NamedTuple):
+    """Where the caches of all layers lie. Keeps none of them alive."""
+
+    addresses: ctypes.Array[ctypes.c_void_p]
+    number: int
+    """Of their type."""
+
+    @classmethod
+    def of(cls, caches: Sequence[Array]) -> CacheAddresses:
+        """At least one."""
+        return cls(launch.addresses(map(address, caches)), kinds.native_number(caches[0]))
+
+
 class NativeLayers:
     def __init__(self, layers: Sequence[LayerParts]) -> None:
-        """At least one; all packed parts are `NativeLinear`s or `NativeExperts`."""
+        """At least one."""
         made = [_Weights(parts) for parts in layers]
         self._kept = layers, made
         """What the addresses below point to."""
@@ -30,54 +42,54 @@ class NativeLayers:
         self._hidden_size = made[0].hidden_size
         self._heads = max(each.heads_size for each in made)
         self._inner = max(each.inner_size for each in made)
+        self._windows = [parts.window for parts in layers]
+        self._rotations = [parts.rotation for parts in layers]
         self._call = launch.native().pagemill_decoder_layers
 
     def __call__(
         self,
-        hidden: Tensor,
-        plans: Sequence[NativePlan],
-        rotations: Sequence[tuple[Tensor, Tensor] | None],
-        caches: Sequence[Tensor],
-        slots: Tensor,
+        hidden: Array,
+        plans: Mapping[int | None, NativePlan],
+        rotations: Sequence[tuple[Array, Array]],
+        caches: CacheAddresses,
+        slots: Array,
     ) -> None:
+        """Adds the layers' contributions to `hidden`, float32 [tokens, hidden], in place. `plans`: by window;
+        `rotations`: cos and sin, as the layers' parts number them. Others: as for `rope.native` and
+        `paged_attention.native`."""
         num_tokens = len(hidden)
-        if hidden.shape[1] != self._hidden_size or hidden.dtype != torch.float32 or not hidden.is_contiguous():
+        if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
             raise ValueError(
                 f"layers: hidden is {hidden.dtype} {list(hidden.shape)}, contiguous float32 "
                 f"[tokens, {self._hidden_size}] is needed"
             )
-        if not len(plans) == len(rotations) == len(caches) == len(self._addresses):
-            raise ValueError(
-                f"layers: {len(plans)} plans, {len(rotations)} rotations and {len(caches)} caches for "
-                f"{len(self._addresses)} layers"
-            )
+        if len(caches.addresses) != len(self._addresses):
+            raise ValueError(f"layers: {len(caches.addresses)} caches for {len(self._addresses)} layers")
         block = min(num_tokens, MLP_ROWS)
         # What no layer needs of it stays untouched, hence takes no memory.
-        scratch = torch.empty(num_tokens * 3 * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
+        scratch = arrays.empty(num_tokens * 3 * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
+        args = {window: ctypes.addressof(plan.args) for window, plan in plans.items()}
+        turns = [(address(cos), address(sin)) for cos, sin in rotations]
         self._call(
             len(self._addresses),
             self._addresses,
-            launch.addresses(ctypes.addressof(plan.args) for plan in plans),
-            launch.addresses(cache.data_ptr() for cache in caches),
-            hidden.data_ptr(),
+            launch.addresses(args[window] for window in self._windows),
+            caches.addresses,
+            address(hidden),
             num_tokens,
-            launch.addresses(None if each is None else each[0].data_ptr() for each in rotations),
-            launch.addresses(None if each is None else each[1].data_ptr() for each in rotations),
-            NATIVE_TYPES.index(caches[0].dtype),
-            slots.data_ptr(),
-            scratch.data_ptr(),
+            launch.addresses(None if index is None else turns[index][0] for index in self._rotations),
+            launch.addresses(None if index is None else turns[index][1] for index in self._rotations),
+            caches.number,
+            address(slots),
+            address(scratch),
         )
-
-
-def fuse_layers(layers: Sequence[LayerParts]) -> NativeLayers:
-    return NativeLayers(layers)
 
 
 class _Weights:
     """One layer's structure, and what it points to."""
 
     def __init__(self, parts: LayerParts) -> None:
-        qkv, output = _native(parts.qkv), _native(parts.output)
+        qkv, output = parts.qkv, parts.output
         self.hidden_size = qkv.in_features
         self.heads_size = qkv.out_features + output.in_features
         self.inner_size = 0
@@ -86,7 +98,7 @@ class _Weights:
             output=output.address,
             qkv_bias=qkv.bias_address,
             output_bias=output.bias_address,
-            sinks=None if parts.sinks is None else parts.sinks.data_ptr(),
+            sinks=optional_address(parts.sinks),
             attention_norm=_norm(parts.attention_norm),
             query_norm=_norm(parts.query_norm),
             key_norm=_norm(parts.key_norm),
@@ -106,7 +118,7 @@ class _Weights:
             self._set_experts(parts.mlp)
 
     def _set_mlp(self, mlp: MLPParts) -> None:
-        up, down = _native(mlp.up), _native(mlp.down)
+        up, down = mlp.up, mlp.down
         self.inner_size = up.out_features + down.in_features
         layer = self.layer
         layer.up, layer.up_bias = up.address, up.bias_address
@@ -115,9 +127,7 @@ class _Weights:
         layer.gated, layer.limit = mlp.gated, mlp.limit or 0.0
 
     def _set_experts(self, mlp: MoEParts) -> None:
-        if not isinstance(mlp.experts, NativeExperts):
-            raise TypeError(f"layers: {type(mlp.experts).__name__} is not packed by the native kernels")
-        self._experts = mlp.experts.weights(_native(mlp.router), mlp.top_k, mlp.renormalized)
+        self._experts = mlp.experts.weights(mlp.router, mlp.top_k, mlp.renormalized)
         self.layer.experts = ctypes.addressof(self._experts)
 
 
@@ -125,15 +135,9 @@ def _norm(parts: NormParts | None) -> library.NormWeights:
     if parts is None:
         return library.NormWeights()
     return library.NormWeights(
-        weight=parts.weight.data_ptr(),
-        bias=None if parts.bias is None else parts.bias.data_ptr(),
+        weight=address(parts.weight),
+        bias=optional_address(parts.bias),
         size=len(parts.weight),
         eps=parts.eps,
         centered=parts.centered,
     )
-
-
-def _native(linear: PackedLinear) -> NativeLinear:
-    if not isinstance(linear, NativeLinear):
-        raise TypeError(f"layers: {type(linear).__name__} is not packed by the native kernels")
-    return linear

@@ -1,29 +1,27 @@
-"""What a decoder layer consists of, and what several that were made into one call can do."""
+"""What a decoder layer consists of that is computed in one native call with others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from torch import Tensor
-
-from pagemill_kernels.experts.parts import FusedExperts
-from pagemill_kernels.linear.packed import PackedLinear
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.experts.native import NativeExperts
+from pagemill_kernels.linear.native import NativeLinear
 
 
 class NormParts(NamedTuple):
     """RMS norm, or layer norm where it is centered."""
 
-    weight: Tensor
-    bias: Tensor | None
+    weight: Array
+    bias: Array | None
     eps: float
     centered: bool
 
 
 class MLPParts(NamedTuple):
-    up: PackedLinear
+    up: NativeLinear
     """Where it is gated the gate's rows, then the up projection's."""
-    down: PackedLinear
+    down: NativeLinear
     activation: str
     gated: bool
     limit: float | None
@@ -31,8 +29,8 @@ class MLPParts(NamedTuple):
 
 
 class MoEParts(NamedTuple):
-    router: PackedLinear
-    experts: FusedExperts
+    router: NativeLinear
+    experts: NativeExperts
     top_k: int
     renormalized: bool
     """As in `experts.reference.route`."""
@@ -44,8 +42,8 @@ class LayerParts(NamedTuple):
     hidden += residual_scale * output_norm(block(norm(hidden))), for attention and then for the MLP.
     """
 
-    qkv: PackedLinear
-    output: PackedLinear
+    qkv: NativeLinear
+    output: NativeLinear
     mlp: MLPParts | MoEParts
     num_heads: int
     num_kv_heads: int
@@ -63,20 +61,9 @@ class LayerParts(NamedTuple):
     residual_scale: float = 1.0
     parallel: bool = False
     """The MLP reads the hidden states that the attention reads."""
-    sinks: Tensor | None = None
+    window: int | None = None
+    """Of the attention; `None`: all that comes before."""
+    rotation: int | None = None
+    """Which of the model's rotary embeddings turns queries and keys; `None`: nothing does."""
+    sinks: Array | None = None
     """float32 [num_heads]."""
-
-
-class FusedLayers(Protocol):
-    def __call__(
-        self,
-        hidden: Tensor,
-        plans: Sequence[Any],
-        rotations: Sequence[tuple[Tensor, Tensor] | None],
-        caches: Sequence[Tensor],
-        slots: Tensor,
-    ) -> None:
-        """Adds the layers' contributions to `hidden` [tokens, hidden] in place. `plans`, `rotations` (cos and sin, or
-        `None` where nothing turns) and `caches`: of each layer. Others: `rope_and_store`'s and `paged_attention`'s.
-        """
-        ...

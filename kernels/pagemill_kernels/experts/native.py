@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from pagemill_kernels import arrays
+from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
-from pagemill_kernels.experts.reference import PlainExperts
+from pagemill_kernels.experts.parts import Gate
 from pagemill_kernels.linear.native import NativeLinear
 
 
@@ -51,44 +51,35 @@ class NativeExperts:
     def num_bytes(self) -> int:
         return sum(each.num_bytes for linears in self._kept for each in linears)
 
-    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+    def add_to(self, out: Array, x: Array, chosen: Array, weights: Array) -> None:
         num_tokens, top_k = chosen.shape
-        if x.shape != (num_tokens, self._hidden_size) or x.dtype != torch.float32 or x.stride(1) != 1:
+        if x.shape != (num_tokens, self._hidden_size) or x.dtype != np.float32 or x.strides[1] != x.itemsize:
             raise ValueError(
                 f"experts: x is {x.dtype} {list(x.shape)}, float32 [tokens, {self._hidden_size}] is needed"
             )
-        chosen, weights = chosen.contiguous(), weights.contiguous()
+        chosen, weights = np.ascontiguousarray(chosen), np.ascontiguousarray(weights)
         self._call(
             *self._addresses,
             self._num_experts,
-            x.data_ptr(),
+            address(x),
             num_tokens,
-            x.stride(0),
-            chosen.data_ptr(),
-            weights.data_ptr(),
+            launch.row_stride(x),
+            address(chosen),
+            address(weights),
             top_k,
             self._activation,
             self._limit,
-            out.data_ptr(),
+            address(out),
             launch.num_threads(),
         )
 
 
-def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Array, top_k: int, renormalized: bool) -> tuple[Array, Array]:
     """As in `reference`, also where logits are equal."""
-    logits = logits.float().contiguous()
+    logits = np.ascontiguousarray(arrays.widened(logits))
     num_tokens, num_experts = logits.shape
-    chosen, weights = torch.empty(num_tokens, top_k, dtype=torch.int64), torch.empty(num_tokens, top_k)
+    chosen, weights = np.empty((num_tokens, top_k), dtype=np.int64), np.empty((num_tokens, top_k), dtype=np.float32)
     launch.native().pagemill_route(
-        logits.data_ptr(), num_tokens, num_experts, top_k, renormalized, chosen.data_ptr(), weights.data_ptr()
+        address(logits), num_tokens, num_experts, top_k, renormalized, address(chosen), address(weights)
     )
     return chosen, weights
-
-
-def pack_experts(experts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:
-    """The reference, where the weights are not our own."""
-    ups = [each.up for each in experts if isinstance(each.up, NativeLinear)]
-    downs = [each.down for each in experts if isinstance(each.down, NativeLinear)]
-    if not len(ups) == len(downs) == len(experts):
-        return PlainExperts(experts, gate)
-    return NativeExperts(ups, downs, gate)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from pagemill_kernels.linear.packed import PackedLinear
+    from pagemill_kernels.linear.packed import PackedLinear
 
 
 class Gate(NamedTuple):

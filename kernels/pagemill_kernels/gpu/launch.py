@@ -73,7 +73,8 @@ def num_multiprocessors() -> int:
 
 
 def to_device(x: Tensor) -> Tensor:
-    return x.to(device())
+    """A copy in memory of torch's own, with the interpreter too."""
+    return x.to(device(), copy=True)
 
 
 def upload(array: NDArray[np.generic], to: torch.device, dtype: torch.dtype | None = None) -> Tensor:

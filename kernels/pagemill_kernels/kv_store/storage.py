@@ -3,7 +3,7 @@
 A layer's cache is [num_blocks, 2 * num_kv_heads, block_size, token_bytes / item size] of `TORCH_TYPES`. In int8 the
 last axis has four bytes more than head_dim; a head's part of a block is block_size * head_dim codes, then block_size
 scales, whatever the axes say (cpu/src/kv_store.h). fp8 (e4m3) lies the same way. Float types other than the computing
-one, and codes, need kernels that know them: C++ knows `NATIVE_TYPES`, Triton all.
+one, and codes, need kernels that know them: C++ knows `kinds.NATIVE`, Triton all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TORCH_TYPES = {
+from pagemill_kernels.kv_store import kinds
+from pagemill_kernels.kv_store.kinds import SCALE_BYTES, KVType
+
+TORCH_TYPES: dict[KVType, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -20,19 +23,12 @@ TORCH_TYPES = {
 }
 LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Types of codes, and the magnitude that the largest value of a token and head becomes."""
-NATIVE_TYPES = (torch.float32, torch.bfloat16, torch.int8)
-"""In the order of CacheType in cpu/src/abi.h."""
-SCALE_BYTES = 4
+_KINDS: dict[torch.dtype, KVType] = {dtype: kind for kind, dtype in TORCH_TYPES.items()}
 
 
 def token_width(dtype: torch.dtype, head_dim: int) -> int:
-    """Elements that one token takes in one head, its scale included."""
-    return head_dim + SCALE_BYTES if dtype in LARGEST_CODES else head_dim
-
-
-def token_bytes(dtype: torch.dtype, head_dim: int) -> int:
-    """Bytes that one token takes in one head."""
-    return token_width(dtype, head_dim) * dtype.itemsize
+    """As `kinds.token_width`."""
+    return kinds.token_width(_KINDS[dtype], head_dim)
 
 
 def scales(cache: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in codes: 4 or 8 bits an input, a scale and perhaps an offset for each group of inputs.
+"""Weights in codes: 4 or 8 bits an input, a scale and perhaps an offset for each group of inputs. Arrays of numpy.
 
 GGUF's quantized types and packed checkpoints are this exactly (`engine.loading` translates), so nothing is requantized.
 How floats become codes: `linear.quantize`.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.pieces import each_piece
 
 GROUP_SIZE = 32
 """Inputs of the smallest group, except where 8-bit codes have groups of `SMALL_GROUP_SIZE`; others are multiples."""
 SMALL_GROUP_SIZE = 16
-FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,38 +28,41 @@ class GroupCodes:
     the weight of input `input_order[i]`."""
 
     bits: Literal[4, 8]
-    codes: Tensor
-    """uint8 [out, in], 0 to 15 (4 bits); int8 or `FLOAT8` [out, in] (8 bits)."""
-    scales: Tensor
-    """float32 [out, in / group_size]."""
-    offsets: Tensor | None
-    """float32 [out, in / group_size]; `None` means zero."""
-    input_order: Tensor | None = None
-    """int64 [in]; `None`: columns are in the order of the inputs."""
+    codes: Array
+    """uint8 [out, in], 0 to 15 (4 bits); int8 [out, in] (8 bits), or uint8 where `is_float`."""
+    scales: NDArray[np.float32]
+    """[out, in / group_size]."""
+    offsets: NDArray[np.float32] | None
+    """[out, in / group_size]; `None` means zero."""
+    input_order: NDArray[np.int64] | None = None
+    """[in]; `None`: columns are in the order of the inputs."""
+    is_float: bool = False
+    """Codes are floats of 8 bits (e4m3), without offsets."""
 
     @property
     def group_size(self) -> int:
         """Inputs that share a scale: a multiple of 32, or 16 for some 8-bit codes."""
-        return self.codes.shape[1] // self.scales.shape[1]
+        return int(self.codes.shape[1] // self.scales.shape[1])
 
-    @property
-    def is_float(self) -> bool:
-        """Codes are floats of 8 bits, without offsets."""
-        return self.codes.dtype == FLOAT8
-
-    def reordered(self, order: Tensor) -> GroupCodes:
+    def reordered(self, order: NDArray[np.int64]) -> GroupCodes:
         """Row i of the result is row order[i]; int64 [out]."""
         offsets = None if self.offsets is None else self.offsets[order]
-        codes = self.codes.view(torch.uint8)[order].view(self.codes.dtype)
-        return replace(self, codes=codes, scales=self.scales[order], offsets=offsets)
+        return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
-    def dequantize(self) -> Tensor:
-        """float32 [out, in], in the order of the inputs."""
-        grouped = self.codes.to(torch.float32).view(*self.scales.shape, self.group_size) * self.scales[..., None]
+    def dequantize(self) -> NDArray[np.float32]:
+        """[out, in], in the order of the inputs."""
+        rows, columns = self.codes.shape
+        values = np.empty((rows, columns), dtype=np.float32)
+        each_piece(rows, columns, lambda rows: self._dequantize(rows, values))
+        return values
+
+    def _dequantize(self, rows: slice, out: NDArray[np.float32]) -> None:
+        codes = e4m3_values()[self.codes[rows]] if self.is_float else self.codes[rows].astype(np.float32)
+        grouped = codes.reshape(len(codes), -1, self.group_size)
+        grouped *= self.scales[rows, :, None]
         if self.offsets is not None:
-            grouped += self.offsets[..., None]
-        values = grouped.view(self.codes.shape)
-        return values if self.input_order is None else torch.empty_like(values).index_copy_(1, self.input_order, values)
+            grouped += self.offsets[rows, :, None]
+        out[rows, slice(None) if self.input_order is None else self.input_order] = codes
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,10 +75,10 @@ class CodeBlocks:
 
     bits: Literal[4, 8]
     stored_offsets: bool
-    data: Tensor
-    """uint8 [out, in / 32, block bytes]."""
+    data: NDArray[np.uint8]
+    """[out, in / 32, block bytes]."""
 
-    def reordered(self, order: Tensor) -> CodeBlocks:
+    def reordered(self, order: NDArray[np.int64]) -> CodeBlocks:
         """Row i of the result is row order[i]; int64 [out]."""
         return CodeBlocks(self.bits, self.stored_offsets, self.data[order])
 
@@ -82,7 +88,7 @@ def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:
     first = parts[0]
     if any((part.bits, part.stored_offsets) != (first.bits, first.stored_offsets) for part in parts):
         return None
-    data = first.data if len(parts) == 1 else torch.cat([part.data for part in parts])
+    data = first.data if len(parts) == 1 else np.concatenate([part.data for part in parts])
     return CodeBlocks(first.bits, first.stored_offsets, data)
 
 
@@ -101,27 +107,39 @@ def stack(parts: list[GroupCodes]) -> GroupCodes | None:
     with_offsets = any(part.offsets is not None for part in parts)
     parts = [_widened(part, bits, group_size, with_offsets) for part in parts]
     offsets = [part.offsets for part in parts if part.offsets is not None]
-    codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(parts[0].codes.dtype)
-    scales = torch.cat([part.scales for part in parts])
-    return GroupCodes(bits, codes, scales, torch.cat(offsets) if offsets else None, first.input_order)
+    codes = np.concatenate([part.codes for part in parts])
+    scales = np.concatenate([part.scales for part in parts])
+    joined = np.concatenate(offsets) if offsets else None
+    return GroupCodes(bits, codes, scales, joined, first.input_order, first.is_float)
+
+
+@cache
+def e4m3_values() -> NDArray[np.float32]:
+    """Of all floats of 8 bits: a sign, 4 bits of exponent with the bias 7, 3 of mantissa; the highest is no number."""
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    values[bits & 127 == 127] = np.nan
+    return np.where(bits < 128, values, -values).astype(np.float32)
 
 
 def _same_order(one: GroupCodes, other: GroupCodes) -> bool:
     if one.input_order is None or other.input_order is None:
         return one.input_order is other.input_order
-    return torch.equal(one.input_order, other.input_order)
+    return np.array_equal(one.input_order, other.input_order)
 
 
 def _widened(part: GroupCodes, bits: Literal[4, 8], group_size: int, with_offsets: bool) -> GroupCodes:
     """The same values in wider codes, smaller groups, with offsets."""
-    codes = part.codes if part.bits == bits else part.codes.view(torch.int8)
+    codes = part.codes if part.bits == bits else part.codes.view(np.int8)
     offsets = part.offsets
     if offsets is None and with_offsets:
-        offsets = torch.zeros_like(part.scales)
+        offsets = np.zeros_like(part.scales)
     repeats = part.group_size // group_size
     scales = _repeated(part.scales, repeats)
-    return GroupCodes(bits, codes, scales, None if offsets is None else _repeated(offsets, repeats), part.input_order)
+    offsets = None if offsets is None else _repeated(offsets, repeats)
+    return replace(part, bits=bits, codes=codes, scales=scales, offsets=offsets)
 
 
-def _repeated(values: Tensor, times: int) -> Tensor:
-    return values if times == 1 else values.repeat_interleave(times, 1)
+def _repeated(values: NDArray[np.float32], times: int) -> NDArray[np.float32]:
+    return values if times == 1 else values.repeat(times, 1)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from pagemill_kernels import arrays
+from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
@@ -24,25 +25,23 @@ class _Packed(NamedTuple):
 
     shape: tuple[int, int]
     format: int
-    codes: Tensor
-    scales: Tensor | None = None
+    codes: Array
+    scales: Array | None = None
     group_size: int = GROUP_SIZE
     has_offsets: bool = False
     bfloat16_rows: int = 0
-    input_order: Tensor | None = None
+    input_order: Array | None = None
     """int32 [in]: the input that each column multiplies."""
 
 
 class NativeLinear:
     """x: float32 [..., in] -> [..., out]. Float32 arithmetic over whatever the weight is stored as."""
 
-    can_gather = True
-
-    def __init__(self, weight: _Packed, bias: Tensor | None) -> None:
+    def __init__(self, weight: _Packed, bias: Array | None) -> None:
         self.out_features, self.in_features = weight.shape
         codes, scales = weight.codes, weight.scales
-        self._codes, self._scales, self._order = codes, scales, weight.input_order
-        self._bias = None if bias is None else bias.float().contiguous()
+        self._codes, self._scales, self.input_order = codes, scales, weight.input_order
+        self._bias = None if bias is None else np.ascontiguousarray(arrays.widened(bias))
         self._weight = library.PackedWeight(
             format=weight.format,
             group=weight.group_size,
@@ -50,88 +49,98 @@ class NativeLinear:
             bfloat16_rows=weight.bfloat16_rows,
             out_features=self.out_features,
             in_features=self.in_features,
-            codes=codes.data_ptr(),
-            scales=_address(scales),
-            input_order=_address(weight.input_order),
+            codes=address(codes),
+            scales=optional_address(scales),
+            input_order=optional_address(weight.input_order),
         )
         self.address = ctypes.addressof(self._weight)
         """Address of the C struct; valid as long as this object lives."""
-        self.bias_address = _address(self._bias)
+        self.bias_address = optional_address(self._bias)
         self._pointer = ctypes.byref(self._weight)
         self._linear = launch.native().pagemill_linear
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self._codes, self._scales, self._order) if each is not None)
+        return sum(each.nbytes for each in (self._codes, self._scales, self.input_order) if each is not None)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(*x.shape[:-1], self.out_features)
+    def __call__(self, x: Array) -> Array:
+        out = arrays.empty((*x.shape[:-1], self.out_features))
         self._run(launch.rows(x), out, accumulate=0)
         return out
 
-    def add_to(self, out: Tensor, x: Tensor) -> None:
+    def add_to(self, out: Array, x: Array) -> None:
         """out += x W^T + bias, in place. out: contiguous float32 [rows, out]."""
         self._run(launch.rows(x), out, accumulate=1)
 
-    def gather(self, ids: Tensor) -> Tensor:
+    def gather(self, ids: Array) -> Array:
         """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
-        flat = ids.reshape(-1).contiguous()
-        out = torch.empty(len(flat), self.in_features)
-        launch.native().pagemill_gather_rows(self._pointer, flat.data_ptr(), len(flat), out.data_ptr())
-        if self._order is not None:
-            out = torch.empty_like(out).index_copy_(1, self._order.long(), out)
-        return out.view(*ids.shape, self.in_features)
+        flat = np.ascontiguousarray(ids.reshape(-1))
+        out = arrays.empty((len(flat), self.in_features))
+        launch.native().pagemill_gather_rows(self._pointer, address(flat), len(flat), address(out))
+        if self.input_order is not None:
+            stored = out
+            out = np.empty_like(stored)
+            out[:, self.input_order] = stored
+        return out.reshape(*ids.shape, self.in_features)
 
-    def _run(self, x: Tensor, out: Tensor, accumulate: int) -> None:
-        if x.shape[1] != self.in_features or x.dtype != torch.float32:
-            raise ValueError(f"linear: x is {x.dtype} {list(x.shape)}, float32 [rows, {self.in_features}] is needed")
+    def multiply(self, x: int, num_rows: int, stride: int, out: int, accumulate: int) -> None:
+        """For who has addresses, of float32 [num_rows, in], rows `stride` values apart, and [num_rows, out]."""
         self._linear(
             self._pointer,
-            x.data_ptr(),
-            x.shape[0],
-            x.stride(0),
+            x,
+            num_rows,
+            stride,
             self.bias_address,
-            out.data_ptr(),
+            out,
             self.out_features,
             accumulate,
             launch.num_threads(),
         )
 
+    def check(self, shape: tuple[int, ...], dtype: object, is_float32: bool) -> None:
+        """Raises ValueError unless rows of this shape and type can be multiplied."""
+        if shape[1] != self.in_features or not is_float32:
+            raise ValueError(f"linear: x is {dtype} {list(shape)}, float32 [rows, {self.in_features}] is needed")
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> NativeLinear:
+    def _run(self, x: Array, out: Array, accumulate: int) -> None:
+        self.check(x.shape, x.dtype, x.dtype == np.float32)
+        self.multiply(address(x), len(x), launch.row_stride(x), address(out), accumulate)
+
+
+def pack_linear(weight: Array, bias: Array | None) -> NativeLinear:
     """weight: float32 or bfloat16 [out, in]; bias: [out]."""
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"linear: weights of {weight.dtype} are not packed; float32 or bfloat16 are")
+    if weight.dtype not in (np.float32, np.uint16):
+        raise ValueError(f"linear: weights of {weight.dtype} are not packed; float32 or bfloat16 (uint16) are")
     out_features, in_features = weight.shape
-    weight = weight.contiguous()
-    packed = torch.empty(_panels(out_features) * in_features * library.PANEL, dtype=weight.dtype)
+    weight = np.ascontiguousarray(weight)
+    packed = arrays.empty(_panels(out_features) * in_features * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_plain(
-        weight.data_ptr(), out_features, in_features, weight.element_size(), packed.data_ptr(), launch.num_threads()
+        address(weight), out_features, in_features, weight.itemsize, address(packed), launch.num_threads()
     )
-    format = library.FORMAT_FLOAT32 if weight.dtype == torch.float32 else library.FORMAT_BFLOAT16
+    format = library.FORMAT_FLOAT32 if weight.dtype == np.float32 else library.FORMAT_BFLOAT16
     return NativeLinear(_Packed((out_features, in_features), format, packed), bias)
 
 
-def pack_codes(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
+def pack_codes(weight: GroupCodes, bias: Array | None) -> NativeLinear:
     """Keep the weight in its codes. With the scales of groups of 32: 6 bits an input (4-bit codes), 9 (8-bit codes);
     of 128: 4.5 and 8.25."""
     return _pack_codes(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else _bytes_format(weight))
 
 
-def pack_pairs(weight: Tensor, bias: Tensor | None) -> NativeLinear:
+def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
     """As `pack_linear`, bfloat16 for products in bfloat16; only where `library.has_bfloat16`."""
-    if weight.dtype != torch.bfloat16 or not library.has_bfloat16():
+    if weight.dtype != np.uint16 or not library.has_bfloat16():
         return pack_linear(weight, bias)
     out_features, in_features = weight.shape
-    weight = weight.contiguous()
-    packed = torch.empty(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, dtype=weight.dtype)
+    weight = np.ascontiguousarray(weight)
+    packed = arrays.empty(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_pairs(
-        weight.data_ptr(), out_features, in_features, packed.data_ptr(), launch.num_threads()
+        address(weight), out_features, in_features, address(packed), launch.num_threads()
     )
     return NativeLinear(_Packed((out_features, in_features), library.FORMAT_PAIRS, packed), bias)
 
 
-def pack_codes_for_bfloat16(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
+def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLinear:
     """As `pack_codes_for_dots`, codes of 8 bits too; many rows meet the weight in bfloat16.
 
     Where the processor has no such products, as `pack_codes_for_dots`.
@@ -142,7 +151,7 @@ def pack_codes_for_bfloat16(weight: GroupCodes, bias: Tensor | None) -> NativeLi
     return _pack_codes(weight, bias, format, BFLOAT16_ROWS)
 
 
-def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> NativeLinear:
+def pack_codes_for_dots(weight: GroupCodes, bias: Array | None) -> NativeLinear:
     """As `pack_codes`, 4-bit codes for products in integers: activations are rounded to 16 bits in groups of 32.
 
     Where the processor has no such products, the arithmetic stays float32.
@@ -156,7 +165,7 @@ def _bytes_format(weight: GroupCodes) -> int:
     return library.FORMAT_FLOATS8 if weight.is_float else library.FORMAT_CODES8
 
 
-def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
+def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, in_features = weight.codes.shape
     has_offsets = weight.offsets is not None
     is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
@@ -165,42 +174,42 @@ def _pack_codes(weight: GroupCodes, bias: Tensor | None, format: int, bfloat16_r
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
             f"groups of multiples of {GROUP_SIZE} are, or of 16 for 8-bit codes, and 4-bit codes need offsets"
         )
-    codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-    offsets = None if weight.offsets is None else weight.offsets.contiguous()
+    codes, scales = np.ascontiguousarray(weight.codes), np.ascontiguousarray(weight.scales)
+    offsets = None if weight.offsets is None else np.ascontiguousarray(weight.offsets)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = torch.empty(num_weights * weight.bits // 8, dtype=torch.uint8)
-    packed_scales = torch.empty(num_weights // weight.group_size * (1 + has_offsets))
+    packed = arrays.empty(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = arrays.empty(num_weights // weight.group_size * (1 + has_offsets))
     launch.native().pagemill_pack_codes(
-        codes.data_ptr(),
-        scales.data_ptr(),
-        _address(offsets),
+        address(codes),
+        address(scales),
+        optional_address(offsets),
         out_features,
         in_features,
         format,
         weight.group_size,
-        packed.data_ptr(),
-        packed_scales.data_ptr(),
+        address(packed),
+        address(packed_scales),
         launch.num_threads(),
     )
     shape = (out_features, in_features)
-    order = None if weight.input_order is None else weight.input_order.to(torch.int32)
+    order = None if weight.input_order is None else weight.input_order.astype(np.int32)
     kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order)
     return NativeLinear(kept, bias)
 
 
-def pack_blocks(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
+def pack_blocks(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
     """`pack_codes` of blocks as they lie in a file, at less than half its time: nothing is taken apart first."""
     return _pack_blocks(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8)
 
 
-def pack_blocks_for_dots(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
+def pack_blocks_for_dots(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
     """`pack_codes_for_dots` of blocks as they lie in a file."""
     if weight.bits != 4 or not library.has_dots():
         return pack_blocks(weight, bias)
     return _pack_blocks(weight, bias, library.FORMAT_DOTS4)
 
 
-def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Tensor | None) -> NativeLinear:
+def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
     """`pack_codes_for_bfloat16` of blocks as they lie in a file."""
     if not library.has_bfloat16():
         return pack_blocks_for_dots(weight, bias)
@@ -211,7 +220,7 @@ def _dots_format(bits: int) -> int:
     return library.FORMAT_DOTS4 if bits == 4 else library.FORMAT_DOTS8
 
 
-def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
+def _pack_blocks(weight: CodeBlocks, bias: Array | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, num_groups, block_bytes = weight.data.shape
     in_features, has_offsets = num_groups * GROUP_SIZE, weight.bits == 4
     if (
@@ -219,27 +228,23 @@ def _pack_blocks(weight: CodeBlocks, bias: Tensor | None, format: int, bfloat16_
         or weight.stored_offsets > has_offsets
     ):
         raise ValueError(f"linear: {block_bytes} bytes are no block of {weight.bits}-bit codes that is packed")
-    data = weight.data.contiguous()
+    data = np.ascontiguousarray(weight.data)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = torch.empty(num_weights * weight.bits // 8, dtype=torch.uint8)
-    packed_scales = torch.empty(num_weights // GROUP_SIZE * (1 + has_offsets))
+    packed = arrays.empty(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = arrays.empty(num_weights // GROUP_SIZE * (1 + has_offsets))
     launch.native().pagemill_pack_blocks(
-        data.data_ptr(),
+        address(data),
         out_features,
         in_features,
         format,
         weight.stored_offsets,
-        packed.data_ptr(),
-        packed_scales.data_ptr(),
+        address(packed),
+        address(packed_scales),
         launch.num_threads(),
     )
     shape = (out_features, in_features)
     kept = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
     return NativeLinear(kept, bias)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _panels(out_features: int) -> int:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.gather.triton_launch import gather_rows
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.linear import triton_body
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, GroupCodes
+from pagemill_kernels.torch_arrays import to_torch
 
 GATHER_BLOCK = 1024
 
@@ -105,12 +108,11 @@ class CodesLinear(CodesOnDevice):
     def __init__(self, weight: GroupCodes, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.codes.shape
         self._bits, self._runs = weight.bits, runs_of(weight.group_size)
-        codes = pack_nibbles(weight.codes) if weight.bits == 4 else weight.codes
-        self._codes = launch.to_device(codes.contiguous())
-        self._scales = launch.to_device(weight.scales.contiguous())
-        self._offsets = None if weight.offsets is None else launch.to_device(weight.offsets.contiguous())
+        self._codes = _on_device(pack_nibbles(weight.codes) if weight.bits == 4 else weight.codes)
+        self._scales = _on_device(weight.scales)
+        self._offsets = None if weight.offsets is None else _on_device(weight.offsets)
         order = weight.input_order
-        self._order = None if order is None else launch.to_device(order.to(torch.int32))
+        self._order = None if order is None else _on_device(order.astype(np.int32))
         self._bias = None if bias is None else launch.to_device(bias)
 
     @property
@@ -233,7 +235,12 @@ def pack_codes(weight: GroupCodes, bias: Tensor | None) -> CodesLinear:
     return CodesLinear(weight, bias)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
+def pack_nibbles(codes: Array) -> Array:
     """uint8 [out, in] of 0 to 15 -> uint8 [out, in / 2], in the order that `triton_body` reads."""
-    halves = codes.view(len(codes), -1, 2, GROUP_SIZE // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).view(len(codes), -1)
+    halves = codes.reshape(len(codes), -1, 2, GROUP_SIZE // 2)
+    packed: Array = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(codes), -1)
+    return packed
+
+
+def _on_device(array: Array) -> Tensor:
+    return launch.to_device(to_torch(np.ascontiguousarray(array)))

@@ -2,56 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import DTypeLike
 
+from pagemill_kernels import arrays
+from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.norm import reference
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: float32 [..., hidden], rows contiguous within their first axis; weight: [hidden]. Returns a new tensor like
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x: float32 [..., hidden], rows contiguous within their first axis; weight: [hidden]. Returns a new array like
     x."""
-    return _normalized(x, weight, eps, torch.float32)
+    return _normalized(x, weight, eps, np.float32)
 
 
-def rms_norm_to_bfloat16(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_to_bfloat16(x: Array, weight: Array, eps: float) -> Array:
     """As `rms_norm`, rounded for a bfloat16 product."""
-    return _normalized(x, weight, eps, torch.bfloat16)
+    return _normalized(x, weight, eps, np.uint16)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As `rms_norm`, around the mean; bias: [hidden]. Other types than float32 are the reference's."""
-    if any(each is not None and each.dtype != torch.float32 for each in (x, weight, bias)):
-        return reference.layer_norm(x, weight, bias, eps)
+def layer_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """As `rms_norm`, around the mean; bias: [hidden]."""
     x, rows = _rows(x)
-    out = torch.empty(x.shape)
+    out = arrays.empty(x.shape)
     launch.native().pagemill_layer_norm(
-        x.data_ptr(),
+        address(x),
         *rows,
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        address(weight),
+        optional_address(bias),
         eps,
-        out.data_ptr(),
+        address(out),
         rows.neighbours * rows.size,
         launch.num_threads(),
     )
     return out
 
 
-def _normalized(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def _normalized(x: Array, weight: Array, eps: float, dtype: DTypeLike) -> Array:
     x, rows = _rows(x)
-    out = torch.empty(x.shape, dtype=dtype)
+    out = arrays.empty(x.shape, dtype)
     launch.native().pagemill_rms_norm(
-        x.data_ptr(),
+        address(x),
         *rows,
-        weight.data_ptr(),
+        address(weight),
         eps,
-        out.data_ptr(),
+        address(out),
         rows.neighbours * rows.size,
-        dtype == torch.bfloat16,
+        dtype == np.uint16,
         launch.num_threads(),
     )
     return out
@@ -66,12 +66,12 @@ class _Rows(NamedTuple):
     size: int
 
 
-def _rows(x: Tensor) -> tuple[Tensor, _Rows]:
+def _rows(x: Array) -> tuple[Array, _Rows]:
     """x as the kernels can read it; copied only when it must be."""
     size = x.shape[-1]
-    are_neighbours = x.dim() < 3 or x.stride(-2) == size
-    if x.dim() > 3 or x.stride(-1) != 1 or not are_neighbours:
-        x = x.contiguous()
-    if x.dim() == 1:
+    are_neighbours = x.ndim < 3 or x.strides[-2] == size * x.itemsize
+    if x.ndim > 3 or x.strides[-1] != x.itemsize or not are_neighbours:
+        x = np.ascontiguousarray(x)
+    if x.ndim == 1:
         return x, _Rows(1, size, 1, size)
-    return x, _Rows(x.shape[0], x.stride(0), x.shape[1:-1].numel(), size)
+    return x, _Rows(x.shape[0], launch.row_stride(x), math.prod(x.shape[1:-1]), size)

@@ -6,11 +6,11 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from pagemill_kernels import arrays
+from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.kv_store.storage import NATIVE_TYPES
+from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 MAX_HEAD_DIM = 256
@@ -30,17 +30,15 @@ def supports(head_dim: int, block_size: int, group: int) -> bool:
     return head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0 and group <= MAX_GROUP
 
 
-def plan_attention(
-    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
-) -> NativePlan:
+def plan_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:
     """Plan for all layers with this sliding window (`None`: full attention)."""
     query_start_loc = np.ascontiguousarray(batch.query_start_loc, dtype=np.int64)
     seq_lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int64)
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
     args = library.AttentionArgs(
-        block_tables=tables.ctypes.data,
-        query_start_loc=query_start_loc.ctypes.data,
-        seq_lens=seq_lens.ctypes.data,
+        block_tables=address(tables),
+        query_start_loc=address(query_start_loc),
+        seq_lens=address(seq_lens),
         block_table_stride=tables.shape[1],
         num_requests=batch.num_requests,
         num_kv_heads=batch.num_kv_heads,
@@ -52,42 +50,36 @@ def plan_attention(
     return NativePlan(args, (query_start_loc, seq_lens, tables))
 
 
-def plan_invariant_attention(
-    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
-) -> NativePlan:
+def plan_invariant_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:
     """As `plan_attention`; a token's result has the same bits in every batch and every chunk."""
-    plan = plan_attention(batch, sliding_window, dtype, device)
+    plan = plan_attention(batch, sliding_window)
     plan.args.batch_invariant = 1
     return plan
 
 
-def plan_bfloat16_attention(
-    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
-) -> NativePlan:
+def plan_bfloat16_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:
     """As `plan_attention`; more than a few rows are multiplied in bfloat16 where the cache is not in float32."""
-    plan = plan_attention(batch, sliding_window, dtype, device)
+    plan = plan_attention(batch, sliding_window)
     plan.args.bfloat16 = 1
     return plan
 
 
-def paged_attention(
-    query: Tensor, cache: Tensor, plan: NativePlan, scale: float, sinks: Tensor | None = None
-) -> Tensor:
+def paged_attention(query: Array, cache: Array, plan: NativePlan, scale: float, sinks: Array | None = None) -> Array:
     """query: float32 [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim].
 
     `sinks`: as in `reference`.
     """
     num_tokens, num_heads, head_dim = query.shape
-    if query.stride()[1:] != (head_dim, 1):
-        query = query.contiguous()
-    out = torch.empty(num_tokens, num_heads, head_dim)
+    if query.strides[1:] != (head_dim * query.itemsize, query.itemsize):
+        query = np.ascontiguousarray(query)
+    out = arrays.empty((num_tokens, num_heads, head_dim))
     args = plan.args
-    args.query = query.data_ptr()
-    args.query_stride = query.stride(0)
-    args.cache = cache.data_ptr()
-    args.cache_type = NATIVE_TYPES.index(cache.dtype)
-    args.out = out.data_ptr()
-    args.sinks = 0 if sinks is None else sinks.data_ptr()
+    args.query = address(query)
+    args.query_stride = launch.row_stride(query)
+    args.cache = address(cache)
+    args.cache_type = kinds.native_number(cache)
+    args.out = address(out)
+    args.sinks = optional_address(sinks)
     args.num_heads = num_heads
     args.scale = scale
     launch.native().pagemill_paged_attention(ctypes.byref(args))

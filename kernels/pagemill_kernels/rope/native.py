@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from pagemill_kernels.arrays import Array, address
 from pagemill_kernels.cpu import launch
-from pagemill_kernels.kv_store.storage import NATIVE_TYPES
+from pagemill_kernels.kv_store import kinds
 
 
-def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
+def rope_and_store(heads: Array, num_heads: int, cos: Array, sin: Array, cache: Array, slots: Array) -> None:
     """heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, rotated in place; values are not.
 
-    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of a type in `kv_store.storage.NATIVE_TYPES`.
+    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of a type in `kv_store.kinds.NATIVE`.
     slots: int64 [tokens], block id * block_size + offset.
     """
-    _store(heads, num_heads, cos.data_ptr(), sin.data_ptr(), cache, slots)
+    _store(heads, num_heads, address(cos), address(sin), cache, slots)
 
 
-def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
+def store(heads: Array, num_heads: int, cache: Array, slots: Array) -> None:
     """The write alone, of keys that do not turn."""
     _store(heads, num_heads, None, None, cache, slots)
 
 
-def _store(heads: Tensor, num_heads: int, cos: int | None, sin: int | None, cache: Tensor, slots: Tensor) -> None:
+def _store(heads: Array, num_heads: int, cos: int | None, sin: int | None, cache: Array, slots: Array) -> None:
     num_tokens, width, head_dim = heads.shape
     launch.native().pagemill_rope_and_store(
-        heads.data_ptr(),
+        address(heads),
         num_tokens,
         num_heads,
         (width - num_heads) // 2,
         head_dim,
         cos,
         sin,
-        cache.data_ptr(),
-        NATIVE_TYPES.index(cache.dtype),
-        slots.data_ptr(),
+        address(cache),
+        kinds.native_number(cache),
+        address(slots),
         cache.shape[2],
         launch.num_threads(),
     )
-
-
-def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """slot_mapping: int64 [tokens], block id * block_size + offset; as it is, since each head finds its own place."""
-    return slot_mapping.contiguous()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 
 class Draws(NamedTuple):
@@ -51,10 +50,10 @@ class Penalties(NamedTuple):
     frequency: NDArray[np.float32]
     presence: NDArray[np.float32]
     count_rows: NDArray[np.int64]
-    """Each row's place in the two tables below. No row occurs twice."""
-    in_prompt: Tensor
+    """Each row's place in the two tables below, which lie where logits are sampled. No row occurs twice."""
+    in_prompt: Any
     """bool [places, vocab]."""
-    in_output: Tensor
+    in_output: Any
     """int32 [places, vocab]: occurrences. The sampled tokens are added to them."""
 
 

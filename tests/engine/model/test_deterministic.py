@@ -12,6 +12,7 @@ import torch
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.loading.errors import LoadError
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_protocol.sampling import SamplingParams
 
@@ -55,18 +56,18 @@ class Recorder:
 
     def run(self, prompts: list[list[int]], **settings: Any) -> tuple[list[list[int]], Counter[bytes]]:
         rows: Counter[bytes] = Counter()
-        compute_logits = self._runner.model.compute_logits
+        compute_logits = self._runner.model.logits
 
-        def recorded(hidden: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = compute_logits(hidden)
-            rows.update(row.numpy().tobytes() for row in logits)
+        def recorded(hidden: Array) -> Array:
+            logits: Array = compute_logits(hidden)
+            rows.update(row.tobytes() for row in logits)
             return logits
 
-        self._runner.model.compute_logits = recorded
+        self._runner.model.logits = recorded
         try:
             results = self.driver.greedy(prompts, NUM_TOKENS, **settings)
         finally:
-            self._runner.model.compute_logits = compute_logits
+            self._runner.model.logits = compute_logits
         return [result.token_ids for result in results], rows
 
 

@@ -13,7 +13,6 @@ from expert_models import MODELS, VARIANTS, make_family
 from greedy_families import NUM_TOKENS, Family, tokens_of
 
 from pagemill_engine.loading.errors import LoadError
-from pagemill_engine.models.decoder import SingleDecoderLayers
 from pagemill_engine.models.experts import MoE
 from pagemill_kernels.cpu import library
 from pagemill_kernels.experts.reference import route
@@ -107,7 +106,7 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 def mixtures_of(runner: Any) -> list[MoE]:
-    blocks = (block for layer in runner.model.layers.plain for block in layer.blocks())
+    blocks = (block for layer in runner.model.model.layers for block in layer.blocks())
     return [block for block in blocks if isinstance(block, MoE)]
 
 
@@ -149,15 +148,14 @@ def test_without_its_shared_expert_the_answers_are_others(
 def test_without_sinks_or_limits_the_answers_are_others(
     fault: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    runner = runner_loader(gpt_oss.folder)
-    runner.model.layers = SingleDecoderLayers(runner.model.layers.plain)
+    runner = runner_loader(gpt_oss.folder, by_torch=True)
     assert tokens_of(make_driver(runner).greedy(gpt_oss.prompts, NUM_TOKENS)) == gpt_oss.expected
-    for layer in runner.model.layers.plain:
+    for layer in runner.model.model.layers:
         attention, mixture = layer.blocks()
         if fault == "sinks":
             attention.sinks = None
         else:
-            mixture.experts.packed._limit = 1e9
+            mixture.experts.packed.native._limit = 1e9
     assert tokens_of(make_driver(runner).greedy(gpt_oss.prompts, NUM_TOKENS)) != gpt_oss.expected
 
 

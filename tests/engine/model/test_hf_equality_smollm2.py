@@ -161,8 +161,8 @@ def test_a_wrong_rope_base_is_noticed(
     from pagemill_engine.models.rope import rope_tables
 
     runner = smollm2_driver.runner
-    wrong = rope_tables(64, 1024, 10000.0, None, torch.float32)
-    monkeypatch.setattr(runner._rotations, "tables", [wrong])
+    wrong = rope_tables(64, 1024, 10000.0, None)
+    monkeypatch.setattr(runner.model._rotations, "tables", [wrong])
     outputs = [result.token_ids for result in smollm2_driver.greedy(prompts[:10], 4)]
     assert forced_logprobs(reference, prompts[:10], outputs).argmax(-1).tolist() != outputs
 

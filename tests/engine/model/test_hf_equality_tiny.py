@@ -16,7 +16,10 @@ import pytest
 import torch
 import transformers
 
+from pagemill_engine.models.rope import rope_tables
+from pagemill_engine.native.decoder import NativeDecoder
 from pagemill_kernels.cpu import library
+from pagemill_kernels.torch_arrays import to_torch
 
 NUM_TOKENS = 40
 VOCAB_SIZE = 512
@@ -215,25 +218,33 @@ def faulty_runner(fault: str, load: Callable[[], Any], monkeypatch: pytest.Monke
 
 
 def plant(fault: str, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = runner.model
     if fault == "rope theta":
-        from pagemill_engine.models.rope import rope_tables
-
-        (rope,), ((cos, _),) = runner.model.spec.decoder.ropes(), runner._rotations.tables
-        runner._rotations.tables = [rope_tables(rope.rotary_dim, 256, rope.theta * 1.1, rope.scaling, cos.dtype)]
+        (rope,) = model.spec.decoder.ropes()
+        for table, wrong in zip(
+            model._rotations.tables[0],
+            rope_tables(rope.rotary_dim, 256, rope.theta * 1.1, rope.scaling),
+            strict=True,
+        ):
+            table[:] = to_torch(wrong) if isinstance(table, torch.Tensor) else wrong
     elif fault == "rope rotation":
-        runner._rotations.tables = [(cos, -sin) for cos, sin in runner._rotations.tables]
+        model._rotations.tables = [(cos, -sin) for cos, sin in model._rotations.tables]
     elif fault == "position off by one":
         # All positions shifted alike would be no fault of a relative embedding: shift from the 10th on.
-        for table in runner._rotations.tables[0]:
-            table[10:] = table[10:].roll(-1, 0)
+        for table in model._rotations.tables[0]:
+            table[10:] = table[[*range(11, len(table)), 10]]
     elif fault == "slot off by one":
         gather = runner._rows.gather
         monkeypatch.setattr(runner._rows, "gather", lambda plan: shifted(gather(plan)))
     elif fault == "window off by eight":
-        plan_attention = runner._ops.plan_attention
         # A model without a window: give it one, which is as wrong.
-        narrow = lambda batch, window, *rest: plan_attention(batch, (window or 40) - 8, *rest)  # noqa: E731
-        runner._ops = runner._ops._replace(plan_attention=narrow)
+        if isinstance(model, NativeDecoder):
+            plan = model._plan_attention
+            model._plan_attention = lambda batch, window: plan(batch, (window or 40) - 8)
+        else:
+            plan_attention = model._ops.plan_attention
+            narrow = lambda batch, window, *rest: plan_attention(batch, (window or 40) - 8, *rest)  # noqa: E731
+            model._ops = model._ops._replace(plan_attention=narrow)
 
 
 def shifted(inputs: Any) -> Any:

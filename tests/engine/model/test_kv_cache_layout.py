@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import pytest
-import torch
 
 from pagemill_engine.runner.kv_cache import KVCache
 
@@ -16,27 +14,25 @@ SPEC: Any = SimpleNamespace(num_layers=30, cache_heads=6, head_dim=64)
 BLOCK = 16
 
 
-def cache_of(num_blocks: int, by_block: bool = True) -> KVCache:
-    return KVCache(SPEC, num_blocks, BLOCK, torch.float32, by_block=by_block)
+def cache_of(num_blocks: int) -> KVCache:
+    return KVCache(SPEC, num_blocks, BLOCK, "float32")
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-def test_rows_and_layers_are_the_same_memory(by_block: bool) -> None:
-    cache = cache_of(5, by_block)
+def test_rows_and_layers_are_the_same_memory() -> None:
+    cache = cache_of(5)
     blocks = np.array([3, 0, 4], dtype=np.int32)
     for number, layer in enumerate(cache.layers):
         for block in blocks.tolist():
             layer[block] = 10 * number + block + 1
     for number, rows in enumerate(cache.rows):
-        assert rows.is_contiguous()
-        found = rows[torch.from_numpy(cache.rows_of(blocks))]
+        assert rows.flags.c_contiguous
+        found = rows[cache.rows_of(blocks)]
         assert found[:, 0, 0, 0].tolist() == [10 * number + block + 1 for block in blocks.tolist()]
         assert not rows[cache.padding_row].any()
 
 
-@pytest.mark.parametrize("by_block", [False, True])
-def test_a_slot_is_its_blocks_row_and_its_offset(by_block: bool) -> None:
-    cache = cache_of(5, by_block)
+def test_a_slot_is_its_blocks_row_and_its_offset() -> None:
+    cache = cache_of(5)
     blocks, offsets = np.array([0, 2, 4], dtype=np.int32), np.array([15, 0, 7])
     expected = cache.rows_of(blocks).astype(np.int64) * BLOCK + offsets
     assert cache.row_slots_of(blocks.astype(np.int64) * BLOCK + offsets).tolist() == expected.tolist()
@@ -53,7 +49,7 @@ def test_one_block_does_not_touch_a_huge_page_in_every_layer() -> None:
 def test_the_memory_goes_back_with_the_cache() -> None:
     cache = cache_of(500)
     for layer in cache.layers:
-        layer.fill_(1.0)
+        layer[:] = 1.0
     del layer
     full = psutil.Process().memory_info().rss
     cache.release()

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_llama import write_tiny_llama
 
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.kv_cache import KVCache
 from pagemill_kernels.cpu import library
 from pagemill_kernels.kv_store import storage
+from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_kernels.torch_arrays import to_torch
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
 
@@ -83,32 +87,37 @@ def test_prefix_hits_and_preemption_change_no_token(
     assert sum(result.num_preemptions for result in squeezed) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("by_block", [False, True])
-def test_copies_take_scales_along(spec: ModelSpec, dtype: torch.dtype, by_block: bool) -> None:
-    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype, by_block=by_block)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_copies_take_scales_along(spec: ModelSpec, kind: KVType, on_device: bool) -> None:
+    cache: Any = (
+        DeviceKVCache(spec, 4, BLOCK, kind, torch.device("cpu")) if on_device else KVCache(spec, 4, BLOCK, kind)
+    )
     for layer in cache.layers:
-        layer[1] = torch.randint(1, 100, layer[1].shape).to(dtype)
+        values = torch.randint(1, 100, layer[1].shape)
+        layer[1] = values.to(layer.dtype) if on_device else values.numpy().astype(layer.dtype)
     cache.copy_blocks([(1, 3)])
-    assert all(torch.equal(layer[1], layer[3]) for layer in cache.layers)
+    assert all((layer[1] == layer[3]).all() for layer in cache.layers)
     assert not any(layer[2].any() for layer in cache.layers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("by_block", [False, True])
-def test_scrubbed_blocks_hold_finite_values_and_others_are_left(
-    spec: ModelSpec, dtype: torch.dtype, by_block: bool
-) -> None:
-    cache = KVCache(spec, num_blocks=4, block_size=BLOCK, dtype=dtype, by_block=by_block)
-    for layer in cache.layers:
-        values = storage.scales(layer) if dtype == torch.int8 else layer
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_scrubbed_blocks_hold_finite_values_and_others_are_left(spec: ModelSpec, kind: KVType) -> None:
+    cache = KVCache(spec, 4, BLOCK, kind)
+    # The same memory as tensors, so that the layout is read as torch's side writes it down.
+    pool = to_torch(cache.rows[0]).view(5, spec.num_layers, *cache.rows[0].shape[1:])
+    layers = [pool[:, layer] for layer in range(spec.num_layers)]
+    for layer in layers:
+        whole = layer.contiguous()
+        values = storage.scales(whole) if kind == "int8" else whole
         values[1], values[2] = float("nan"), float("inf")
         values[3] = 2.0
-        layer.flatten(2)[3, 0, :4] = 1
-    kept = [layer[3].clone() for layer in cache.layers]
-    cache.scrub(torch.tensor([1, 3]))
-    for layer, before in zip(cache.layers, kept, strict=True):
-        decoded = storage.decode(layer)
+        whole.flatten(2)[3, 0, :4] = 1
+        layer.copy_(whole)
+    kept = [layer[3].clone() for layer in layers]
+    cache.scrub(np.array([1, 3]))
+    for layer, before in zip(layers, kept, strict=True):
+        decoded = storage.decode(layer.contiguous())
         assert decoded[1].isfinite().all()
-        assert not storage.decode(layer)[1].any()
+        assert not decoded[1].any()
         assert torch.equal(layer[3], before)

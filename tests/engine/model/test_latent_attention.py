@@ -34,7 +34,7 @@ def v3(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 
 def latent_attentions(runner: Any) -> list[LatentAttention]:
-    blocks = (block for layer in runner.model.layers.plain for block in layer.blocks())
+    blocks = (block for layer in runner.model.model.layers for block in layer.blocks())
     return [block for block in blocks if isinstance(block, LatentAttention)]
 
 
@@ -104,7 +104,7 @@ def test_a_fault_in_the_choice_by_groups_changes_the_answers(
     change: dict[str, Any], v3: Family, runner_loader: Loader, make_driver: Drivers
 ) -> None:
     runner = runner_loader(v3.folder)
-    mixtures = [block for layer in runner.model.layers.plain for block in layer.blocks() if isinstance(block, MoE)]
+    mixtures = [block for layer in runner.model.model.layers for block in layer.blocks() if isinstance(block, MoE)]
     for mixture in mixtures:
         assert mixture.gating is not None
         mixture.gating = mixture.gating._replace(**change)

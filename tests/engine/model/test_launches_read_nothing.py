@@ -18,7 +18,7 @@ from tiny_llama import write_tiny_llama
 from triton.runtime.interpreter import InterpretedFunction
 from triton_device import HAS_GPU
 
-from pagemill_engine.runner import device_runner, kv_cache, load_eager
+from pagemill_engine.runner import device_kv_cache, device_runner, load_device
 from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.sampling import rows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
@@ -58,11 +58,11 @@ def runner(
     ops_for.cache_clear()
     monkeypatch.setattr(launch, "device", lambda: META)
     monkeypatch.setattr(launch, "num_multiprocessors", lambda: 8)
-    for module in (launch, kv_cache, rows):
+    for module in (launch, device_kv_cache, rows):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(launch, "download", lambda x: x)
     monkeypatch.setattr(device_runner, "_mark", lambda device: None)
-    monkeypatch.setattr(load_eager, "measure_device", lambda device: measure_memory())
+    monkeypatch.setattr(load_device, "measure_device", lambda device: measure_memory())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a device")
     folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=1)
     yield runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)

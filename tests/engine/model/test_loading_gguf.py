@@ -18,9 +18,11 @@ from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.gguf_weights import GGUFWeights
 from pagemill_engine.loading.weights import open_weights
+from pagemill_engine.native.decoder import NativeDecoder
+from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
-from pagemill_kernels.linear import groups, native
-from pagemill_kernels.registry import ops_for
+from pagemill_kernels.linear import groups
+from pagemill_kernels.torch_arrays import from_torch
 from pagemill_protocol.models.registry import find_gguf_family
 
 
@@ -40,21 +42,21 @@ def random_bytes(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtype
 def test_dequantized_values_equal_the_gguf_package(kind: str) -> None:
     data = random_bytes(kind, 5, 512)
     expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
-    out = torch.empty(5, 512)
-    dequantize_into(kind, torch.from_numpy(data).flatten(), out)
-    torch.testing.assert_close(out, torch.from_numpy(expected), rtol=1e-6, atol=1e-6)
+    out = np.empty((5, 512), dtype=np.float32)
+    dequantize_into(kind, data.reshape(-1), out)
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", CODE_KINDS)
 def test_codes_are_the_dequantized_values(kind: str) -> None:
-    data = torch.from_numpy(random_bytes(kind, 5, 512)).flatten()
-    expected = torch.empty(5, 512)
+    data = random_bytes(kind, 5, 512).reshape(-1)
+    expected = np.empty((5, 512), dtype=np.float32)
     dequantize_into(kind, data, expected)
     codes = read_codes(kind, data, (5, 512))
     expected_kind = CODE_KINDS[kind]
     assert (codes.bits, codes.group_size, codes.offsets is not None, codes.is_float) == expected_kind
     assert codes.codes.shape == (5, 512)
-    torch.testing.assert_close(codes.dequantize(), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(codes.dequantize(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
@@ -64,7 +66,7 @@ def test_codes_are_the_dequantized_values(kind: str) -> None:
 def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(
     kinds: tuple[str, ...], rows: int, for_dots: bool
 ) -> None:
-    stored = [torch.from_numpy(random_bytes(kind, rows, 512)).flatten() for kind in kinds]
+    stored = [random_bytes(kind, rows, 512).reshape(-1) for kind in kinds]
     shape = (rows, 512)
     blocks = [read_blocks(kind, data, shape) for kind, data in zip(kinds, stored, strict=True)]
     codes = [read_codes(kind, data, shape) for kind, data in zip(kinds, stored, strict=True)]
@@ -73,41 +75,45 @@ def test_blocks_are_packed_to_the_same_bytes_as_the_codes_taken_out_of_them(
     bias = torch.randn(rows * len(kinds))
     pack_blocks = native.pack_blocks_for_dots if for_dots else native.pack_blocks
     pack_codes = native.pack_codes_for_dots if for_dots else native.pack_codes
-    one, other = pack_blocks(whole, bias), pack_codes(groups.stack(codes), bias)
-    assert torch.equal(one._codes, other._codes)
+    packed, others = pack_blocks(whole, bias), pack_codes(groups.stack(codes), bias)
+    one, other = packed.native, others.native
+    assert np.array_equal(one._codes, other._codes)
     assert one._scales is not None
     assert other._scales is not None
-    assert torch.equal(one._scales, other._scales)
+    assert np.array_equal(one._scales, other._scales)
     assert (one._weight.format, one._weight.group, one._weight.has_offsets) == (
         other._weight.format, other._weight.group, other._weight.has_offsets,
     )  # fmt: skip
     x = torch.randn(3, 512)
-    assert torch.equal(one(x), other(x))
+    assert torch.equal(packed(x), others(x))
 
 
 def test_blocks_of_several_kinds_or_of_other_types_are_taken_apart() -> None:
-    parts = [read_blocks(kind, torch.from_numpy(random_bytes(kind, 2, 512)).flatten(), (2, 512)) for kind in
+    parts = [read_blocks(kind, random_bytes(kind, 2, 512).reshape(-1), (2, 512)) for kind in
              ("Q4_0", "Q4_1")]  # fmt: skip
     assert groups.stack_blocks([part for part in parts if part is not None]) is None
     for kind in CODE_KINDS.keys() - {"Q4_0", "Q4_1", "Q8_0"}:
-        assert read_blocks(kind, torch.from_numpy(random_bytes(kind, 2, 512)).flatten(), (2, 512)) is None
+        assert read_blocks(kind, random_bytes(kind, 2, 512).reshape(-1), (2, 512)) is None
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_plain_types_are_converted(kind: str, dtype: torch.dtype) -> None:
     values = torch.randn(3, 64).to(dtype)
-    out = torch.empty(3, 64)
-    dequantize_into(kind, values.view(torch.uint8).flatten(), out)
-    assert torch.equal(out, values.float())
+    for wanted in (torch.float32, torch.float16, torch.bfloat16):
+        out = torch.empty(3, 64, dtype=wanted)
+        dequantize_into(kind, values.view(torch.uint8).flatten().numpy(), from_torch(out))
+        assert torch.equal(out, values.to(wanted))
 
 
 def test_large_tensors_are_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = torch.from_numpy(random_bytes("Q8_0", 7, 64)).flatten()
-    whole, pieces = torch.empty(7, 64), torch.empty(7, 64)
-    dequantize_into("Q8_0", data, whole)
-    monkeypatch.setattr("pagemill_engine.loading.dequantize.PIECE_ELEMENTS", 128)
-    dequantize_into("Q8_0", data, pieces)
-    assert torch.equal(whole, pieces)
+    data = random_bytes("Q4_K", 17, 512).reshape(-1)
+    whole, pieces = np.zeros((17, 512), dtype=np.float32), np.zeros((17, 512), dtype=np.float32)
+    dequantize_into("Q4_K", data, whole)
+    codes = read_codes("Q4_K", data, (17, 512))
+    monkeypatch.setattr("pagemill_kernels.pieces.PIECE_ELEMENTS", 1024)
+    dequantize_into("Q4_K", data, pieces)
+    assert np.array_equal(whole, pieces)
+    assert np.array_equal(read_codes("Q4_K", data, (17, 512)).dequantize(), codes.dequantize())
 
 
 def test_a_digest_taken_early_is_the_loader_s(smollm2_path: Path, tmp_path: Path) -> None:
@@ -178,7 +184,7 @@ def llama_file(
 def read(path: Path, name: str) -> torch.Tensor:
     weights = open_weights(path)
     out = torch.empty(weights.shapes[name])
-    weights.read_into(name, out)
+    weights.read_into(name, from_torch(out))
     return out
 
 
@@ -286,9 +292,9 @@ def test_a_missing_file_is_refused(tmp_path: Path, runner_loader: Loader) -> Non
 @pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
 def test_the_embedded_model_stays_in_its_codes(smollm2_runner: Any, smollm2_path: Path) -> None:
     """4-bit codes take 6 bits with their scales, 8-bit ones 9; a tied embedding is in memory once."""
-    assert smollm2_runner._ops == ops_for("cpu_native")
+    assert isinstance(smollm2_runner.model, NativeDecoder)
     quantized = smollm2_runner.info.weight_bytes
     assert quantized < 1.35 * smollm2_path.stat().st_size
-    planned = open_weights(smollm2_path).num_bytes(torch.float32, keep_stored=True)
+    planned = open_weights(smollm2_path).num_bytes("float32", keep_stored=True)
     assert quantized == pytest.approx(planned, rel=0.001)
-    assert open_weights(smollm2_path).num_bytes(torch.float32, keep_stored=False) > 4 * quantized
+    assert open_weights(smollm2_path).num_bytes("float32", keep_stored=False) > 4 * quantized

@@ -14,6 +14,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.threaded import ThreadedRunner
+from pagemill_kernels.cpu import launch as native_launch
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
 
@@ -75,15 +76,16 @@ def test_the_thread_computes_with_as_many_threads_as_it_was_given(
     folder: Path, runner_loader: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenMP's setting holds for one thread: without care, the new one would take all cores."""
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     sound = EagerRunner.launch
 
     def launch(self: EagerRunner, plan: Any) -> Any:
-        seen.append(torch.get_num_threads())
+        seen.append((native_launch.num_threads(), torch.get_num_threads()))
         return sound(self, plan)
 
     monkeypatch.setattr(EagerRunner, "launch", launch)
-    runner = runner_loader(folder, num_kv_blocks=32, block_size=4, max_model_len=64, overlap=True, num_threads=1)
+    settings = {"num_kv_blocks": 32, "block_size": 4, "max_model_len": 64, "overlap": True, "num_threads": 1}
+    runner = runner_loader(folder, by_torch=True, **settings)
     serve(runner, True)
     runner.close()
-    assert set(seen) == {1}
+    assert set(seen) == {(1, 1)}

@@ -23,6 +23,8 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.packed.formats import FORMATS
 from pagemill_engine.loading.packed.matrix import PackedMatrix
 from pagemill_engine.runner.factory import create_runner
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.torch_arrays import from_torch, to_torch
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
 
@@ -63,8 +65,9 @@ class Folder:
         found = self.tensors[name].dtype
         return next((name for name, dtype in DTYPES.items() if dtype == found), str(found))
 
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name]
+    def read(self, name: str) -> Array:
+        stored = self.tensors[name]
+        return from_torch(stored.view(torch.uint8) if stored.dtype == torch.float8_e4m3fn else stored)
 
 
 def matrix_of(settings: dict[str, Any], tensors: dict[str, Tensor]) -> PackedMatrix:
@@ -103,9 +106,9 @@ def test_what_others_packed_has_the_values_that_they_were_given(name: str) -> No
     matrix = matrix_of(record["settings"], tensors_of(record))
     wanted = values_of(record)
     assert matrix.shape == tuple(wanted.shape)
-    torch.testing.assert_close(matrix.floats(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(to_torch(matrix.floats()), wanted, rtol=1e-6, atol=1e-6)
     if matrix.codes is not None:
-        torch.testing.assert_close(matrix.codes().dequantize(), wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(to_torch(matrix.codes().dequantize()), wanted, rtol=1e-6, atol=1e-6)
 
 
 KINDS = {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,9 +15,10 @@ from gguf_model import write_gguf
 
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.weights import open_weights
-from pagemill_engine.models.layers import Linear
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear.quantize import quantize
+from pagemill_kernels.torch_arrays import from_torch, to_torch
 from pagemill_protocol.model_files import load_model_spec
 
 Loader = Callable[..., Any]
@@ -54,10 +56,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_value_is_never_further_than_half_a_step_or_its_clipped_range_away(bits: Any) -> None:
     weight = torch.randn(7, 96, generator=torch.Generator().manual_seed(0))
-    codes = quantize(weight, bits)
-    error = (codes.dequantize() - weight).abs().view(7, 3, 32)
+    codes = quantize(weight.numpy(), bits)
+    error = (to_torch(codes.dequantize()) - weight).abs().view(7, 3, 32)
     if bits == 8:
-        assert (error <= codes.scales[..., None] * 0.501).all()
+        assert (error <= to_torch(codes.scales)[..., None] * 0.501).all()
     else:
         span = weight.view(7, 3, 32).amax(-1) - weight.view(7, 3, 32).amin(-1)
         assert (error.square().sum(-1) <= 32 * (span / 30).square()).all()
@@ -66,19 +68,20 @@ def test_a_value_is_never_further_than_half_a_step_or_its_clipped_range_away(bit
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_groups_of_equal_values_and_codes_of_their_own_are_exact(bits: Any) -> None:
-    assert torch.equal(quantize(torch.full((3, 32), 1.5), 4).dequantize(), torch.full((3, 32), 1.5))
-    assert torch.equal(quantize(torch.zeros(3, 32), bits).dequantize(), torch.zeros(3, 32))
-    once = quantize(torch.randn(5, 64, dtype=torch.bfloat16), bits).dequantize()
-    torch.testing.assert_close(quantize(once, bits).dequantize(), once, rtol=1e-5, atol=1e-5)
+    equal = np.full((3, 32), 1.5, dtype=np.float32)
+    assert np.array_equal(quantize(equal, 4).dequantize(), equal)
+    assert not quantize(np.zeros((3, 32), dtype=np.float32), bits).dequantize().any()
+    once = quantize(from_torch(torch.randn(5, 64, dtype=torch.bfloat16)), bits).dequantize()
+    np.testing.assert_allclose(quantize(once, bits).dequantize(), once, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_made_of_4_bits_lose_nothing_in_4_bits_and_something_in_8() -> None:
     """Why int8 shows a larger error than int4 on a checkpoint that was decoded from 4-bit codes, and on no other."""
     generator = torch.Generator().manual_seed(6)
-    random = torch.randn(32, 256, generator=generator)
+    random = torch.randn(32, 256, generator=generator).numpy()
     on_grid = quantize(random, 4).dequantize()
     errors = {
-        (name, bits): float((quantize(matrix, bits).dequantize() - matrix).norm() / matrix.norm())
+        (name, bits): float(np.linalg.norm(quantize(matrix, bits).dequantize() - matrix) / np.linalg.norm(matrix))
         for name, matrix in (("random", random), ("on the grid", on_grid))
         for bits in (4, 8)
     }
@@ -87,10 +90,10 @@ def test_weights_made_of_4_bits_lose_nothing_in_4_bits_and_something_in_8() -> N
 
 
 def test_large_matrices_are_quantized_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(37, 64)
+    weight = torch.randn(37, 64).numpy()
     whole = quantize(weight, 4)
-    monkeypatch.setattr("pagemill_kernels.linear.quantize._PIECE_ELEMENTS", 200)
-    assert torch.equal(quantize(weight, 4).dequantize(), whole.dequantize())
+    monkeypatch.setattr("pagemill_kernels.pieces.PIECE_ELEMENTS", 200)
+    assert np.array_equal(quantize(weight, 4).dequantize(), whole.dequantize())
 
 
 def rounded_weights(path: Path, mode: Any) -> QuantizedWeights:
@@ -104,7 +107,7 @@ def rounded_reference(folder: Path, mode: Any) -> Any:
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name in weights.shapes:
-                weights.read_into(name, tensor)
+                weights.read_into(name, tensor.numpy())
     return model
 
 
@@ -129,10 +132,10 @@ def test_codes_take_the_promised_memory_and_embedding_and_head_eight_bits(folder
     runners = {mode: runner_loader(folder, quantization=mode) for mode in ("none", *MODES)}
     for mode in MODES:
         runner, planned = runners[mode], rounded_weights(folder, mode)
-        assert runner.info.weight_bytes == pytest.approx(planned.num_bytes(torch.float32, keep_stored=True), rel=1e-3)
+        assert runner.info.weight_bytes == pytest.approx(planned.num_bytes("float32", keep_stored=True), rel=1e-3)
         assert runner.info.weight_bytes < 0.35 * runners["none"].info.weight_bytes
         embedding = VOCAB * HIDDEN
-        assert runner.model.lm_head.packed.num_bytes == runner.model.embedding.rows.num_bytes == embedding * 9 // 8
+        assert runner.model.head.product.num_bytes == runner.model.embedding.rows.num_bytes == embedding * 9 // 8
     assert runners["int4"].info.weight_bytes < runners["int8"].info.weight_bytes
 
 
@@ -146,13 +149,15 @@ def test_one_float_matrix_is_in_memory_at_a_time(
 ) -> None:
     from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 
-    read_into, alive = SafetensorsFolder.read_into, weakref.WeakSet[torch.Tensor]()
+    read_into, alive = SafetensorsFolder.read_into, dict[int, weakref.ref[Array]]()
     most: list[int] = []
 
-    def watched(self: SafetensorsFolder, name: str, out: torch.Tensor) -> None:
-        if out.dim() == 2:
-            alive.add(out)
-            most.append(len(alive))
+    def watched(self: SafetensorsFolder, name: str, out: Array) -> None:
+        if out.ndim == 2:
+            owner = out if out.base is None else out.base
+            alive[id(owner)] = weakref.ref(owner)
+            held = [reference for reference in alive.values() if reference() is not None]
+            most.append(len(held))
         read_into(self, name, out)
 
     monkeypatch.setattr(SafetensorsFolder, "read_into", watched)
@@ -189,16 +194,16 @@ def test_codes_of_more_bits_are_rounded(
     reference = llama()
     with torch.no_grad():
         for name, tensor in reference.state_dict().items():
-            rounded.read_into(name, tensor)
+            rounded.read_into(name, tensor.numpy())
             exact = torch.empty_like(tensor)
-            source.read_into(name, exact)
+            source.read_into(name, exact.numpy())
             stays = tensor.dim() == 1 or "v_proj" in name or "embed" in name or "lm_head" in name
             assert torch.equal(tensor, exact) == stays, name
     runner, whole = runner_loader(path, backend=backend, quantization="int4"), runner_loader(path, backend=backend)
     assert runner.info.weights_digest != whole.info.weights_digest
     if backend == "cpu_native":
         assert runner.info.weight_bytes < 0.75 * whole.info.weight_bytes
-        assert runner.info.weight_bytes == pytest.approx(rounded.num_bytes(torch.float32, keep_stored=True), rel=1e-2)
+        assert runner.info.weight_bytes == pytest.approx(rounded.num_bytes("float32", keep_stored=True), rel=1e-2)
     prompts = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(5))
     results = make_driver(runner).greedy(prompts.tolist(), 6)
     for prompt, result in zip(prompts.tolist(), results, strict=True):
@@ -217,10 +222,11 @@ def test_a_file_of_many_types_stays_in_codes_and_computes_their_values(
     path = tmp_path / "mixed.gguf"
     write_gguf(path, llama(), {**kinds, "attn_output": "Q5_1", "ffn_down": "Q5_0"})
     native, torch_only = runner_loader(path, backend="cpu_native"), runner_loader(path, backend="cpu")
-    layers = [layer for each in native.model.layers.plain for layer in each.layers()]
-    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    linears = [
+        each for layer in native.model.layers for each in (layer.qkv, layer.output, layer.mlp.up, layer.mlp.down)
+    ]
     assert len(linears) == 8
-    assert all(linear.packed._scales is not None for linear in linears)
+    assert all(linear._scales is not None for linear in linears)
     prompts = torch.randint(0, VOCAB, (3, 20), generator=torch.Generator().manual_seed(5)).tolist()
     ours, expected = (make_driver(runner).greedy(prompts, NUM_TOKENS) for runner in (native, torch_only))
     assert [result.token_ids for result in ours] == [result.token_ids for result in expected]

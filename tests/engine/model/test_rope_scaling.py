@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from examples import num_examples
 from pagemill_engine.models.rope import rope_tables
+from pagemill_kernels.torch_arrays import to_torch
 from pagemill_protocol.rope_scaling import RopeError
 from pagemill_protocol.rope_settings import read_rope
 
@@ -70,7 +72,8 @@ CONFIGS: list[dict[str, Any]] = [
 
 def our_tables(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     rope = read_rope(config, CONTEXT)
-    return rope_tables(HEAD_DIM, CONTEXT, rope.theta, rope.scaling, torch.float32)
+    cos, sin = rope_tables(HEAD_DIM, CONTEXT, rope.theta, rope.scaling)
+    return to_torch(cos), to_torch(sin)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
@@ -79,8 +82,10 @@ def test_tables_equal_those_of_transformers(config: dict[str, Any]) -> None:
     sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
     reference = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(sizes | copies))
     cos, sin = reference(torch.zeros(1), torch.arange(CONTEXT)[None])
+    # torch's powers may be wrong in the last bit of a period, numpy's are not: so much may an angle differ.
+    allowed = 1e-6 + 2**-22 * torch.arange(CONTEXT)[:, None] * reference.inv_freq
     for ours, theirs in zip(our_tables(config), (cos, sin), strict=True):
-        torch.testing.assert_close(ours, theirs[0, :, : HEAD_DIM // 2], rtol=0, atol=1e-6)
+        assert bool(((ours - theirs[0, :, : HEAD_DIM // 2]).abs() <= allowed).all())
 
 
 values = (
@@ -109,5 +114,5 @@ def test_any_settings_give_finite_tables_or_are_refused(scaling: dict[str, Any])
         return
     if not 0 < rope.theta < math.inf:
         return  # refused with the other numbers of the header
-    for table in rope_tables(8, 4, rope.theta, rope.scaling, torch.float32):
-        assert table.isfinite().all()
+    for table in rope_tables(8, 4, rope.theta, rope.scaling):
+        assert np.isfinite(table).all()

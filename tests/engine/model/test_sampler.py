@@ -49,13 +49,13 @@ def rows_for(
 
 def run(logits: torch.Tensor, rows: SamplingRows, num_generated: int = 0) -> Sampled:
     count = len(logits)
-    return sample(logits.clone(), rows, np.arange(count), np.full(count, num_generated))
+    return sample(logits.numpy().copy(), rows, np.arange(count), np.full(count, num_generated))
 
 
 def draw(logits: list[float], params: SamplingParams, num_draws: int = 400, **kinds: Any) -> list[int]:
     """Tokens drawn at positions 0, 1, 2... of one request."""
     rows = rows_for([params], vocab_size=len(logits), **kinds)
-    batch = torch.tensor([logits] * num_draws)
+    batch = np.array([logits] * num_draws, dtype=np.float32)
     result = sample(batch, rows, np.zeros(num_draws, dtype=np.int64), np.arange(num_draws))
     return result.token_ids.tolist()
 
@@ -216,7 +216,7 @@ def test_filters_on_a_large_vocabulary_equal_a_full_sort(shape: str, top_k: int,
     expected = torch.stack([sorted_filter(row, top_k or vocab_size, top_p) for row in logits])
     actual = logits.clone()
     filters.apply_top_k_top_p(
-        actual, np.full(3, top_k or vocab_size, dtype=np.int64), np.full(3, top_p, dtype=np.float32)
+        actual.numpy(), np.full(3, top_k or vocab_size, dtype=np.int64), np.full(3, top_p, dtype=np.float32)
     )
     differing = (actual.isfinite() != expected.isfinite()).sum(-1)
     # float32 sums in another order may move the border by a token of a flat distribution.

@@ -99,7 +99,7 @@ def test_drawn_frequencies_are_the_softmax() -> None:
     drawn = np.concatenate(
         [
             sample(
-                logits.repeat(8000, 1), rows, np.zeros(8000, dtype=np.int64), np.arange(start, start + 8000)
+                logits.repeat(8000, 1).numpy(), rows, np.zeros(8000, dtype=np.int64), np.arange(start, start + 8000)
             ).token_ids
             for start in range(0, num_draws, 8000)
         ]

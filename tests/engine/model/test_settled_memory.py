@@ -15,7 +15,7 @@ from tiny_llama import write_tiny_llama
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner import compiling, load_eager
+from pagemill_engine.runner import compiling, load_device
 from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measured, plan_memory
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.memory import MemoryState
@@ -109,8 +109,8 @@ def test_a_gpu_without_room_for_a_block_names_what_takes_it(spec: ModelSpec) -> 
 
 
 def test_an_engine_on_a_gpu_steps_as_its_memory_allows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_eager, "measure_device", lambda device: BEFORE)
-    runner = create_runner(EngineConfig(model=str(folder), num_kv_blocks=64), lambda phase, detail: None)
+    monkeypatch.setattr(load_device, "measure_device", lambda device: BEFORE)
+    runner = create_runner(EngineConfig(model=str(folder), device="cuda", num_kv_blocks=64), lambda phase, detail: None)
     assert runner.info.step == (256, 8192)
     core = EngineCore(EngineConfig(model=str(folder)), runner)
     limits = core.scheduler.limits
@@ -185,8 +185,8 @@ def test_a_start_measures_then_allocates_then_records(
             recordings.append(run)
             return run
 
-    monkeypatch.setattr(load_eager, "settles_on", lambda device: True)
-    monkeypatch.setattr(load_eager, "CudaMeter", lambda: Scale(2 * GIB, [8 * MIB, 4 * MIB]))
+    monkeypatch.setattr(load_device, "settles_on", lambda device: True)
+    monkeypatch.setattr(load_device, "CudaMeter", lambda: Scale(2 * GIB, [8 * MIB, 4 * MIB]))
     monkeypatch.setattr(compiling, "CudaRecorder", Recorder)
     config = EngineConfig(
         model=str(folder), device="cuda", dtype="float32", max_num_seqs=3, max_num_batched_tokens=4, num_threads=1,

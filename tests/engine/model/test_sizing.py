@@ -34,11 +34,7 @@ def test_here_it_is_what_the_engine_then_has(smollm2_path: Path, settings: dict[
 
 def test_the_triton_kernels_hold_weights_as_is_assumed_without_them() -> None:
     ops, holding = ops_for("triton"), held_by_gpu(EngineConfig(model="m"))
-    assert (holding.keeps_codes, holding.keeps_bfloat16, holding.lends_rows) == (
-        ops.keeps_codes,
-        ops.keeps_bfloat16,
-        ops.gathers,
-    )
+    assert holding.weights == ops.holds
 
 
 def test_on_a_gpu_floats_are_two_bytes_and_codes_stay_codes(tmp_path: Path, smollm2_path: Path) -> None:

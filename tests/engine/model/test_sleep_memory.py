@@ -35,10 +35,10 @@ def resident() -> int:
 
 def test_a_cache_gives_its_pages_back_however_small_its_layers_are() -> None:
     """Layers of 4 MiB: the C library would keep such pieces for later once it has seen them."""
-    cache = KVCache(SPEC, num_blocks=512, block_size=16, dtype=torch.float32)
+    cache = KVCache(SPEC, num_blocks=512, block_size=16, kind="float32")
     for _ in range(3):
         for layer in cache.layers:
-            layer.fill_(1.0)
+            layer[:] = 1.0
         del layer
         full = resident()
         cache.release()
@@ -63,7 +63,7 @@ def test_a_runner_that_slept_computes_the_same(
 
 def test_a_runner_on_a_thread_of_its_own_sleeps_there(folder: Path, runner_loader: Callable[..., Any]) -> None:
     inner = runner_loader(folder, num_kv_blocks=32, max_num_seqs=4)
-    runner = ThreadedRunner(inner, lambda: None)
+    runner = ThreadedRunner(inner)
     runner.sleep()
     assert inner.kv_cache.layers == []
     runner.wake()

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pagemill_engine.loading.packed.matrix import (
     PackedMatrix,
@@ -24,9 +24,10 @@ from pagemill_engine.loading.packed.matrix import (
     unpacked,
     unsupported,
 )
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import GroupCodes
 
-_ORDER = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 """The output that a word's n-th integer belongs to, of the eight that share it."""
 
 
@@ -51,9 +52,9 @@ def _matrix(stored: Stored, base: str) -> PackedMatrix:
     check_shape(stored, parts[1], (num_groups, words))
     check_shape(stored, parts[2], (num_groups, out_features))
 
-    def integers() -> tuple[Tensor, Tensor, Tensor]:
+    def integers() -> tuple[NDArray[np.uint8], Array, NDArray[np.uint8]]:
         values, zeros, scales = (stored.read(part) for part in parts)
-        return _outputs(values), scales.t(), _outputs(zeros)
+        return _outputs(values), scales.T, _outputs(zeros)
 
     def codes() -> GroupCodes:
         return group_codes(4, *integers())
@@ -65,9 +66,9 @@ def _matrix(stored: Stored, base: str) -> PackedMatrix:
     return PackedMatrix((out_features, in_features), parts, lambda: spread(*integers(), groups.of_input))
 
 
-def _outputs(words: Tensor) -> Tensor:
+def _outputs(words: NDArray[np.int32]) -> NDArray[np.uint8]:
     """int32 [n, out / 8] to uint8 [out, n]."""
-    packed = unpacked(words, 4).view(words.shape[0], -1, 8)
-    values = torch.empty_like(packed)
+    packed = unpacked(words, 4).reshape(len(words), -1, 8)
+    values = np.empty_like(packed)
     values[..., _ORDER] = packed
-    return values.flatten(1).t().contiguous()
+    return np.ascontiguousarray(values.reshape(len(words), -1).T)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import orjson
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from pagemill_engine.loading.packed.matrix import (
     PackedMatrix,
@@ -24,6 +24,7 @@ from pagemill_engine.loading.packed.matrix import (
     group_codes,
     unsupported,
 )
+from pagemill_kernels.arrays import widened
 from pagemill_kernels.linear.groups import GroupCodes
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -54,8 +55,8 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
     check_shape(stored, scales_name, (out_features,))
     parts = (name, scales_name, *([form] if stored.has(form) else []))
 
-    def scales() -> Tensor:
-        return stored.read(scales_name).float()[:, None] / _MAX_8_BITS
+    def scales() -> NDArray[np.float32]:
+        return widened(stored.read(scales_name))[:, None] / np.float32(_MAX_8_BITS)
 
     def codes() -> GroupCodes:
         return group_codes(8, stored.read(name), scales(), None)
@@ -63,12 +64,12 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
     kind = code_kind(8, in_features, 1, offsets=False)
     if kind is not None:
         return coded((out_features, in_features), parts, kind, codes)
-    return PackedMatrix((out_features, in_features), parts, lambda: stored.read(name).float() * scales())
+    return PackedMatrix((out_features, in_features), parts, lambda: stored.read(name).astype(np.float32) * scales())
 
 
 def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
     try:
-        state: dict[str, Any] = orjson.loads(bytes(stored.read(state_name).tolist()))
+        state: dict[str, Any] = orjson.loads(stored.read(state_name).tobytes())
         out_features, in_features = state["shape"]
         block_size = int(state["blocksize"])
     except (ValueError, KeyError, TypeError) as error:
@@ -81,19 +82,20 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
     nested = [f"{name}.nested_absmax", f"{name}.nested_quant_map"]
     nested = nested if "nested_blocksize" in state else []
 
-    def largest() -> Tensor:
+    def largest() -> NDArray[np.float32]:
         stored_largest = stored.read(f"{name}.absmax")
         if not nested:
-            return stored_largest.float()
-        absmax, table = (stored.read(each).float() for each in nested)
-        outer = absmax.repeat_interleave(int(state["nested_blocksize"]))[:num_blocks]
-        return table[stored_largest.long()] * outer + float(state["nested_offset"])
+            return widened(stored_largest)
+        absmax, table = (widened(stored.read(each)) for each in nested)
+        outer = absmax.repeat(int(state["nested_blocksize"]))[:num_blocks]
+        return table[stored_largest] * outer + float(state["nested_offset"])
 
-    def floats() -> Tensor:
-        packed = stored.read(name).flatten()
-        indices = torch.stack((packed >> 4, packed & 15), 1).flatten()[:num_values]
-        values = stored.read(f"{name}.quant_map").float()[indices.long()]
-        return (values * largest().repeat_interleave(block_size)[:num_values]).view(out_features, in_features)
+    def floats() -> NDArray[np.float32]:
+        packed = stored.read(name).reshape(-1)
+        indices = np.stack((packed >> 4, packed & 15), 1).reshape(-1)[:num_values]
+        values = widened(stored.read(f"{name}.quant_map"))[indices]
+        values *= largest().repeat(block_size)[:num_values]
+        return values.reshape(out_features, in_features)
 
     parts = (name, state_name, f"{name}.quant_map", f"{name}.absmax", *nested)
     return PackedMatrix((out_features, in_features), parts, floats)

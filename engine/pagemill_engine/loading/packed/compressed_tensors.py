@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pagemill_engine.loading.packed import fp8
 from pagemill_engine.loading.packed.matrix import (
@@ -28,6 +28,7 @@ from pagemill_engine.loading.packed.matrix import (
     unpacked,
     unsupported,
 )
+from pagemill_kernels.arrays import widened
 from pagemill_kernels.linear.groups import GroupCodes
 
 PACKED = ".weight_packed"
@@ -76,7 +77,7 @@ def _packed(stored: Stored, base: str) -> PackedMatrix:
         raise unsupported(stored, f"integers of other than 4 or 8 bits in `{name}`")
     check_shape(stored, name, (out_features, words))
 
-    def integers() -> Tensor:
+    def integers() -> NDArray[np.uint8]:
         return unpacked(stored.read(name), bits)[:, :in_features]
 
     return _grouped(stored, base, (out_features, in_features), bits, (name, shape_name), integers)
@@ -86,8 +87,8 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
     name = f"{base}.weight"
     out_features, in_features = stored.shape(name)
 
-    def integers() -> Tensor:
-        return stored.read(name).view(torch.uint8) ^ 128
+    def integers() -> NDArray[np.uint8]:
+        return stored.read(name).view(np.uint8) ^ np.uint8(128)
 
     return _grouped(stored, base, (out_features, in_features), 8, (name,), integers)
 
@@ -104,21 +105,21 @@ def _grouped(
     others = [f"{base}.input_scale", f"{base}.input_zero_point", f"{base}.input_global_scale"]
     parts = (*parts, *(each for each in (scale, zero, index, *others) if stored.has(each)))
 
-    def scales() -> Tensor:
-        return stored.read(scale).float().reshape(-1, num_groups).expand(out_features, num_groups)
+    def scales() -> NDArray[np.float32]:
+        return np.broadcast_to(widened(stored.read(scale)).reshape(-1, num_groups), (out_features, num_groups))
 
-    def zeros() -> Tensor:
-        half = torch.full((out_features, num_groups), 2 ** (bits - 1), dtype=torch.int16)
+    def zeros() -> NDArray[np.int16]:
+        half = np.full((out_features, num_groups), 2 ** (bits - 1), dtype=np.int16)
         if not stored.has(zero):
             return half
         values = stored.read(zero)
-        if values.dtype == torch.int32:
-            return unpacked(values.t(), bits).t()[:out_features].to(torch.int16)
+        if values.dtype == np.int32:
+            return unpacked(values.T, bits).T[:out_features].astype(np.int16)
         return half + values.reshape(-1, num_groups)
 
     def codes() -> GroupCodes:
         if bits == 8 and not stored.has(zero):
-            return group_codes(8, (integers() ^ 128).view(torch.int8), scales(), None, groups.order)
+            return group_codes(8, (integers() ^ np.uint8(128)).view(np.int8), scales(), None, groups.order)
         return group_codes(cast(Literal[4, 8], bits), integers(), scales(), zeros(), groups.order)
 
     kind = code_kind(bits, in_features, num_groups, offsets=stored.has(zero))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from pagemill_engine.loading.codes import CodeKind
+from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.loading.packed.formats import FORMATS
 from pagemill_engine.loading.packed.matrix import PackedMatrix, Settings, unsupported
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_engine.loading.source import stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 
 
@@ -37,12 +36,12 @@ class PackedFolder:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Array) -> None:
         matrix = self._matrices.get(name)
         if matrix is None:
             self._folder.read_into(name, out)
         else:
-            out.copy_(matrix.floats())
+            copy_floats(matrix.floats(), out)
 
     def code_kind(self, name: str) -> CodeKind | None:
         matrix = self._matrices.get(name)
@@ -60,7 +59,7 @@ class PackedFolder:
     def is_bfloat16(self, name: str) -> bool:
         return name not in self._matrices and self._folder.is_bfloat16(name)
 
-    def num_bytes(self, dtype: torch.dtype, keep_stored: bool) -> int:
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
 
     def digest(self) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.packed.matrix import PackedMatrix, Settings, Stored, check_shape
+from pagemill_kernels.arrays import widened
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 E4M3 = "F8_E4M3"
@@ -50,16 +52,16 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
     # Blocks of inputs may be cut off at the last one: a group is the largest that divides both.
     group = in_features if block is None else math.gcd(block[1], in_features)
 
-    def scales() -> Tensor:
+    def scales() -> NDArray[np.float32]:
         """[out, in / group]."""
-        factors = stored.read(scale).float()
+        factors = widened(stored.read(scale))
         if block is None:
-            return factors.reshape(-1, 1).expand(out_features, 1)
-        columns = factors.repeat_interleave(block[1] // group, 1)[:, : in_features // group]
-        return columns.repeat_interleave(block[0], 0)[:out_features]
+            return np.broadcast_to(factors.reshape(-1, 1), (out_features, 1))
+        columns = factors.repeat(block[1] // group, 1)[:, : in_features // group]
+        return columns.repeat(block[0], 0)[:out_features]
 
     def codes() -> GroupCodes:
-        return GroupCodes(8, stored.read(name), scales(), None)
+        return GroupCodes(8, stored.read(name), scales(), None, is_float=True)
 
     unused = tuple(base + each for each in _UNUSED if stored.has(base + each))
     kind = CodeKind(8, group, is_float=True) if group % GROUP_SIZE == 0 else None

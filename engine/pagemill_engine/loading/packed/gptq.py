@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, cast
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pagemill_engine.loading.packed.matrix import (
     WORD_BITS,
@@ -27,6 +28,7 @@ from pagemill_engine.loading.packed.matrix import (
     spread,
     unpacked,
 )
+from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import GroupCodes
 
 
@@ -60,12 +62,12 @@ def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: 
         check_shape(stored, index, (in_features,))
     groups = groups_of(stored, index if has_order else None, in_features, num_groups)
 
-    def integers() -> tuple[Tensor, Tensor, Tensor]:
+    def integers() -> tuple[NDArray[np.uint8], Array, NDArray[np.uint8]]:
         values, zeros, scales = (stored.read(part) for part in parts)
         zeros = unpacked(zeros, bits)
         if lessened:
             zeros = (zeros + 1) & (2**bits - 1)
-        return unpacked(values.t(), bits), scales.t(), zeros.t()
+        return unpacked(values.T, bits), scales.T, zeros.T
 
     def codes() -> GroupCodes:
         return group_codes(cast(Literal[4, 8], bits), *integers(), groups.order)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.errors import LoadError
+from pagemill_kernels.arrays import Array, widened
 from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 WORD_BITS = 32
@@ -38,7 +39,7 @@ class Stored(Protocol):
         """As safetensors names it, for example `F8_E4M3`."""
         ...
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Array: ...
 
 
 Settings = dict[str, Any]
@@ -51,8 +52,8 @@ class PackedMatrix:
     """[out, in]"""
     parts: tuple[str, ...]
     """The stored tensors."""
-    floats: Callable[[], Tensor]
-    """The values, float32 [out, in]."""
+    floats: Callable[[], NDArray[np.float32]]
+    """The values, [out, in]."""
     kind: CodeKind | None = None
     codes: Callable[[], GroupCodes] | None = None
     """There where `kind` is; they have the values of `floats`."""
@@ -76,7 +77,7 @@ def code_kind(bits: int, in_features: int, num_groups: int, *, offsets: bool) ->
 
 
 def group_codes(
-    bits: Literal[4, 8], integers: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None = None
+    bits: Literal[4, 8], integers: Array, scales: Array, zeros: Array | None, order: NDArray[np.int64] | None = None
 ) -> GroupCodes:
     """weight = (integers - zeros) * scales.
 
@@ -84,22 +85,22 @@ def group_codes(
     `order`: of the inputs, which puts groups in runs.
     """
     integers = integers if order is None else integers[:, order]
-    scales = scales.float()
+    scales = widened(scales)
     if zeros is None:
         return GroupCodes(bits, integers, scales, None, order)
     if bits == 4:
-        return GroupCodes(4, integers, scales, -zeros.float() * scales, order)
-    signed = (integers ^ 128).view(torch.int8)
-    return GroupCodes(8, signed, scales, (128 - zeros.float()) * scales, order)
+        return GroupCodes(4, integers, scales, -zeros.astype(np.float32) * scales, order)
+    signed = (integers ^ np.uint8(128)).view(np.int8)
+    return GroupCodes(8, signed, scales, (128 - zeros.astype(np.float32)) * scales, order)
 
 
 @dataclass(frozen=True)
 class Groups:
     """Which group each input of a matrix belongs to."""
 
-    of_input: Tensor
-    """int64 [in]."""
-    order: Tensor | None
+    of_input: NDArray[np.int64]
+    """[in]."""
+    order: NDArray[np.int64] | None
     """The inputs group after group; `None`: they are so."""
     are_runs: bool
     """In that order, which needs groups of one size."""
@@ -107,12 +108,12 @@ class Groups:
 
 def groups_of(stored: Stored, index: str | None, in_features: int, num_groups: int) -> Groups:
     """`index`: the tensor that says it, as act-order needs; `None`: runs of one size. Raises `LoadError`."""
-    runs = torch.arange(in_features) // -(-in_features // num_groups)
+    runs = np.arange(in_features) // -(-in_features // num_groups)
     if index is None or not stored.has(index):
         return Groups(runs, None, are_runs=True)
     check_shape(stored, index, (in_features,))
-    of_input = stored.read(index).long()
-    if torch.equal(of_input, runs) or int(of_input.max()) < 0:
+    of_input = stored.read(index).astype(np.int64)
+    if np.array_equal(of_input, runs) or int(of_input.max()) < 0:
         return Groups(runs, None, are_runs=True)
     low, high = int(of_input.min()), int(of_input.max())
     if low < 0 or high >= num_groups:
@@ -120,22 +121,23 @@ def groups_of(stored: Stored, index: str | None, in_features: int, num_groups: i
             "ModelUnreadable",
             f"{stored.where}: tensor `{index}` names the group {low if low < 0 else high} of {num_groups}. {REMEDY}",
         )
-    order = of_input.argsort(stable=True)
-    return Groups(of_input, order, are_runs=torch.equal(of_input[order], runs))
+    order = of_input.argsort(kind="stable")
+    return Groups(of_input, order, are_runs=np.array_equal(of_input[order], runs))
 
 
-def spread(integers: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor) -> Tensor:
-    """float32 [out, in] where input i belongs to group `group_of[i]`; other arguments as for `group_codes`."""
-    values = integers.float()
+def spread(integers: Array, scales: Array, zeros: Array | None, group_of: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[out, in] where input i belongs to group `group_of[i]`; other arguments as for `group_codes`."""
+    values = integers.astype(np.float32)
     if zeros is not None:
-        values -= zeros.float()[:, group_of]
-    return values * scales.float()[:, group_of]
+        values -= zeros.astype(np.float32)[:, group_of]
+    values *= widened(scales)[:, group_of]
+    return values
 
 
-def unpacked(words: Tensor, bits: int) -> Tensor:
+def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     """int32 [n, m] to uint8 [n, m * 32 / bits]; the lowest bits come first. `bits`: 4 or 8."""
-    octets = words.to(torch.int32).contiguous().view(torch.uint8)
-    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+    octets = np.ascontiguousarray(words, dtype=np.int32).view(np.uint8)
+    return octets if bits == 8 else np.stack((octets & 15, octets >> 4), -1).reshape(len(octets), -1)
 
 
 def check_shape(stored: Stored, name: str, *allowed: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 11;
+constexpr int32_t kAbiVersion = 13;
 
 // The first four and kFloats8 (e4m3) are multiplied in float32, kDots4 and kDots8 round what they meet to integers of 16
 // bits (dots.cpp), kPairs to bfloat16 (bfloat16.cpp). From PackedWeight::bfloat16_rows on the last four do the latter.
@@ -30,6 +30,43 @@ enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kGeluQuick = 3,
 
 // How keys and values lie in the cache; kv_store.h.
 enum CacheType : int32_t { kCacheFloat32 = 0, kCacheBfloat16 = 1, kCacheInt8 = 2 };
+
+// A step's rows and what each asked for; sampling.cpp. Null arrays: no row asks for it. [rows] arrays named `_of` hold a
+// row's place in the arrays behind them, or -1.
+struct SamplingArgs {
+  const float* logits;  // [num_rows][vocab_size]
+  int64_t num_rows;
+  int64_t vocab_size;
+  const float* temperature;  // [num_rows], 0: the best token; so are the four below
+  const int64_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const uint64_t* keys;
+  const int64_t* mask_of;
+  const uint32_t* masks;  // [masks][mask_words]
+  int64_t mask_words;
+  const int64_t* edit_starts;  // [num_rows + 1]
+  const int64_t* edit_tokens;
+  const float* edit_biases;
+  const int64_t* penalty_of;
+  const float* repetition;
+  const float* frequency;
+  const float* presence;
+  const int64_t* count_rows;  // [penalties]: places in the two tables below
+  const uint8_t* in_prompt;   // [places][vocab_size]
+  int32_t* in_output;         // [places][vocab_size]; the sampled tokens are added
+  const int64_t* report_of;
+  int64_t top_width;
+  int64_t* token_ids;  // [num_rows]
+  uint8_t* finite;     // [num_rows]
+  float* chosen;       // [reports]: the chosen token's logit; so are the three below
+  float* best;         // the largest logit
+  float* log_totals;   // the logarithm of the sum of exponentials of what logits are above it
+  int64_t* ranks;
+  float* top;        // [reports][top_width]
+  int64_t* top_ids;  // [reports][top_width]
+  int32_t num_threads;
+};
 
 struct AttentionArgs {
   const float* query;  // [tokens][num_heads][head_dim], tokens query_stride floats apart

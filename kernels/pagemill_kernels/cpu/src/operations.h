@@ -35,6 +35,8 @@ void pagemill_experts(const pagemill::PackedWeight* const* ups, const float* con
                       const pagemill::PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
                       const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen, const float* weights,
                       int64_t top_k, int32_t activation, float limit, float* out, int32_t num_threads);
+void pagemill_sample(const pagemill::SamplingArgs* arguments);
+void pagemill_report(const pagemill::SamplingArgs* arguments);
 void pagemill_paged_attention(const pagemill::AttentionArgs* arguments);
 
 }  // extern "C"

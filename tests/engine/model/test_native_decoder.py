@@ -1,4 +1,4 @@
-"""Decoder layers in one native call: the same bits as operation by operation, and few calls a step."""
+"""The native decoder: the same bits as torch's executor over the same kernels, and few calls a step."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from pagemill_engine.models.decoder import SingleDecoderLayers
-from pagemill_engine.models.fusing import FusedDecoderLayers
-from pagemill_kernels import registry
+from pagemill_engine.native.decoder import NativeDecoder
+from pagemill_engine.runner.torch_model import TorchModel
 from pagemill_kernels.cpu import launch, library
-from pagemill_kernels.decoder_layer.native import NativeLayers
-from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, MoEParts, NormParts
-from pagemill_kernels.experts.parts import ExpertParts, Gate
-from pagemill_kernels.experts.reference import PlainExperts
-from pagemill_kernels.linear import native, onednn, reference
+from pagemill_kernels.decoder_layer.native import CacheAddresses, NativeLayers
+from pagemill_kernels.decoder_layer.parts import LayerParts, MLPParts, NormParts
+from pagemill_kernels.linear import native
 from pagemill_protocol.models.declaration import AttentionSpec, LayerSpec, MLPSpec, MoESpec
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason=f"no native kernels: {library.why_absent()}")
@@ -92,27 +90,17 @@ def prompts() -> list[list[int]]:
     return [torch.randint(0, 128, (length,), generator=generator).tolist() for length in (1, 5, 16, 33, 61)]
 
 
-@pytest.fixture(autouse=True)
-def no_bfloat16_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the processor has one, bfloat16 layers are oneDNN's and not fused."""
-    monkeypatch.setattr(onednn, "unit", lambda: None)
-
-
-def operation_by_operation(runner: Any) -> Any:
-    runner.model.layers = SingleDecoderLayers(runner.model.layers.plain)
-    return runner
-
-
 @pytest.mark.sample("*-float32", "llama*", "*wide heads*")
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_one_call_has_the_bits_of_all_operations_one_by_one(
+def test_it_has_the_bits_of_all_operations_one_by_one(
     folder: Path, prompts: list[list[int]], settings: str, runner_loader: Loader, make_driver: Drivers
 ) -> None:
-    fused = runner_loader(folder, **SETTINGS[settings])
-    assert type(fused.model.layers) is FusedDecoderLayers
-    single = operation_by_operation(runner_loader(folder, **SETTINGS[settings]))
+    asked = {"backend": "cpu_native", **SETTINGS[settings]}
+    native, single = runner_loader(folder, **asked), runner_loader(folder, by_torch=True, **asked)
+    assert (type(native.model), type(single.model)) == (NativeDecoder, TorchModel)
+    assert native.info.weight_bytes == single.info.weight_bytes
     for chunk in (512, 7):
-        driven = [make_driver(runner).greedy(prompts, 12, max_num_batched_tokens=chunk) for runner in (fused, single)]
+        driven = [make_driver(runner).greedy(prompts, 12, max_num_batched_tokens=chunk) for runner in (native, single)]
         assert [result.token_ids for result in driven[0]] == [result.token_ids for result in driven[1]]
         assert [result.logprobs for result in driven[0]] == [result.logprobs for result in driven[1]]
 
@@ -139,13 +127,16 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
 ) -> None:
     counting = Counting()
     monkeypatch.setattr(launch, "native", lambda: counting)
-    runner = runner_loader(folder)
+    runner = runner_loader(folder, backend="cpu_native")
     decoder = runner.model.spec.decoder
     # The norm and the head behind the last layer; an embedding that is tied to the head is read from its packed rows.
     around = 2 + decoder.head.tied
     assert calls_per_step(runner, counting, make_driver) == 1 + around
     in_layers = sum(map(calls_of, decoder.layers))
-    assert calls_per_step(operation_by_operation(runner), counting, make_driver) == in_layers + around
+    assert (
+        calls_per_step(runner_loader(folder, backend="cpu_native", by_torch=True), counting, make_driver)
+        == in_layers + around
+    )
 
 
 def calls_of(layer: LayerSpec) -> int:
@@ -168,11 +159,12 @@ def calls_per_step(runner: Any, counting: Counting, make_driver: Drivers) -> flo
     return (totals[1] - totals[0]) / 5
 
 
-def parts(**changes: Any) -> LayerParts:
+def parts() -> LayerParts:
     def linear(rows: int, columns: int) -> native.NativeLinear:
-        return native.pack_linear(torch.randn(rows, columns), None)
+        return native.pack_linear(np.ones((rows, columns), dtype=np.float32), None)
 
-    made = LayerParts(
+    norm = NormParts(np.ones(32, dtype=np.float32), None, 1e-5, centered=False)
+    return LayerParts(
         qkv=linear(64, 32),
         output=linear(32, 32),
         mlp=MLPParts(linear(96, 32), linear(32, 48), "silu", gated=True, limit=None),
@@ -180,40 +172,30 @@ def parts(**changes: Any) -> LayerParts:
         num_kv_heads=1,
         head_dim=16,
         scale=0.25,
-        attention_norm=NormParts(torch.ones(32), None, 1e-5, centered=False),
-        mlp_norm=NormParts(torch.ones(32), None, 1e-5, centered=False),
+        attention_norm=norm,
+        mlp_norm=norm,
     )
-    return made._replace(**changes)
+
+
+NOTHING = np.zeros(1, dtype=np.float32)
 
 
 @pytest.mark.parametrize(
     "hidden",
-    [torch.zeros(2, 31), torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(32, 2).T],
+    [np.zeros((2, 31), np.float32), np.zeros((2, 32), np.uint16), np.zeros((32, 2), np.float32).T],
     ids=("narrow", "rounded", "strided"),
 )
-def test_hidden_states_that_the_kernel_cannot_read_are_refused(hidden: torch.Tensor) -> None:
-    unused = torch.zeros(1)
+def test_hidden_states_that_the_kernel_cannot_read_are_refused(hidden: Any) -> None:
     with pytest.raises(ValueError, match=r"contiguous float32 \[tokens, 32\] is needed"):
-        NativeLayers([parts()])(hidden, [], [], [], unused)
+        NativeLayers([parts()])(hidden, {}, [], CacheAddresses.of([NOTHING]), NOTHING)
 
 
-def test_each_layer_has_its_plan_and_its_cache() -> None:
-    unused = torch.zeros(1)
-    with pytest.raises(ValueError, match="0 plans, 2 rotations and 1 caches for 2 layers"):
-        NativeLayers([parts(), parts()])(torch.zeros(2, 32), [], [None, None], [unused], unused)
+def test_each_layer_has_its_cache() -> None:
+    hidden = np.zeros((2, 32), np.float32)
+    with pytest.raises(ValueError, match="1 caches for 2 layers"):
+        NativeLayers([parts(), parts()])(hidden, {}, [], CacheAddresses.of([NOTHING]), NOTHING)
 
 
-def test_layers_of_another_kind_are_refused() -> None:
-    plain = reference.pack_linear(torch.randn(32, 48), None)
-    with pytest.raises(TypeError, match="PlainLinear is not packed by the native kernels"):
-        NativeLayers([parts(), parts(output=plain)])
-    experts = PlainExperts([ExpertParts(plain, plain)], Gate("silu"))
-    with pytest.raises(TypeError, match="PlainExperts is not packed by the native kernels"):
-        NativeLayers([parts(mlp=MoEParts(parts().qkv, experts, top_k=1, renormalized=True))])
-
-
-def test_only_the_backend_that_has_it_fuses() -> None:
-    assert {backend: registry.ops_for(backend).fuse_layers is not None for backend in ("cpu", "cpu_native")} == {
-        "cpu": False,
-        "cpu_native": True,
-    }
+def test_a_cache_of_another_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="no cache of float16"):
+        CacheAddresses.of([np.zeros(1, np.float16)])

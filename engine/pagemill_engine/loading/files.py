@@ -1,0 +1,90 @@
+"""Files of weights, open for reading: bytes come by `pread` straight into their place, several pieces at a time.
+
+A mapping would cost a page fault for each 64 KiB, which is more than the copy. Meanwhile the system is asked for what
+lies behind (`read_ahead`). What bytes mean is for `safetensors_folder` and `gguf_weights`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.floats import copy_floats
+from pagemill_engine.loading.read_ahead import ReadAhead
+from pagemill_kernels.arrays import Array
+from pagemill_kernels.pieces import each_piece
+
+PIECE_BYTES = 4 * 1024**2
+
+
+class WeightFiles:
+    """Files are named by their places in `paths`."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Raises `LoadError`."""
+        self._paths = paths
+        self._files: list[int] = []
+        weakref.finalize(self, _close, self._files)
+        for path in paths:
+            try:
+                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                raise _unreadable(path, error.strerror) from error
+        self._ahead = ReadAhead(self._files)
+
+    def read(self, file: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        out = np.empty(num_bytes, dtype=np.uint8)
+        self.fill(file, offset, out)
+        return out
+
+    def fill(self, file: int, offset: int, out: Array) -> None:
+        """Fill `out`, contiguous, with the bytes from `offset` on. Raises `LoadError` where the file has no more."""
+        flat = out.reshape(-1).view(np.uint8)
+        self._ahead.reading(file, offset, len(flat))
+        each_piece(len(flat), 1, lambda piece: self._fill(file, offset + piece.start, flat[piece]), PIECE_BYTES)
+
+    def fill_floats(self, file: int, offset: int, dtype: np.dtype[Any], out: Array) -> None:
+        """As `fill`, with floats of the type, rounded to that of `out`. Types: of `pagemill_kernels.arrays`."""
+        if out.dtype == dtype:
+            self.fill(file, offset, out)
+            return
+        flat = out.reshape(-1)
+        self._ahead.reading(file, offset, len(flat) * dtype.itemsize)
+        kept = threading.local()  # memory that is given back and taken anew costs page faults
+
+        def convert(piece: slice) -> None:
+            if not hasattr(kept, "buffer"):
+                kept.buffer = np.empty(piece.stop - piece.start, dtype=dtype)
+            stored = kept.buffer[: piece.stop - piece.start]
+            self._fill(file, offset + piece.start * dtype.itemsize, stored.view(np.uint8))
+            copy_floats(stored, flat[piece])
+
+        each_piece(len(flat), 1, convert)
+
+    def _fill(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
+        start = 0
+        while start < len(out):
+            try:
+                num_bytes = os.preadv(self._files[file], [out[start:].data], offset + start)
+            except OSError as error:
+                raise _unreadable(self._paths[file], error.strerror) from error
+            if num_bytes == 0:
+                raise _unreadable(self._paths[file], f"it ends before byte {offset + len(out)}")
+            start += num_bytes
+
+
+def _unreadable(path: Path, problem: str | None) -> LoadError:
+    return LoadError("ModelUnreadable", f"`{path}` cannot be read: {problem}. Fetch it again.")
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

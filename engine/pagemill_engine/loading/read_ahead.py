@@ -1,0 +1,52 @@
+"""Asks the system for what lies behind the tensor that is being read, so that disks work while processors pack.
+
+Several files count as one, each following the one before. Chunks are asked for once, on a thread, since asking waits
+where a disk's queue is full; what is in the page cache already costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 16 * 1024**2
+AHEAD_BYTES = 8 * CHUNK_BYTES
+
+
+class ReadAhead:
+    def __init__(self, files: Sequence[int]) -> None:
+        """`files`: descriptors, which stay open as long as there is someone who reads."""
+        self._files = files
+        self._sizes = [os.fstat(file).st_size for file in files]
+        self._asked: set[tuple[int, int]] = set()
+        self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._asking: Future[None] | None = None
+
+    def reading(self, file: int, start: int, num_bytes: int) -> None:
+        """These bytes are read next. Never waits: while the thread still asks for something, this is forgotten."""
+        if self._asking is not None and not self._asking.done():
+            return
+        chunks = [chunk for chunk in self._chunks(file, start, num_bytes + AHEAD_BYTES) if chunk not in self._asked]
+        if chunks:
+            self._asked.update(chunks)
+            self._asking = self._thread.submit(_ask, self._files, chunks)
+
+    def _chunks(self, file: int, start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """Of files and numbers in them; goes on in the file behind."""
+        while file < len(self._files) and num_bytes > 0:
+            stop = min(start + num_bytes, self._sizes[file])
+            yield from ((file, number) for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)))
+            num_bytes -= stop - start
+            file, start = file + 1, 0
+
+
+def _ask(files: Sequence[int], chunks: list[tuple[int, int]]) -> None:
+    try:
+        for file, number in chunks:
+            os.posix_fadvise(files[file], number * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
+    except OSError:  # a file system that knows no such advice, or files that were closed meanwhile
+        logger.debug("weights are not read ahead", exc_info=True)

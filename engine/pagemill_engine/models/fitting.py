@@ -1,0 +1,37 @@
+"""Whether the tensors of a checkpoint are those that a model's declaration asks for."""
+
+from __future__ import annotations
+
+from pagemill_engine.models.errors import WeightsError
+from pagemill_protocol.models.declaration import DecoderSpec, Shapes
+
+
+def check_depth(decoder: DecoderSpec, shapes: Shapes) -> None:
+    """Raises `WeightsError` where the files hold nothing of a layer: a model of thousands takes seconds to build."""
+    names = [layer.name for layer in decoder.layers]
+    depth = names[0].count(".") + 1
+    stored = {".".join(name.split(".", depth)[:depth]) for name in shapes}
+    absent = [name for name in names if name not in stored]
+    if absent:
+        raise WeightsError(f"The configuration asks for {len(names)} layers (missing: {_listing(absent)}).")
+
+
+def check_tensors(wanted: Shapes, stored: Shapes) -> None:
+    """Raises `WeightsError` that names missing, unexpected and misshapen tensors."""
+    missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if missing or unexpected:
+        problems = [
+            f"{what}: {_listing(names)}" for what, names in (("missing", missing), ("unexpected", unexpected)) if names
+        ]
+        raise WeightsError(f"The weights do not fit the model's configuration ({'; '.join(problems)}).")
+    for name, shape in wanted.items():
+        if shape != stored[name]:
+            raise WeightsError(
+                f"The tensor `{name}` has the shape {list(stored[name])} "
+                f"where the configuration asks for {list(shape)}."
+            )
+
+
+def _listing(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(f"`{name}`" for name in names[:limit]) + more

@@ -1,0 +1,81 @@
+"""Puts a runner for the CPU together: threads, weights, KV cache. The native decoder where it computes the model, which
+needs no torch; else torch, imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.models.rope import Rotations, decoder_tables
+from pagemill_engine.models.step_model import StepModel
+from pagemill_engine.native.decoder import NativeDecoder
+from pagemill_engine.runner.base import Runner
+from pagemill_engine.runner.budget import keeps_nothing
+from pagemill_engine.runner.compute import Compute
+from pagemill_engine.runner.eager import EagerRunner
+from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for
+from pagemill_engine.runner.memory import give_back, measure_memory
+from pagemill_engine.runner.pooling import Pooler
+from pagemill_engine.runner.pooling_runner import PoolingRunner
+from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
+from pagemill_engine.runner.threaded import ThreadedRunner
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.registry import has_torch
+from pagemill_protocol.cgroup import usable_cores
+from pagemill_protocol.model_spec import ModelSpec
+
+
+def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
+    """Raises `LoadError`."""
+    num_threads = files.config.num_threads or usable_cores()
+    launch.set_num_threads(num_threads)
+    prepare_thread: Callable[[], object] | None = None
+    if not compute.is_native:
+        prepare_thread = _torch_threads(compute, num_threads)
+    with refusals(files.path):
+        prepared = prepare(files, compute, measure_memory())
+        runner = _runner(files, prepared)
+    # OpenMP keeps a team of threads for each thread that computes: from here on it is the runner's alone, this thread's
+    # team sleeps.
+    return ThreadedRunner(runner, prepare_thread) if files.config.overlap else runner
+
+
+def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
+    """Sets how many torch takes; torch keeps that for each thread, and the result does it for another one."""
+    if not has_torch():
+        raise LoadError(
+            "TorchNotInstalled", f"This model runs on torch ({compute.how}), which is not installed. Install torch."
+        )
+    import torch
+
+    torch.set_num_threads(number)
+    return lambda: torch.set_num_threads(number)
+
+
+def _runner(files: ModelFiles, prepared: Prepared) -> Runner:
+    config, compute, spec, num_blocks = prepared.config, prepared.compute, files.spec, prepared.num_blocks
+    max_model_len = max_model_len_for(config, spec, num_blocks)
+    if keeps_nothing(spec):
+        from pagemill_engine.runner.load_encoder import load_encoder
+
+        return load_encoder(prepared, spec, max_model_len)
+    model = _native(prepared, spec, max_model_len) if compute.is_native else _torch(files, prepared, max_model_len)
+    give_back()
+    files.progress("allocating", cache_in_words(num_blocks, config.block_size, spec, compute.kv_dtype))
+    info = runner_info(prepared, spec, max_model_len, model.num_bytes, "cpu")
+    kv_cache = KVCache(spec, num_blocks, config.block_size, compute.kv_dtype)
+    if spec.pooling is None:
+        return EagerRunner(model, kv_cache, info, config.step.max_num_seqs)
+    return PoolingRunner(model, kv_cache, info, config.step.max_num_seqs, Pooler(spec.pooling, model.classifier))
+
+
+def _native(prepared: Prepared, spec: ModelSpec, max_model_len: int) -> StepModel:
+    weights = prepared.weights
+    rotations = Rotations(decoder_tables(spec.decoder, max_model_len, weights))
+    return NativeDecoder(spec, prepared.compute.native_ops, weights, rotations)
+
+
+def _torch(files: ModelFiles, prepared: Prepared, max_model_len: int) -> StepModel:
+    from pagemill_engine.runner.torch_model import load_torch_model
+
+    return load_torch_model(files.path, files.spec, prepared.compute, prepared.weights, max_model_len)

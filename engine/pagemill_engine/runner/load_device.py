@@ -1,0 +1,93 @@
+"""Puts a runner for a GPU together: weights, KV cache, and every kernel compiled that steps will need. With Triton's
+interpreter the device is the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.device_rotations import DeviceRotations
+from pagemill_engine.models.rope import decoder_tables
+from pagemill_engine.models.weights import load_weights, weight_bytes
+from pagemill_engine.runner.base import Runner
+from pagemill_engine.runner.compiling import record_decodes
+from pagemill_engine.runner.compute import Compute
+from pagemill_engine.runner.device_kv_cache import DeviceKVCache
+from pagemill_engine.runner.device_memory import measure_device
+from pagemill_engine.runner.device_runner import DeviceRunner
+from pagemill_engine.runner.kv_cache import max_model_len_for
+from pagemill_engine.runner.memory import give_back
+from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
+from pagemill_engine.runner.settling import CudaMeter, settle
+from pagemill_kernels.cpu import launch
+from pagemill_kernels.gpu.kept import keep_compiled
+from pagemill_kernels.torch_arrays import TORCH_TYPES
+from pagemill_protocol.cgroup import usable_cores
+
+ANY_NUMBER = 1 << 40
+"""Stands for the number of blocks until it is known."""
+
+
+def load_on_device(files: ModelFiles, compute: Compute) -> Runner:
+    """Raises `LoadError`."""
+    num_threads = files.config.num_threads or usable_cores()
+    torch.set_num_threads(num_threads)
+    launch.set_num_threads(num_threads)
+    try:
+        return _load(files, compute)
+    except torch.OutOfMemoryError as error:
+        raise LoadError(
+            "ModelTooLarge",
+            f"The device ran out of memory while `{files.path}` was loaded ({str(error).partition('. ')[0]}). See that "
+            "nothing else takes its memory, use a smaller or quantized model, or lower maxNumSeqs or maxModelLen.",
+        ) from error
+
+
+def _load(files: ModelFiles, compute: Compute) -> Runner:
+    spec, ops, dtype = files.spec, compute.ops, TORCH_TYPES[compute.activation_dtype]
+    settles = settles_on(ops.device)
+    with refusals(files.path):
+        prepared = prepare(files, compute, measure_device(ops.device))
+        config = prepared.config
+        model = Decoder(spec, ops, dtype)
+        load_weights(model, prepared.weights)
+        give_back()
+        max_model_len = max_model_len_for(config, spec, ANY_NUMBER if settles else prepared.num_blocks)
+        tables = decoder_tables(spec.decoder, max_model_len, prepared.weights)
+    if not settles:
+        files.progress("allocating", cache_in_words(prepared.num_blocks, config.block_size, spec, compute.kv_dtype))
+    info = runner_info(prepared, spec, max_model_len, weight_bytes(model), ops.device.type)
+    num_allocated = 0 if settles else prepared.num_blocks
+    kv_cache = DeviceKVCache(spec, num_allocated, config.block_size, compute.kv_dtype, ops.device)
+    rotations = DeviceRotations(tables, dtype, ops.device)
+    runner = DeviceRunner(model, ops, kv_cache, rotations, info, config.step.max_num_seqs)
+    if settles:
+        _settle(runner, files, prepared)
+    return runner
+
+
+def _settle(runner: DeviceRunner, files: ModelFiles, prepared: Prepared) -> None:
+    config, spec = prepared.config, files.spec
+    files.progress("warming", _keep_kernels(config.kernel_cache_dir))
+    settle(runner, config, spec, prepared.sizes, prepared.before, CudaMeter())
+    kind = prepared.compute.kv_dtype
+    files.progress("allocating", cache_in_words(runner.info.num_blocks, config.block_size, spec, kind))
+    if config.cuda_graphs:
+        files.progress("warming", "recording decodes")
+        record_decodes(runner, config)
+
+
+def settles_on(device: torch.device) -> bool:
+    """Steps are compiled, measured and recorded before the first request. Triton's interpreter has nothing of it."""
+    return device.type == "cuda"
+
+
+def _keep_kernels(folder: str | None) -> str:
+    """What to say while they are compiled. Where they cannot be kept the engine serves all the same."""
+    if folder is None:
+        return "compiling kernels"
+    error = keep_compiled(Path(folder))
+    return f"compiling kernels, kept in {folder}" if error is None else f"compiling kernels, not kept: {error}"

@@ -1,0 +1,114 @@
+"""What is decided and read before a runner is put together, whatever will compute: types, memory, limits of a step.
+
+`load_cpu` and `load_device` go on from here. Imports no torch by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.messages import MemoryBudget
+from pagemill_engine.loading.codes import in_words
+from pagemill_engine.loading.early_digest import EarlyDigest
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.source import WeightSource
+from pagemill_engine.loading.weights import stored_as
+from pagemill_engine.models.errors import UnsupportedModelError, WeightsError
+from pagemill_engine.models.fitting import check_depth
+from pagemill_engine.runner.base import RunnerInfo
+from pagemill_engine.runner.budget import Sizes, plan_memory
+from pagemill_engine.runner.compute import Compute
+from pagemill_engine.runner.kv_cache import kv_bytes_per_token
+from pagemill_engine.runner.memory import MemoryState
+from pagemill_engine.runner.sizing import held_by, sizes_of, weights_of
+from pagemill_engine.runner.step_limits import choose_step_limits
+from pagemill_kernels.kv_store.kinds import KVType
+from pagemill_protocol.model_spec import ModelSpec
+
+Progress = Callable[[str, str], None]
+
+
+class ModelFiles(NamedTuple):
+    """What is loaded, and how that is said."""
+
+    config: EngineConfig
+    path: Path
+    spec: ModelSpec
+    progress: Progress
+    early_digest: EarlyDigest | None = None
+
+
+class Prepared(NamedTuple):
+    config: EngineConfig
+    """With the limits of a step."""
+    compute: Compute
+    weights: WeightSource
+    sizes: Sizes
+    before: MemoryState
+    """Of what computes, before the weights."""
+    num_blocks: int
+    budget: MemoryBudget
+
+
+def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepared:
+    """Raises `LoadError`, and what `refusals` catches."""
+    config, spec = files.config, files.spec
+    weights = weights_of(config, files.path, spec, compute.holds.floats8, files.early_digest)
+    if not spec.decoder.by_transformers:
+        check_depth(spec.decoder, weights.shapes)
+    sizes = sizes_of(config, weights, spec, held_by(compute))
+    config = choose_step_limits(config, spec, sizes, before)
+    num_blocks, budget = plan_memory(config, spec, sizes, before)
+    files.progress("loading", f"{files.path.name}: {_held(files, compute, weights)}, {compute.how}")
+    return Prepared(config, compute, weights, sizes, before, num_blocks, budget)
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """What is wrong with a model's files becomes a `LoadError`."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise LoadError("UnsupportedArchitecture", f"`{path}`: {error}") from error
+    except WeightsError as error:
+        raise LoadError("ModelUnreadable", f"`{path}`: {error}") from error
+
+
+def runner_info(prepared: Prepared, spec: ModelSpec, max_model_len: int, weight_bytes: int, device: str) -> RunnerInfo:
+    config, compute = prepared.config, prepared.compute
+    return RunnerInfo(
+        num_blocks=prepared.num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        weights_digest=prepared.weights.digest(),
+        kv_dtype=compute.kv_dtype,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv_bytes_per_token(spec, compute.kv_dtype),
+        compute=f"{compute.dtype}, {compute.how}",
+        device=device,
+        memory=msgspec.structs.replace(prepared.budget, weight_bytes=weight_bytes),
+        step=config.step,
+        pooling=spec.pooling,
+    )
+
+
+def cache_in_words(num_blocks: int, block_size: int, spec: ModelSpec, kind: KVType) -> str:
+    mib = num_blocks * block_size * kv_bytes_per_token(spec, kind) / 1024**2
+    return f"KV cache of {num_blocks} blocks of {block_size} tokens as {kind}, {mib:.0f} MiB"
+
+
+def _held(files: ModelFiles, compute: Compute, weights: WeightSource) -> str:
+    """What was found in the files, and what it is in memory."""
+    spec, dtype = files.spec, compute.dtype
+    parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
+    if spec.quantization is None or files.config.quantization != "none":
+        return f"{parameters}, weights as {dtype}"
+    kinds = (weights.code_kind(name) for name in weights.shapes) if compute.holds.codes else ()
+    return f"{parameters}, {in_words(stored_as(files.path, spec.quantization), kinds)}, other weights as {dtype}"

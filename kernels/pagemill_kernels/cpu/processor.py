@@ -1,0 +1,67 @@
+"""What this processor can do, and which compiled kernels fit it, as the system says and `settings` wants.
+
+Names of flags are Linux's, those of levels the C++ compilers' (`-march`); `library` loads what was chosen here.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+from pagemill_kernels.cpu.settings import LEVEL_SETTING, NONE, chosen_level
+
+_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_LEVELS: dict[str, dict[str, frozenset[str]]] = {
+    "x86_64": {
+        "x86-64-v4-bf16": _V4 | {"avx512_bf16", "avx512_vnni"},
+        "x86-64-v4": _V4,
+        "x86-64-v3": _V3,
+    },
+    "aarch64": {"armv8-a": frozenset()},
+}
+"""By machine, and of each level the flags that it needs; the highest comes first."""
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Empty where the system does not say."""
+    try:
+        text = _CPUINFO.read_text()
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    return next((frozenset(found.split()) for name, _, found in lines if name.strip() == "flags"), frozenset())
+
+
+def levels() -> tuple[str, ...]:
+    """That this processor has and the setting allows, the highest first; empty: none. Raises ValueError for a setting
+    that this processor does not have."""
+    fitting = tuple(level for level, needed in _LEVELS.get(platform.machine(), {}).items() if needed <= flags())
+    wanted = chosen_level()
+    if wanted == NONE:
+        return ()
+    if not wanted:
+        return fitting
+    if wanted not in fitting:
+        has = ", ".join((*fitting, NONE))
+        raise ValueError(f"{LEVEL_SETTING} is {wanted!r}; this processor can have {has}")
+    return (wanted,)
+
+
+def why_no_level() -> str:
+    """Only where `levels` are empty."""
+    if chosen_level() == NONE:
+        return f"{LEVEL_SETTING} is {NONE}"
+    return f"no kernels for this processor ({platform.machine()})"
+
+
+def multiplies_bfloat16() -> bool:
+    return "avx512_bf16" in flags()
+
+
+def has_amx() -> bool:
+    """Tiles that multiply bfloat16."""
+    return {"amx_tile", "amx_bf16"} <= flags()

@@ -1,0 +1,204 @@
+"""The native operations for tensors: what the registry gives to models that torch declares.
+
+Each is a launcher of the same name (`native.py` in the operation's folder) over the same memory; formulas and shapes
+are in its `reference.py`, which also computes the types that the launchers do not know. The engine's native decoder
+takes the launchers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagemill_kernels.activation import native as activation
+from pagemill_kernels.activation import reference as activation_reference
+from pagemill_kernels.experts import native as experts
+from pagemill_kernels.experts.parts import ExpertParts, FusedExperts, Gate
+from pagemill_kernels.experts.reference import PlainExperts
+from pagemill_kernels.linear import native as linear
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_kernels.norm import native as norm
+from pagemill_kernels.norm import reference as norm_reference
+from pagemill_kernels.paged_attention import native as attention
+from pagemill_kernels.paged_attention.batch import AttentionBatch
+from pagemill_kernels.rope import native as rope
+from pagemill_kernels.torch_arrays import from_torch, to_torch
+
+Plan = attention.NativePlan
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return to_torch(norm.rms_norm(from_torch(x), from_torch(weight), eps))
+
+
+def rms_norm_to_bfloat16(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return to_torch(norm.rms_norm_to_bfloat16(from_torch(x), from_torch(weight), eps))
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    if any(each is not None and each.dtype != torch.float32 for each in (x, weight, bias)):
+        return norm_reference.layer_norm(x, weight, bias, eps)
+    return to_torch(norm.layer_norm(from_torch(x), from_torch(weight), _optional(bias), eps))
+
+
+def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
+    turning = from_torch(cos), from_torch(sin)
+    rope.rope_and_store(from_torch(heads), num_heads, *turning, from_torch(cache), from_torch(slots))
+
+
+def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
+    rope.store(from_torch(heads), num_heads, from_torch(cache), from_torch(slots))
+
+
+def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
+    """As it is, since each head finds its own place."""
+    return slot_mapping.contiguous()
+
+
+def plan_attention(batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device) -> Plan:
+    return attention.plan_attention(batch, sliding_window)
+
+
+def plan_invariant_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> Plan:
+    return attention.plan_invariant_attention(batch, sliding_window)
+
+
+def plan_bfloat16_attention(
+    batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
+) -> Plan:
+    return attention.plan_bfloat16_attention(batch, sliding_window)
+
+
+def paged_attention(query: Tensor, cache: Tensor, plan: Plan, scale: float, sinks: Tensor | None = None) -> Tensor:
+    return to_torch(attention.paged_attention(from_torch(query), from_torch(cache), plan, scale, _optional(sinks)))
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    return to_torch(activation.silu_and_mul(from_torch(gate_up)))
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    return activate_and_mul(gate_up, "gelu_tanh")
+
+
+def activate_and_mul(gate_up: Tensor, name: str, limit: float | None = None) -> Tensor:
+    if gate_up.dtype != torch.float32:
+        return activation_reference.activate_and_mul(gate_up, name, limit)
+    return to_torch(activation.activate_and_mul(from_torch(gate_up), name, limit))
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    if x.dtype != torch.float32:
+        return activation_reference.activate(x, name)
+    return to_torch(activation.activate(from_torch(x), name))
+
+
+class TorchLinear:
+    """A `linear.native.NativeLinear` as a `PackedLinear`."""
+
+    can_gather = True
+
+    def __init__(self, packed: linear.NativeLinear) -> None:
+        self.native = packed
+        self.out_features, self.in_features = packed.out_features, packed.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return self.native.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(*x.shape[:-1], self.out_features)
+        self._run(x, out, accumulate=0)
+        return out
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        self._run(x, out, accumulate=1)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        return to_torch(self.native.gather(from_torch(ids)))
+
+    def _run(self, x: Tensor, out: Tensor, accumulate: int) -> None:
+        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        flat = flat if flat.stride(1) == 1 else flat.contiguous()
+        self.native.check(flat.shape, flat.dtype, flat.dtype == torch.float32)
+        self.native.multiply(flat.data_ptr(), len(flat), flat.stride(0), out.data_ptr(), accumulate)
+
+
+class TorchExperts:
+    """An `experts.native.NativeExperts` as `FusedExperts`."""
+
+    def __init__(self, packed: experts.NativeExperts) -> None:
+        self.native = packed
+
+    @property
+    def num_bytes(self) -> int:
+        return self.native.num_bytes
+
+    def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
+        self.native.add_to(*(from_torch(each) for each in (out, x, chosen, weights)))
+
+
+def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tensor]:
+    chosen, weights = experts.route(from_torch(logits.float()), top_k, renormalized)
+    return to_torch(chosen), to_torch(weights)
+
+
+def pack_experts(parts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:
+    """The reference, where the weights are not our own."""
+    ups = [each.up.native for each in parts if isinstance(each.up, TorchLinear)]
+    downs = [each.down.native for each in parts if isinstance(each.down, TorchLinear)]
+    if not len(ups) == len(downs) == len(parts):
+        return PlainExperts(parts, gate)
+    return TorchExperts(experts.NativeExperts(ups, downs, gate))
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> TorchLinear:
+    return _packed_floats(linear.pack_linear, weight, bias)
+
+
+def pack_pairs(weight: Tensor, bias: Tensor | None) -> TorchLinear:
+    return _packed_floats(linear.pack_pairs, weight, bias)
+
+
+def pack_codes(weight: GroupCodes, bias: Tensor | None) -> TorchLinear:
+    return _packed(linear.pack_codes, weight, bias)
+
+
+def pack_codes_for_dots(weight: GroupCodes, bias: Tensor | None) -> TorchLinear:
+    return _packed(linear.pack_codes_for_dots, weight, bias)
+
+
+def pack_codes_for_bfloat16(weight: GroupCodes, bias: Tensor | None) -> TorchLinear:
+    return _packed(linear.pack_codes_for_bfloat16, weight, bias)
+
+
+def pack_blocks(weight: CodeBlocks, bias: Tensor | None) -> TorchLinear:
+    return _packed(linear.pack_blocks, weight, bias)
+
+
+def pack_blocks_for_dots(weight: CodeBlocks, bias: Tensor | None) -> TorchLinear:
+    return _packed(linear.pack_blocks_for_dots, weight, bias)
+
+
+def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Tensor | None) -> TorchLinear:
+    return _packed(linear.pack_blocks_for_bfloat16, weight, bias)
+
+
+def _packed_floats(pack: Callable[..., linear.NativeLinear], weight: Tensor, bias: Tensor | None) -> TorchLinear:
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"linear: weights of {weight.dtype} are not packed; float32 or bfloat16 are")
+    return _packed(pack, from_torch(weight), bias)
+
+
+def _packed(pack: Callable[..., linear.NativeLinear], weight: Any, bias: Tensor | None) -> TorchLinear:
+    return TorchLinear(pack(weight, _optional(bias)))
+
+
+def _optional(tensor: Tensor | None) -> np.ndarray[Any, Any] | None:
+    return None if tensor is None else from_torch(tensor)

@@ -1,0 +1,85 @@
+"""Which compiled kernels a processor gets: by its flags, or by the setting."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+
+from pagemill_kernels.cpu import library, processor
+from pagemill_kernels.cpu.settings import LEVEL_SETTING
+
+AVX2 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+BFLOAT16 = AVX512 | {"avx512_bf16", "avx512_vnni"}
+LEVELS = ("x86-64-v4-bf16", "x86-64-v4", "x86-64-v3")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.delenv(LEVEL_SETTING, raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [
+        (BFLOAT16, LEVELS),
+        (BFLOAT16 - {"avx512_vnni"}, LEVELS[1:]),
+        (AVX512, LEVELS[1:]),
+        (AVX512 - {"avx512dq"}, LEVELS[2:]),
+        (AVX2, LEVELS[2:]),
+        (AVX2 - {"fma"}, ()),
+        (set(), ()),
+    ],
+)
+def test_flags_give_all_levels_that_need_no_others(
+    flags: set[str], levels: tuple[str, ...], machine: pytest.MonkeyPatch
+) -> None:
+    machine.setattr(processor, "flags", lambda: frozenset(flags))
+    assert processor.levels() == levels
+
+
+def test_the_flags_are_the_first_processors(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\nvmx flags\t: ept\n\nflags\t\t: fpu\n")
+    machine.setattr(processor, "_CPUINFO", cpuinfo)
+    assert processor.flags.__wrapped__() == {"fpu", "avx2", "fma"}
+    machine.setattr(processor, "_CPUINFO", tmp_path / "absent")
+    assert processor.flags.__wrapped__() == set()
+
+
+def test_another_machine_needs_no_flags_or_has_no_kernels(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(processor, "flags", frozenset)
+    machine.setattr(platform, "machine", lambda: "aarch64")
+    assert processor.levels() == ("armv8-a",)
+    machine.setattr(platform, "machine", lambda: "riscv64")
+    assert processor.levels() == ()
+    assert "riscv64" in processor.why_no_level()
+
+
+def test_the_setting_takes_a_lower_level_or_none(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(processor, "flags", lambda: frozenset(AVX512))
+    machine.setenv(LEVEL_SETTING, "x86-64-v3")
+    assert processor.levels() == ("x86-64-v3",)
+    machine.setenv(LEVEL_SETTING, "none")
+    assert processor.levels() == ()
+    assert processor.why_no_level() == "PAGEMILL_CPU_LEVEL is none"
+
+
+@pytest.mark.parametrize("level", ["x86-64-v4-bf16", "armv8-a", "avx2"])
+def test_a_level_that_the_processor_lacks_is_refused_with_those_it_has(level: str, machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(processor, "flags", lambda: frozenset(AVX512))
+    machine.setenv(LEVEL_SETTING, level)
+    library.load.cache_clear()
+    try:
+        assert f"{level!r}; this processor can have x86-64-v4, x86-64-v3, none" in str(library.why_absent())
+    finally:
+        library.load.cache_clear()
+
+
+def test_here_the_flags_are_read() -> None:
+    if platform.machine() == "x86_64":
+        assert "sse2" in processor.flags()
