@@ -15,18 +15,6 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCES = (
-    "linear.cpp",
-    "dots.cpp",
-    "bfloat16.cpp",
-    "pack.cpp",
-    "attention.cpp",
-    "attention_bfloat16.cpp",
-    "experts.cpp",
-    "fused.cpp",
-    "activation.cpp",
-    "layer.cpp",
-)
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
@@ -51,7 +39,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         library_dir.mkdir(exist_ok=True)
         for level, options in levels.items():
             target = library_dir / f"libpagemill_cpu.{level}.so"
-            sources = [str(package / "src" / name) for name in SOURCES]
+            sources = sorted(map(str, (package / "src").glob("*.cpp")))
             partial = target.with_suffix(".partial")
             command = [compiler, *FLAGS, *options, "-o", str(partial), *sources]
             try:
