@@ -25,6 +25,7 @@ SOURCES = (
     "experts.cpp",
     "fused.cpp",
     "activation.cpp",
+    "sampling.cpp",
     "layer.cpp",
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
