@@ -49,7 +49,7 @@ help: ## Show this list
 ##@ Use
 
 .PHONY: up
-up: .venv/.installed ## Install, then serve FILE (default: examples/llmdeployment.yaml) and show a first answer
+up: .venv/.runnable ## Install what runs, then serve FILE (default: examples/llmdeployment.yaml) and show a first answer
 	$(BIN)/pagemill up -f $(FILE)
 
 .PHONY: chat
@@ -227,11 +227,20 @@ clean: ## Remove the environment, caches and build outputs
 	$(PYTHON) -m venv .uv
 	.uv/bin/pip install --quiet --disable-pip-version-check --require-hashes -r release/uv.txt
 
+INSTALLED_FROM := uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*)
 # Bytecode at once: a start from sources takes twice as long. uv compiles what it installs, not the packages of this repository.
-# `date` around the two lines: the first phase that `make up` reports.
-.venv/.installed: uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*) | $(UV)
-	@start=$$(date +%s); \
-	$(UV) sync --frozen --compile-bytecode $(UV_FLAGS); \
-	$(BIN)/python -m compileall -q -j 0 $(PACKAGES); \
-	touch $@; \
-	echo "phase download+install: $$(( $$(date +%s) - start )) s"
+# `date` around the lines: the first phase that `make up` reports.
+define install
+@start=$$(date +%s); \
+$(UV) sync --frozen --compile-bytecode $(UV_FLAGS) $(1); \
+$(BIN)/python -m compileall -q -j 0 $(PACKAGES); \
+touch $@; \
+echo "phase download+install: $$(( $$(date +%s) - start )) s"
+endef
+
+.venv/.installed: $(INSTALLED_FROM) | $(UV)
+	$(call install)
+
+# What serves models on CPUs, a tenth of what develops: no torch, and nothing of the tests. Where all is installed that is enough.
+.venv/.runnable: $(INSTALLED_FROM) | $(UV)
+	$(if $(wildcard .venv/.installed),$(call install),$(call install,--no-group dev))

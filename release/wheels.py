@@ -26,8 +26,6 @@ import versions
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 NATIVE = "pagemill_kernels"
-SHARED_WITH_TORCH = "libgomp.so.1"
-"""Left out of the wheel: torch has loaded it before our libraries, and a second one would be a second pool."""
 NEWEST_GLIBC = (2, 28)
 """That of torch's own wheels: ours need not run on older systems, and must run on those."""
 
@@ -82,7 +80,7 @@ def _repair(wheel: Path) -> None:
     if wheel.stem.endswith("-any"):
         raise WheelError(f"{wheel.name} has no compiled libraries: install g++ and run `make dist` again")
     # Code for newer processors is the purpose: each library is loaded only where the processor has its instructions.
-    _run(sys.executable, "-m", "auditwheel", "repair", "--exclude", SHARED_WITH_TORCH, "--disable-isa-ext-check",
+    _run(sys.executable, "-m", "auditwheel", "repair", "--disable-isa-ext-check",
          "--only-plat", "--wheel-dir", DIST, wheel)  # fmt: skip
 
 

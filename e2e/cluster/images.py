@@ -18,7 +18,10 @@ import sources
 from layout import HOME
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPONENTS = ("gateway", "operator", "engine")
+COMPONENTS = ("gateway", "operator", "engine-cpu")
+"""What every case needs; `engine`, which has torch and runs on GPUs, is built where it is named."""
+TARGETS = {"engine-cpu": ("engine", "cpu")}
+"""Folder of the Dockerfile, and stage in it, of images that are not the last stage of a folder of their name."""
 BASE = "docker.io/library/debian:trixie-slim"
 SUITE = "trixie"
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
@@ -119,7 +122,9 @@ def make_base() -> None:
 def build(component: str, tag: str, root: Path = ROOT) -> None:
     argv = ["buildah", "build", "--layers", "--isolation=chroot", "--network=host"]
     argv += [f"--volume={path}:{path}:ro" for path in HOST_SETTINGS if os.path.exists(path)]
-    argv += [f"--ignorefile={root}/.dockerignore", f"--file={root}/{component}/Dockerfile"]
+    folder, target = TARGETS.get(component, (component, ""))
+    argv += [f"--ignorefile={root}/.dockerignore", f"--file={root}/{folder}/Dockerfile"]
+    argv += [f"--target={target}"] if target else []
     _run(*argv, f"--tag={reference(component, tag)}", str(root))
 
 

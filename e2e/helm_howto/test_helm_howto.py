@@ -92,10 +92,12 @@ def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> 
     assert done.returncode == 0, text[-4000:]
     asked = [shlex.split(line) for line in (folder / "docker.log").read_text().splitlines()]
     names = {each: f"docker.io/pagemill/{each}:{image_tag}" for each in COMPONENTS}
+    without_gpus = f"docker.io/pagemill/engine-cpu:{image_tag}"
     assert [words for words in asked if words[0] == "build"] == [
-        ["build", "-f", f"{each}/Dockerfile", "-t", names[each], "."] for each in COMPONENTS
+        *(["build", "-f", f"{each}/Dockerfile", "-t", names[each], "."] for each in COMPONENTS),
+        ["build", "-f", "engine/Dockerfile", "--target", "cpu", "-t", without_gpus, "."],
     ]
-    assert [words for words in asked if words[0] == "push"] == [["push", names[each]] for each in COMPONENTS]
+    assert [words[1] for words in asked if words[0] == "push"] == [*names.values(), without_gpus]
     return text
 
 

@@ -44,7 +44,7 @@ def test_a_new_engine_flag_replaces_every_pod_and_interrupts_no_stream(release: 
 def test_a_new_image_replaces_every_pod_and_interrupts_no_stream(
     one_node: OneNode, release: Release, assistant: Deployed
 ) -> None:
-    old = f"docker.io/pagemill/engine:{release.image_tag}"
+    old = f"docker.io/pagemill/engine-cpu:{release.image_tag}"
     image = f"{old}-next"
     program("derive", old, image)
     _roll(release, assistant, {"engine": {"image": image}})

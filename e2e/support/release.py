@@ -50,7 +50,7 @@ class Release:
         small = {"requests": {"cpu": "20m", "memory": "64Mi"}}
         return {
             "watchNamespaces": [],  # each case makes a namespace of its own
-            "image": dict.fromkeys(("operator", "gateway", "engine"), image),
+            "image": dict.fromkeys(("operator", "gateway", "engine", "engineCpu"), image),
             "operator": {"resources": small},
             "gateway": {"resources": small, "apiKeys": {"existingSecret": KEYS_SECRET}},
             "tests": {"apiKeySecret": {"name": KEYS_SECRET, "key": PLAIN_ENTRY}},

@@ -34,6 +34,8 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Namespaces whose LLMDeployments are served; empty: all of the cluster."""
     engine_image: str
     """Image of engine pods whose resource names none."""
+    cpu_engine_image: str = ""
+    """Image of those without GPUs; empty: `engine_image`."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     """Pull policy of engine and loader containers."""
     image_pull_secrets: list[str] = []

@@ -54,9 +54,9 @@ No API key is set, so the gateway would refuse every request. Choose one:
 {{- if and .Values.gateway.httpRoute.enabled (not .Values.gateway.httpRoute.parentRefs) }}
 {{- fail "gateway.httpRoute.parentRefs: it is empty, so the route would attach to nothing. Name a Gateway." }}
 {{- end }}
-{{- range list "operator" "gateway" "engine" }}
+{{- range list "operator" "gateway" "engine" "engineCpu" }}
 {{- if not (or $.Values.global.imageRegistry (index $.Values.image .).registry) }}
-{{- fail (printf "image.%s.registry: it is empty, and no images are published yet. Build and push them as docs/how-to/install-with-helm.md says, then set image.{operator,gateway,engine}.registry or global.imageRegistry." .) }}
+{{- fail (printf "image.%s.registry: it is empty, and no images are published yet. Build and push them as docs/how-to/install-with-helm.md says, then set image.{operator,gateway,engine,engineCpu}.registry or global.imageRegistry." .) }}
 {{- end }}
 {{- end }}
 {{- end -}}

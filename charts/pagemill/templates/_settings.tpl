@@ -12,6 +12,7 @@ refuse unknown ones; `settings` of each component goes over everything.
   "namespace" .Release.Namespace
   "watch_namespaces" (include "pagemill.watchNamespaces" . | fromJsonArray)
   "engine_image" (include "pagemill.image" (dict "root" . "component" "engine"))
+  "cpu_engine_image" (include "pagemill.image" (dict "root" . "component" "engineCpu"))
   "image_pull_policy" .Values.image.engine.pullPolicy
   "image_pull_secrets" $pullSecrets
   "gateway_url" (include "pagemill.gatewayUrl" .)

@@ -44,7 +44,9 @@ def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
     """Sets how many torch takes; torch keeps that for each thread, and the result does it for another one."""
     if not has_torch():
         raise LoadError(
-            "TorchNotInstalled", f"This model runs on torch ({compute.how}), which is not installed. Install torch."
+            "TorchNotInstalled",
+            f"This model runs on torch ({compute.how}), which is not installed. Install `pagemill[torch]`, or take the "
+            "engine's image for GPUs (spec.engine.image).",
         )
     import torch
 

@@ -193,6 +193,7 @@ class Leader:
         return RenderContext(
             namespace=config.namespace,
             engine_image=config.engine_image,
+            cpu_engine_image=config.cpu_engine_image,
             image_pull_policy=config.image_pull_policy,
             image_pull_secrets=tuple(config.image_pull_secrets),
             gateway_selector=config.gateway_selector,

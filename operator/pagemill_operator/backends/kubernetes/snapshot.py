@@ -52,6 +52,8 @@ class RenderContext:
     """The release's namespace, where the gateway runs."""
     engine_image: str
     """Used where the resource names no image of its own."""
+    cpu_engine_image: str = ""
+    """The same for engines without GPUs; empty: `engine_image`."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     gateway_selector: Mapping[str, str] = field(default_factory=dict)

@@ -42,9 +42,10 @@ def engine_image(group: Group, context: RenderContext) -> str:
     """The resource's own image, or the installation's with the version that the resource pins."""
     if group.image:
         return group.image
+    installed = context.engine_image if group.process.gpus else context.cpu_engine_image or context.engine_image
     if not group.version:
-        return context.engine_image
-    repository = re.sub(r"(:[^:/@]+)?(@[^@]+)?$", "", context.engine_image)
+        return installed
+    repository = re.sub(r"(:[^:/@]+)?(@[^@]+)?$", "", installed)
     return f"{repository}:{group.version}"
 
 
