@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,18 +72,18 @@ class Decodes:
         self._config, self.compute = config, self._runner.info.compute
         self.weight_bytes = self._runner.info.weight_bytes
 
-    def seconds(self, num_tokens: int) -> float:
+    def seconds(self, num_tokens: int, clock: Callable[[], float] = time.perf_counter) -> float:
         """Of a step, on average; the prompt's and the first two do not count."""
         core = EngineCore(self._config, self._runner)
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens + 3, ignore_eos=True)
         core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=[1, 2, 3], sampling=sampling))
         for _ in range(3):
             core.step()
-        start, count = time.perf_counter(), 0
+        start, count = clock(), 0
         while core.has_work:
             core.step()
             count += 1
-        return (time.perf_counter() - start) / count
+        return (clock() - start) / count
 
 
 def main() -> None:

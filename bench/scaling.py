@@ -1,8 +1,9 @@
 """Scaling policies side by side on simulated fleets: what users feel, what it costs, for ours and for every rival.
 
-The same requests and the same cluster for each: a ramp, a burst, a day, steady load, and an hour of Azure's trace where
-`--trace` names it. Rivals that go by requests in a replica are given how many one holds within the SLO, which their
-users would have to find out; all else is their documents' default. Figures are simulated: they depend on no machine.
+The same requests and the same cluster for each: a ramp, a burst, a day, steady load, clusters of long prompts that one
+replica of a faster engine absorbs, and an hour of Azure's trace where `--trace` names it. Rivals that go by requests in
+a replica are given how many one holds within the SLO, which their users would have to find out; all else is their
+documents' default. Figures are simulated: they depend on no machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from report import emit, markdown_table
 
 from pagemill_engine.config import EngineConfig
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
-from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
+from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, with_default_targets
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_protocol.state import StepTimeParams
 from pagemill_simulator.fleet.figures import Figures, Span, figures_of
@@ -26,6 +27,7 @@ from pagemill_simulator.scaling.clairvoyant import Clairvoyant
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.scaling.rivals import make_rival
 from pagemill_simulator.scaling.simulated import own, rival
+from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.request import Workload
 from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Steady
 from pagemill_simulator.workloads.traces import read_trace
@@ -35,6 +37,11 @@ STEP_TIME = StepTimeParams(
 )
 """Of the order of an 8B model on a small data-centre GPU, or of a 70B model on several large ones."""
 ENGINE = EngineConfig(model="sim", num_kv_blocks=4096, max_model_len=16384, max_num_seqs=64, step_time=STEP_TIME)
+FAST_STEP_TIME = StepTimeParams(
+    knots_tokens=[1, 64, 512, 2048], knot_ms=[8.0, 9.0, 18.0, 60.0], decode_context_ms=2e-5, chunk_context_ms=1e-7
+)
+"""Of the order of a 7B model on a large data-centre GPU."""
+CLUSTERS = "clusters of long prompts"
 SLO = Slo(ttft_ms=2000.0, tpot_ms=100.0)
 BOUNDS = Bounds(1, 16)
 COLD_START = ColdStart(schedule_s=1.0, pull_s=4.0, load_s=45.0, warm_s=10.0)
@@ -61,6 +68,7 @@ def workloads(seed: int, trace: Path | None) -> dict[str, Workload]:
         "burst of ten times": Burst().workload(seed),
         "a day in two hours": Diurnal(compress=12.0).workload(seed),
         "steady": Steady(rate=6.0, duration_s=1800.0).workload(seed),
+        CLUSTERS: Clusters(cluster_requests=10.0).workload(seed),
     }
     return drawn if trace is None else {**drawn, "an hour of Azure's conversations": read_trace(trace)}
 
@@ -71,17 +79,22 @@ def steps_of(name: str) -> list[Span]:
     return [(at_s, at_s + COLD_START.total_s) for at_s in jumps_s]
 
 
-def shape() -> Shape:
+def engine_of(name: str) -> EngineConfig:
+    """The engine that serves the workload of that name."""
+    return msgspec.structs.replace(ENGINE, step_time=FAST_STEP_TIME) if name == CLUSTERS else ENGINE
+
+
+def shape(engine: EngineConfig) -> Shape:
     return Shape(
-        num_blocks=ENGINE.num_kv_blocks or 0,
-        block_size=ENGINE.block_size,
-        max_num_seqs=ENGINE.step.max_num_seqs,
-        max_step_tokens=ENGINE.step.max_num_batched_tokens,
-        step_time=STEP_TIME,
+        num_blocks=engine.num_kv_blocks or 0,
+        block_size=engine.block_size,
+        max_num_seqs=engine.step.max_num_seqs,
+        max_step_tokens=engine.step.max_num_batched_tokens,
+        step_time=engine.step_time or STEP_TIME,
     )
 
 
-def held_within_slo(workload: Workload) -> float:
+def held_within_slo(workload: Workload, engine: EngineConfig = ENGINE) -> float:
     """Requests that one replica holds at the highest rate that meets the SLO, by Little's law."""
     requests = workload.requests
     prompts = sorted(each.num_prompt_tokens for each in requests)
@@ -90,7 +103,7 @@ def held_within_slo(workload: Workload) -> float:
         sum(each.num_output_tokens for each in requests) / len(requests),
     )
     high = prompts[int(SLO.share * (len(prompts) - 1))]
-    predictor, held, rate = Predictor(shape(), SLO.share), 1.0, 0.1
+    predictor, held, rate = Predictor(shape(engine), SLO.share), 1.0, 0.1
     while True:
         found = predictor.predict(OfferedLoad(rate, mean_prompt, mean_prompt, high, mean_output), 1)
         if found.ttft_ms > (SLO.ttft_ms or 0) or found.tpot_ms > (SLO.tpot_ms or 0):
@@ -99,8 +112,8 @@ def held_within_slo(workload: Workload) -> float:
         rate += 0.1
 
 
-def policies(workload: Workload) -> dict[str, Callable[[], FleetScaler]]:
-    held = f"{held_within_slo(workload):.0f}"
+def policies(workload: Workload, engine: EngineConfig = ENGINE) -> dict[str, Callable[[], FleetScaler]]:
+    held = f"{held_within_slo(workload, engine):.0f}"
     reported = {
         "kubeai": {"target_requests": held},
         "hpa": {},
@@ -111,12 +124,14 @@ def policies(workload: Workload) -> dict[str, Callable[[], FleetScaler]]:
         "dynamo": {"ttft_ms": str(SLO.ttft_ms), "itl_ms": str(SLO.tpot_ms)},
     }
     settings = ScalingSettings("Active", *BOUNDS, slo=SLO)
+    targets = with_default_targets(ScalingSettings("Active", *BOUNDS))
     rivals = {name: _rival(name, parameters) for name, parameters in reported.items()}
     return {
         "pagemill": lambda: own(settings),
+        "pagemill, targets": lambda: own(targets),
         **rivals,
         "clairvoyant": lambda: rival(
-            Clairvoyant(BOUNDS.max_replicas, workload, cold_start_s=COLD_START.total_s, shape=shape(), slo=SLO),
+            Clairvoyant(BOUNDS.max_replicas, workload, cold_start_s=COLD_START.total_s, shape=shape(engine), slo=SLO),
             BOUNDS,
         ),
     }
@@ -149,14 +164,16 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    settings = FleetSettings(engine=ENGINE, bounds=BOUNDS, cold_start=COLD_START, seed=args.seed)
     for name, workload in workloads(args.seed, args.trace).items():
-        outcomes = [
-            simulate_fleet(workload, settings, make(), fast=not args.exact) for make in policies(workload).values()
-        ]
+        engine = engine_of(name)
+        settings = FleetSettings(engine=engine, bounds=BOUNDS, cold_start=COLD_START, seed=args.seed)
+        outcomes = {
+            policy: simulate_fleet(workload, settings, make(), fast=not args.exact)
+            for policy, make in policies(workload, engine).items()
+        }
         slo = {"slo_ttft_ms": SLO.ttft_ms, "slo_tpot_ms": SLO.tpot_ms}
-        found = [figures_of(each, **slo, apart_s=steps_of(name)) for each in outcomes]
-        rows = [row(each) for each in found]
+        found = [figures_of(each, **slo, apart_s=steps_of(name)) for each in outcomes.values()]
+        rows = [[policy, *row(each)[1:]] for policy, each in zip(outcomes, found, strict=True)]
         emit("scaling", COLUMNS, rows, {"workload": name, "figures": msgspec.to_builtins(found)})
         if args.markdown:
             print(markdown_table(COLUMNS, rows))

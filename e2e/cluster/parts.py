@@ -30,6 +30,8 @@ from layout import (
 HERE = Path(__file__).resolve().parent
 CERTIFICATE = RUN / "apiserver.crt"
 KEY = RUN / "apiserver.key"
+REGISTRIES = "registries"
+"""Folder with a `HOST/hosts.toml` for each registry that is reached in another way than by HTTPS; read at each pull."""
 FRONT_PROXY = "front-proxy"
 """Certificate and authority in one, by which the API server is known to the API servers behind it (metrics APIs)."""
 SERVER_NAMES = (
@@ -251,6 +253,8 @@ state = "{RUN}/containerd"
   address = "{CONTAINERD_SOCKET}"
 [plugins.'io.containerd.cri.v1.images'.pinned_images]
   sandbox = "{PAUSE_IMAGE}"
+[plugins.'io.containerd.cri.v1.images'.registry]
+  config_path = "{RUN}/{REGISTRIES}"
 [plugins.'io.containerd.cri.v1.runtime']
   restrict_oom_score_adj = true
   netns_mounts_under_state_dir = true

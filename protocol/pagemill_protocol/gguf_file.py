@@ -167,6 +167,11 @@ class GGUFFile:
         raise GGUFError(f"`{self.path}`: `{key}` has type {type(value).__name__}, which it must not have. {_REMEDY}")
 
 
+def check_gguf(path: Path) -> None:
+    """Look through one file by itself, which may be any part of a split model. Raises `GGUFError`."""
+    _Header(_mapped(path), path).read()
+
+
 def _mapped(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:

@@ -13,7 +13,7 @@ import msgspec
 
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.model_spec import ModelSpec, checked
-from pagemill_protocol.models.config_values import quantization_bits, quantization_of
+from pagemill_protocol.models.config_values import check_quantization, quantization_bits, quantization_of
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.models.pooling_files import most_tokens, read_pooling
 from pagemill_protocol.safetensors_header import read_folder_headers
@@ -51,7 +51,9 @@ def spec_from_folder(folder: Path) -> ModelSpec:
 def check_config(folder: Path) -> None:
     """Raises `SourceError` for what `config.json` alone shows, while no weights are there yet."""
     path = folder / "config.json"
-    checked(ModelSpec(decoder=decoder_from_config(read_object(path), path)), folder)
+    values = read_object(path)
+    checked(ModelSpec(decoder=decoder_from_config(values, path)), folder)
+    check_quantization(quantization_of(values), f"`{folder}`")
 
 
 def _dtype(values: dict[str, Any]) -> str | None:

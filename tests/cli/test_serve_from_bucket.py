@@ -37,15 +37,16 @@ def serve(tmp_path: Path, url: str) -> None:
     """Type the page's command, wait until it is ready, and end it."""
     (command,) = re.findall(r"^(AWS_ENDPOINT_URL=.* pagemill serve .*)$", PAGE.read_text(), re.MULTILINE)
     port, bin_folder = free_port(), Path(sys.executable).parent
+    control_port = free_port()
     variables = {"S3": url, "KEY": KEY, "SECRET": SECRET, "HOME": str(tmp_path)}
     variables["PATH"] = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
     process = subprocess.Popen(
-        ["bash", "-c", f"exec env {command} --port {port} --control-port 0 --max-model-len 256"],
+        ["bash", "-c", f"exec env {command} --port {port} --control-port {control_port} --max-model-len 256"],
         env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: _answers(port, process), limit_s=START_LIMIT_S, every_s=0.2)
+        wait_until(lambda: _is_ready(control_port, process), limit_s=START_LIMIT_S, every_s=0.2)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait()
@@ -61,10 +62,10 @@ def test_a_model_from_a_bucket_is_served_and_fetched_once(server: S3Server, tmp_
     warm.close()
 
 
-def _answers(port: int, process: subprocess.Popen[bytes]) -> bool:
+def _is_ready(control_port: int, process: subprocess.Popen[bytes]) -> bool:
     assert process.poll() is None, "the server ended by itself"
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{control_port}/readyz", timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from tiny_files import gguf_file
 from waiting import WAIT_LIMIT_S
 
 from pagemill_engine.loader.load import load
@@ -44,7 +45,7 @@ FILES = {
     "consolidated.safetensors": b"the same once more",
     "README.md": b"# no part of the model",
     "pytorch_model.bin": b"pickled",
-    "tiny.Q4.gguf": b"GGUF" * 100_000,
+    "tiny.Q4.gguf": gguf_file(400_000),
 }
 
 

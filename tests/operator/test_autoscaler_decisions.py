@@ -15,7 +15,7 @@ from pagemill_operator.autoscaler.demand import PANIC_S, STARTS_S, DemandPolicy
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
-from pagemill_protocol.load import Arrivals, EnginesLoad, QueueLoad
+from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
 
 KV = ScalingSettings("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)
 
@@ -39,8 +39,35 @@ def policy(**changes: Any) -> ScalingSettings:
     ids=str,
 )
 def test_a_load_and_the_replicas_it_gets(replicas: int, load: dict[str, Any], expected: int, reason: str) -> None:
-    decision = Scaled(KV, replicas=replicas).decide(**load)
+    decision = Scaled(KV, replicas=replicas, lengths=Lengths()).decide(**load)
     assert (decision.replicas, decision.reason) == (expected, reason)
+
+
+def test_a_queue_that_is_gone_before_a_replica_could_serve_buys_none() -> None:
+    """Some ten requests a second are served: 40 take seconds, 1,000 take longer than a start."""
+    scaled = Scaled(policy(kv_cache_usage=None, queue_depth=2), replicas=1)
+    short = scaled.decide(rate=1.0, waiting=40)
+    assert (short.replicas, short.reason) == (1, "Steady")
+    scaled.now += 10
+    assert scaled.decide(rate=1.0).replicas == 1
+    long = scaled.decide(rate=1.0, queue=QueueLoad(num_requests=1000, num_tokens=500_000))
+    assert 1 < long.replicas <= 6, "as many as serve what comes and waits within another start"
+    queue = next(goal for goal in long.goals if goal.name == "queueDepth")
+    assert "will when a replica ordered now could serve, in 30 s" in queue.reason
+
+
+def test_a_queue_that_outlasts_its_forecast_is_answered() -> None:
+    scaled = Scaled(policy(kv_cache_usage=None, queue_depth=2), replicas=1, cold_start_s=30.0)
+    scaled.run(29.0, lambda at, ready: {"rate": 1.0, "waiting": 40})
+    assert scaled.wanted == 1
+    scaled.run(4.0, lambda at, ready: {"rate": 1.0, "waiting": 40})
+    assert scaled.wanted == 10
+
+
+def test_blocks_of_requests_that_will_not_wait_any_more_buy_none() -> None:
+    queue = QueueLoad(num_requests=40, num_tokens=20_000)
+    assert Scaled(KV, replicas=1).decide(rate=1.0, active=0.5, queue=queue).replicas == 1
+    assert Scaled(KV, replicas=1, lengths=Lengths()).decide(rate=1.0, active=0.5, queue=queue).replicas > 1
 
 
 @pytest.mark.parametrize(
@@ -66,7 +93,7 @@ def test_what_is_missing_removes_nothing_and_is_said(fields: dict[str, Any], wor
 
 def test_what_is_known_still_adds_while_something_is_missing() -> None:
     queue = QueueLoad(num_requests=20, num_tokens=10)
-    decision = Scaled(KV, replicas=2).decide(num_gateways=2, queue=queue)
+    decision = Scaled(KV, replicas=2, lengths=Lengths()).decide(num_gateways=2, queue=queue)
     assert (decision.replicas, decision.reason) == (5, "ScaledUp")
     assert decision.missing
 
@@ -105,14 +132,14 @@ def test_seats_in_use_keep_replicas_that_the_queue_would_not() -> None:
 
 
 def test_pods_on_their_way_are_credited() -> None:
-    scaled = Scaled(KV, replicas=1, cold_start_s=120)
+    scaled = Scaled(KV, replicas=1, cold_start_s=120, lengths=Lengths())
     queue = QueueLoad(num_requests=12, num_tokens=2 * BLOCKS * BLOCK_SIZE)
     scaled.run(110, lambda at, ready: {"active": 1.0, "queue": queue})
     assert scaled.changes == [(1, 4)], "the same queue is not answered twice"
 
 
 def test_nothing_is_removed_while_a_replica_starts_but_not_for_ever() -> None:
-    scaled = Scaled(KV, replicas=1, cold_start_s=10**6)
+    scaled = Scaled(KV, replicas=1, cold_start_s=10**6, lengths=Lengths())
     scaled.decide(active=1.0, waiting=10)
     assert scaled.wanted == 3
     scaled.cold_start_s = 5.0
@@ -157,7 +184,7 @@ def test_zero_after_no_request_for_long_enough_and_back_at_once() -> None:
 
 
 def test_several_wake_at_once_when_many_wait() -> None:
-    scaled = Scaled(policy(min_replicas=0), replicas=1)
+    scaled = Scaled(policy(min_replicas=0), replicas=1, lengths=Lengths())
     scaled.decide(active=0.5)
     scaled._order(0)
     queue = QueueLoad(num_requests=30, num_tokens=3 * BLOCKS * BLOCK_SIZE, needs_engine=True)
@@ -202,7 +229,7 @@ def test_standby_replicas_are_no_part_of_the_number_that_is_decided() -> None:
     ids=str,
 )
 def test_growth_is_as_fast_as_the_behavior_allows(up: Direction, expected: int) -> None:
-    scaled = Scaled(policy(up=up), replicas=2)
+    scaled = Scaled(policy(up=up), replicas=2, lengths=Lengths())
     load = {"active": 2.0, "queue": QueueLoad(num_requests=36, num_tokens=10)}
     assert scaled.decide(**dict(load)).replicas == expected
     if up.rules:
@@ -213,7 +240,7 @@ def test_growth_is_as_fast_as_the_behavior_allows(up: Direction, expected: int) 
 
 
 def test_a_window_of_growth_follows_the_lowest_demand_within_it() -> None:
-    scaled = Scaled(policy(up=Direction(60.0, is_own_window=True)), replicas=1)
+    scaled = Scaled(policy(up=Direction(60.0, is_own_window=True)), replicas=1, lengths=Lengths())
     for waiting in (12, 8, 20):
         assert scaled.decide(waiting=waiting).reason == "Stabilizing"
         scaled.now += 20

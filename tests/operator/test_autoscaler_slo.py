@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 from scaling_world import BLOCK_SIZE, BLOCKS, SEATS, STEP_TIME, Scaled, arrivals, engines, signals
 
 from examples import num_examples
+from pagemill_operator.autoscaler.forecast import forecast, is_burst
 from pagemill_operator.autoscaler.memory import Memory, Rate
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
-from pagemill_operator.autoscaler.signals import Fleet, Shape
-from pagemill_operator.autoscaler.slo import forecast, is_burst
+from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals
 from pagemill_protocol.load import Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
 
@@ -93,10 +94,31 @@ def test_a_slo_that_cannot_be_met_takes_what_there_is_and_names_the_best() -> No
     assert "3 replicas do not reach ttft 1 ms and tpot 1 ms: the best is ttft" in decision.unreachable
 
 
-def test_what_waits_is_worked_off_within_a_cold_start() -> None:
+def test_what_will_still_wait_is_worked_off_within_a_cold_start() -> None:
     calm = Scaled(SLO, replicas=1).decide(rate=2.0)
     loaded = Scaled(SLO, replicas=1).decide(rate=2.0, queue=QueueLoad(num_requests=600, num_tokens=10))
     assert loaded.replicas > calm.replicas
+
+
+def test_what_waits_and_will_be_gone_buys_nothing() -> None:
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    fields: dict[str, Any] = {"fleet": fleet, "arrivals": arrivals(2.0), "queue": QueueLoad(num_requests=100)}
+    remembered = Memory(shape=SHAPE)
+    found = forecast(signals(1, **fields), remembered)
+    assert (found.num_waiting, found.requests_per_s) == (0.0, 2.0)
+    fields["queue"] = QueueLoad(num_requests=2000)
+    alone = forecast(signals(1, **fields), remembered).num_waiting
+    fields["fleet"] = Fleet(wanted=2, ready=1, loading=1, starting_s=30.0, cold_start_s=60.0)
+    joined = forecast(signals(1, **fields), remembered).num_waiting
+    assert 0 < joined < alone, "what starts serves a part of it"
+
+
+def test_the_reason_says_what_replicas_buy() -> None:
+    decision = Scaled(SLO, replicas=1, cold_start_s=30.0).decide(rate=40.0)
+    goal = next(goal for goal in decision.goals if goal.name == "slo")
+    found = re.search(r"with 1, (\d+) requests/min would miss ttft 500 ms and tpot 40 ms from 30 s on", goal.reason)
+    assert found is not None
+    assert 0 < int(found[1]) < 60 * 40
 
 
 @pytest.mark.parametrize(
@@ -111,26 +133,30 @@ def test_without_a_prediction_the_load_is_kept_in_bounds_and_nothing_removed(fie
     assert full.replicas > 2
 
 
+def rate(now: Signals, memory: Memory) -> float:
+    return forecast(now, memory).requests_per_s
+
+
 def test_a_rise_is_carried_on_over_the_learned_cold_start() -> None:
     rising = Memory(rates=(Rate(970.0, 2.0),))
     fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
     now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
-    assert forecast(now, rising) == pytest.approx(5.0 + 0.1 * (30 + 60))
-    assert forecast(now, Memory()) == 5.0
+    assert rate(now, rising) == pytest.approx(5.0 + 0.1 * (30 + 60))
+    assert rate(now, Memory()) == 5.0
     steep = Memory(rates=(Rate(970.0, 0.1),))
     long = signals(1, arrivals=arrivals(5.0), fleet=Fleet(wanted=1, ready=1, cold_start_s=6000.0))
-    assert forecast(long, steep) == 15.0, "not for ever"
-    assert forecast(signals(1, arrivals=arrivals(5.0)), Memory(rates=(Rate(970.0, 4.5),))) == 5.0, "noise is no rise"
+    assert rate(long, steep) == 15.0, "not for ever"
+    assert rate(signals(1, arrivals=arrivals(5.0)), Memory(rates=(Rate(970.0, 4.5),))) == 5.0, "noise is no rise"
 
 
 def test_a_gentle_rise_shows_over_minutes() -> None:
     fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
     now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
     half_a_minute = Rate(970.0, 4.8)
-    assert forecast(now, Memory(rates=(Rate(850.0, 4.6), half_a_minute))) == 5.0, "may be chance"
-    assert forecast(now, Memory(rates=(Rate(700.0, 2.0), Rate(850.0, 4.6), half_a_minute))) == pytest.approx(5.9)
+    assert rate(now, Memory(rates=(Rate(850.0, 4.6), half_a_minute))) == 5.0, "may be chance"
+    assert rate(now, Memory(rates=(Rate(700.0, 2.0), Rate(850.0, 4.6), half_a_minute))) == pytest.approx(5.9)
     steep = (Rate(700.0, 4.0), Rate(970.0, 2.0))
-    assert forecast(now, Memory(rates=steep)) == pytest.approx(14.0), "the latest rise that shows is the one"
+    assert rate(now, Memory(rates=steep)) == pytest.approx(14.0), "the latest rise that shows is the one"
 
 
 def test_rates_of_the_past_minutes_are_kept_a_few_of_them() -> None:

@@ -345,6 +345,16 @@ def test_a_container_that_the_user_added_is_named(world: Callable[..., World]) -
     assert found.message.startswith("container side: ")
 
 
+def test_of_an_image_volume_the_models_source_is_at_fault(world: Callable[..., World]) -> None:
+    model = {"source": "oci://host:5000/team/m:v1", "cache": {"imageVolume": True}}
+    pull = 'failed to pull and unpack image "host:5000/team/m:v1": 401 Unauthorized'
+    found = world(model=model).apply().pod(waiting("ErrImagePull", pull)).findings()["Ready"]
+    assert found.reason == "ImagePullFailed"
+    for part in ("host:5000/team/m:v1", "401", "spec.model.source", "spec.model.credentialsSecretRef"):
+        assert part in found.message
+    assert "spec.engine.image" not in found.message
+
+
 def test_ready_pods_of_the_newest_template_make_it_ready(world: Callable[..., World]) -> None:
     ready = world(replicas=2).apply()
     ready.pod(running(started=True, ready=True), conditions=READY)

@@ -13,6 +13,8 @@ from pagemill_crds.models import LLMDeployment
 from pagemill_operator.backends.kubernetes.render import render_children
 from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, RenderContext
 from pagemill_operator.plan import make_plan
+from pagemill_operator.status.conditions import find_conditions
+from pagemill_operator.status.observation import Observation
 
 Make = Callable[..., LLMDeployment]
 CONTEXT = RenderContext(namespace="pagemill-system", engine_image="engine:1", image_pull_secrets=("own",))
@@ -130,6 +132,8 @@ def test_a_volume_of_others_is_not_cleared(deployment: Make) -> None:
     ("source", "words"),
     [
         ("s4://models/tiny", "unknown scheme `s4`"),
+        ("http://example.org/x", "unknown scheme `http`"),
+        ("https://huggingface.co/org/name", "`hf://ORG/NAME"),
         ("s3://Models/tiny", "s3://BUCKET/PREFIX"),
         ("oci://host", "oci://HOST/REPOSITORY"),
     ],
@@ -138,3 +142,11 @@ def test_what_no_kind_reads_is_refused_in_the_words_of_the_registry(deployment: 
     (problem,) = make_plan(deployment(model__source=source), "kubernetes").problems
     assert problem.field == "spec.model.source"
     assert words in problem.message
+
+
+def test_what_no_kind_reads_is_a_condition_before_anything_is_created(deployment: Make) -> None:
+    plan = make_plan(deployment(model__source="http://example.org/x"), "kubernetes")
+    found = {each.type: each for each in find_conditions(Observation(plan))}
+    assert (found["Planned"].status, found["Ready"].reason) == ("False", "UnsupportedField")
+    for part in ("spec.model.source", "`http://example.org/x`", "unknown scheme `http`", "`s3://BUCKET/PREFIX"):
+        assert part in found["Planned"].message

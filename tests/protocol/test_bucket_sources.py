@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
-from tiny_files import model_files, safetensors
+from tiny_files import gguf_file, model_files, safetensors
 from waiting import wait_until
 
 from pagemill_protocol.sources import FetchError, find_kind, resolve_source
+from pagemill_protocol.sources.ranges import RANGE_BYTES
 from pagemill_protocol.sources.store.cache import ModelCache
 
 FILES = model_files()
@@ -93,9 +97,9 @@ def test_google_buckets_are_read_through_the_same_protocol(
 
 
 def test_one_gguf_file_of_a_bucket(load: Load, server: S3Server, signed: None) -> None:
-    server.put("models", {"gguf/m.gguf": b"GGUF" * 99, "gguf/other.gguf": b"GGUF"})
+    server.put("models", {"gguf/m.gguf": gguf_file(4096), "gguf/other.gguf": b"GGUF"})
     folder = load("s3://models/gguf/m.gguf")
-    assert (folder / "m.gguf").read_bytes() == b"GGUF" * 99
+    assert (folder / "m.gguf").read_bytes() == gguf_file(4096)
     assert not (folder / "other.gguf").exists()
 
 
@@ -116,6 +120,21 @@ def test_a_download_that_is_cut_goes_on_where_it_stopped(
     assert (folder / "model.safetensors").read_bytes() == safetensors(6_000_000)
     assert proxy.num_cuts == 0
     assert proxy.sent_bytes < 9_000_000, "what had arrived was not fetched again"
+    proxy.close()
+
+
+def test_a_large_file_comes_by_several_connections_in_its_order(
+    load: Load, server: S3Server, signed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = safetensors(5 * RANGE_BYTES)
+    server.put("models", {"wide/config.json": FILES["config.json"], "wide/model.safetensors": content})
+    proxy = CuttingProxy(server.port, cut_bytes=RANGE_BYTES // 2, num_cuts=3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    folder = load("s3://models/wide")
+    assert (folder / "model.safetensors").read_bytes() == content
+    assert proxy.num_cuts == 0
+    ranges = {match for request in proxy.requests for match in re.findall(rb"range: bytes=(\d+)-", request)}
+    assert {b"%d" % (RANGE_BYTES * number) for number in range(1, 5)} <= ranges
     proxy.close()
 
 
@@ -159,15 +178,64 @@ def test_a_file_that_was_replaced_meanwhile_is_never_mixed(
     assert caught.value.reason == "SourceChanged"
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", safetensors(9000)),
+        ("model.gguf", gguf_file(9000)),
+        ("tokenizer.json", b'{"model": {"vocab": {}}}'),
+        ("generation_config.json", b'{"eos_token_id": 2}'),
+    ],
+)
 def test_a_file_that_was_uploaded_in_part_is_found_before_ready(
-    load: Load, server: S3Server, signed: None, tmp_path: Path
+    load: Load, server: S3Server, signed: None, tmp_path: Path, name: str, content: bytes
 ) -> None:
-    half = {"half/config.json": FILES["config.json"], "half/model.safetensors": safetensors(9000)[:5000]}
-    server.put("models", half)
-    error = fault(load, "s3://models/half", tmp_path)
+    """And it is not kept: once it is whole there, the next try loads it."""
+    prefix = f"half-{name.replace('.', '-')}"
+    head = {} if name.endswith(".gguf") else {f"{prefix}/config.json": FILES["config.json"]}
+    server.put("models", {**head, f"{prefix}/{name}": content[: len(content) // 2]})
+    error = fault(load, f"s3://models/{prefix}", tmp_path)
     assert error.reason == "ModelUnreadable"
-    assert "`model.safetensors`" in error.message
+    assert f"`{name}`" in error.message
     assert "upload the file again" in error.message
+    assert str(tmp_path) not in error.message
+    server.put("models", {f"{prefix}/{name}": content})
+    assert (load(f"s3://models/{prefix}") / name).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
+            "UnsupportedArchitecture",
+            ("`own`", "`auto_map`", "never run", "`pagemill.models`"),
+        ),
+        (
+            # transformers would take its own class of that type; the code that the model names computes something else.
+            {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
+            "UnsupportedArchitecture",
+            ("`OwnForCausalLM`", "`auto_map`", "never run", "`pagemill.models`"),
+        ),
+        (
+            {"quantization_config": {"quant_method": "aqlm"}},
+            "UnsupportedQuantization",
+            ("`aqlm`", "`quantization_config`", "gptq", "GGUF"),
+        ),
+    ],
+)
+def test_what_no_engine_computes_is_refused_before_its_weights_are_fetched(
+    load: Load, server: S3Server, signed: None, tmp_path: Path, changes: dict[str, Any], reason: str, words: list[str]
+) -> None:
+    config = json.dumps(json.loads(FILES["config.json"]) | changes).encode()
+    content = {**FILES, "config.json": config, "modeling_own.py": b"raise SystemExit"}
+    prefix = hashlib.sha256(config).hexdigest()[:8]
+    server.put("models", {f"{prefix}/{name}": each for name, each in content.items()})
+    error = fault(load, f"s3://models/{prefix}", tmp_path)
+    assert error.reason == reason, error.message
+    assert [word for word in words if word not in error.message] == [], error.message
+    assert not [path for path in tmp_path.rglob("*.safetensors*") if not path.name.endswith(".index.json")]
+    assert not list(tmp_path.rglob("*.py"))
 
 
 def test_a_shard_that_the_index_names_must_be_there(load: Load, server: S3Server, signed: None, tmp_path: Path) -> None:

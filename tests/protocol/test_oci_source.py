@@ -24,6 +24,7 @@ from oci_registry import (
 from tiny_files import model_files
 
 from pagemill_protocol.sources import FetchError, find_kind, resolve_source
+from pagemill_protocol.sources.store import fetch
 from pagemill_protocol.sources.store.cache import ModelCache
 
 FILES = model_files()
@@ -120,6 +121,19 @@ def test_a_manifest_of_another_digest_is_refused(load: Load, registry: TokenRegi
     error = fault(load, f"oci://{registry.host}/team/m@{wanted}")
     assert error.reason == "ModelCorrupt"
     assert "Do not trust that registry" in error.message
+
+
+def test_a_blob_that_is_shorter_than_its_manifest_says(
+    load: Load, registry: TokenRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "FIRST_PAUSE_S", 0.01)
+    layers = artifact(FILES)
+    layers[0].descriptor["size"] = len(layers[0].content) + 50
+    push(registry.url, "team/m", "short", layers)
+    error = fault(load, f"oci://{registry.host}/team/m:short")
+    assert error.reason == "SourceUnreachable"
+    size = len(FILES["config.json"])
+    assert f"`config.json` ended after {size} of {size + 50} bytes" in error.message
 
 
 def test_an_artifact_that_is_no_model(load: Load, registry: TokenRegistry) -> None:

@@ -12,8 +12,10 @@ import gzip
 import hashlib
 import io
 import json
+import platform
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,12 +29,16 @@ from waiting import wait_until
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 IMAGE_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 USER, PASSWORD, TOKEN = "robot", "secret", "a-token-for-this-repository"
 
 
 class Layer:
-    def __init__(self, content: bytes, kind: str, title: str | None = None) -> None:
+    """`diff_id`: of a layer that a container's file system is made of, its digest without compression."""
+
+    def __init__(self, content: bytes, kind: str, title: str | None = None, diff_id: str | None = None) -> None:
         self.content = content
+        self.diff_id = diff_id
         self.digest = digest_of(content)
         notes = {"annotations": {"org.opencontainers.image.title": title}} if title else {}
         self.descriptor = {"mediaType": kind, "digest": self.digest, "size": len(content), **notes}
@@ -45,12 +51,13 @@ def artifact(files: dict[str, bytes]) -> list[Layer]:
 
 def image(*layers: dict[str, bytes]) -> list[Layer]:
     """As an image builder makes them."""
-    return [Layer(_tar_gz(files), IMAGE_LAYER) for files in layers]
+    archives = [_tar(files) for files in layers]
+    return [Layer(gzip.compress(each, 1), IMAGE_LAYER, diff_id=digest_of(each)) for each in archives]
 
 
 def push(url: str, repository: str, tag: str, layers: list[Layer], **headers: str) -> str:
     """Upload a manifest and what it names; returns the manifest's digest."""
-    config = Layer(b"{}", "application/vnd.oci.empty.v1+json")
+    config = _config(layers)
     manifest = {
         "schemaVersion": 2,
         "mediaType": MANIFEST,
@@ -68,6 +75,16 @@ def push(url: str, repository: str, tag: str, layers: list[Layer], **headers: st
     return digest_of(body)
 
 
+def _config(layers: list[Layer]) -> Layer:
+    """Container runtimes compare what they unpack with it; of an artifact it is empty."""
+    diff_ids = [layer.diff_id for layer in layers]
+    if None in diff_ids:
+        return Layer(b"{}", "application/vnd.oci.empty.v1+json")
+    about = {"os": "linux", "architecture": ARCHITECTURES[platform.machine()]}
+    content = {**about, "config": {}, "rootfs": {"type": "layers", "diff_ids": diff_ids}}
+    return Layer(json.dumps(content).encode(), "application/vnd.oci.image.config.v1+json")
+
+
 def digest_of(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
@@ -77,9 +94,9 @@ class TokenRegistry(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.host = f"127.0.0.1:{self.server_address[1]}"
+    def __init__(self, address: str) -> None:
+        super().__init__((address, 0), _Handler)
+        self.host = f"{address}:{self.server_address[1]}"
         self.url = f"http://{self.host}"
         self.blobs: dict[str, bytes] = {}
         self.manifests: dict[str, bytes] = {}
@@ -89,13 +106,21 @@ class TokenRegistry(ThreadingHTTPServer):
         """Bytes after which the next answers with blobs end."""
         self.token_expires = False
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients end connections as they like."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: TokenRegistry
 
     def do_POST(self) -> None:
-        self._answer(202, b"", {"Location": f"{self.path}1"})
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.path == "/token":  # container runtimes try OAuth first
+            return self._answer(404, b"{}", {})
+        return self._answer(202, b"", {"Location": f"{self.path}1"})
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -106,6 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.server.blobs[parse_qs(path.query)["digest"][0]] = body
         self._answer(201, b"", {})
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
@@ -128,14 +156,20 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(200, json.dumps({"token": TOKEN}).encode(), {})
 
     def _content(self, content: bytes, *, is_blob: bool) -> None:
-        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(content) - start))
+        first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), int(last) + 1 if last else len(content)
+        self.send_response(206 if "Range" in self.headers else 200)
+        self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+        self.send_header("Content-Type", "application/octet-stream" if is_blob else MANIFEST)
+        self.send_header("Docker-Content-Digest", digest_of(content))
+        self.send_header("Content-Length", str(end - start))
         self.end_headers()
+        if self.command == "HEAD":
+            return
         cuts = self.server.cuts
-        cut = cuts.pop(0) if is_blob and cuts and len(content) - start > cuts[0] else len(content)
+        cut = cuts.pop(0) if is_blob and cuts and end - start > cuts[0] else end - start
         self.wfile.write(content[start : start + cut])
-        if start + cut < len(content):
+        if start + cut < end:
             self.close_connection = True
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
@@ -144,14 +178,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None: ...
 
 
 @contextlib.contextmanager
-def token_registry() -> Iterator[TokenRegistry]:
-    registry = TokenRegistry()
+def token_registry(address: str = "127.0.0.1") -> Iterator[TokenRegistry]:
+    registry = TokenRegistry(address)
     thread = Thread(target=registry.serve_forever, args=(0.02,))
     thread.start()
     try:
@@ -183,11 +218,11 @@ def crane_registry() -> Iterator[str]:
             process.kill()
 
 
-def _tar_gz(files: dict[str, bytes]) -> bytes:
+def _tar(files: dict[str, bytes]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-    return gzip.compress(packed.getvalue())
+    return packed.getvalue()

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import pytest
 from waiting import wait_until
 
 KEY, SECRET = "key", "secret"
-PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
-PORTS += ("filer.port", "filer.port.grpc")
+PORTS: tuple[str, ...] = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port")
+PORTS += ("volume.port.grpc", "filer.port", "filer.port.grpc")
 IDENTITIES = {
     "identities": [
         {
@@ -111,20 +112,33 @@ def _free_ports(count: int) -> list[int]:
 
 
 class CuttingProxy:
-    """Forwards connections to a server, and ends `num_cuts` answers after `cut_bytes`, or lets them stall there."""
+    """Forwards connections to a server, and ends `num_cuts` answers after `cut_bytes`, or lets them stall there.
 
-    def __init__(self, port: int, *, cut_bytes: int = 2**62, num_cuts: int = 0, stalls: bool = False) -> None:
+    `bytes_per_s`: what a connection carries at most, as those of far servers do.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        cut_bytes: int = 2**62,
+        num_cuts: int = 0,
+        stalls: bool = False,
+        bytes_per_s: float = float("inf"),
+        host: str = "127.0.0.1",
+    ) -> None:
         self._target = ("127.0.0.1", port)
         self._cut_bytes = cut_bytes
         self._lock = threading.Lock()
         self._stalls = stalls
+        self.bytes_per_s = bytes_per_s
         self._closed = threading.Event()
         self.num_cuts = num_cuts
         self.sent_bytes = 0
         self.requests: list[bytes] = []
         """First lines and range headers."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((host, 0))
+        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
@@ -150,11 +164,12 @@ class CuttingProxy:
         _end(client, server)
 
     def _down(self, server: socket.socket, client: socket.socket) -> None:
-        passed = 0
+        passed, began_s = 0, time.monotonic()
         with contextlib.suppress(OSError):
             while data := server.recv(65536):
                 client.sendall(data)
                 passed += len(data)
+                time.sleep(max(0.0, passed / self.bytes_per_s - (time.monotonic() - began_s)))
                 with self._lock:
                     self.sent_bytes += len(data)
                     cuts = passed > self._cut_bytes and self.num_cuts > 0

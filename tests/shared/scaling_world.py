@@ -70,8 +70,12 @@ def signals(replicas: int, *, at_s: float = 1000.0, **fields: Any) -> Signals:
 class Scaled:
     """Replicas that start when they are ordered and are ready after `cold_start_s`; decisions are replayed."""
 
-    def __init__(self, settings: ScalingSettings, *, replicas: int = 1, cold_start_s: float = 30.0) -> None:
+    def __init__(
+        self, settings: ScalingSettings, *, replicas: int = 1, cold_start_s: float = 30.0, lengths: Lengths = LENGTHS
+    ) -> None:
+        """`lengths`: without them nothing can be said of how fast what waits is served."""
         self.settings = settings
+        self.lengths = lengths
         self.policy = find_policy(settings.policy)
         self.now = 1000.0
         self.memory = self.policy.memory_type()
@@ -102,7 +106,8 @@ class Scaled:
         shown = {name: load.pop(name) for name in ("active", "running", "waiting") if name in load}
         if "rate" in load:
             load["arrivals"] = arrivals(load.pop("rate"), burst=load.pop("burst", None))
-        seen = signals(self.ready, at_s=self.now, **({"engines": engines(self.ready, **shown), "fleet": fleet} | load))
+        known = {"engines": engines(self.ready, **shown), "fleet": fleet, "lengths": self.lengths}
+        seen = signals(self.ready, at_s=self.now, **(known | load))
         before = self.memory
         decision, self.memory = self.policy.decide(self.settings, seen, before)
         self.records.append(Record("ns/d", "2026-01-01T00:00:00Z", self.settings, seen, before, decision))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 
 CONFIG = {
     "model_type": "llama",
@@ -18,6 +19,13 @@ CONFIG = {
 def safetensors(num_bytes: int, seed: int = 0) -> bytes:
     header = json.dumps({f"w{seed}": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}).encode()
     return len(header).to_bytes(8, "little") + header + random.Random(seed).randbytes(num_bytes)
+
+
+def gguf_file(num_bytes: int, seed: int = 0) -> bytes:
+    """One tensor of bytes (type 24, I8) and no metadata."""
+    name = b"token_embd.weight"
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 0, len(name)) + name + struct.pack("<IQIQ", 1, num_bytes, 24, 0)
+    return head.ljust(-(-len(head) // 32) * 32, b"\0") + random.Random(seed).randbytes(num_bytes)
 
 
 def model_files(num_shards: int = 2, shard_bytes: int = 300_000) -> dict[str, bytes]:

@@ -73,7 +73,8 @@ def event_in(log: Path, name: str, process: subprocess.Popen[Any]) -> dict[str, 
         return found
 
     try:
-        return wait_until(look, progress=lambda: log.stat().st_size, limit_s=START_LIMIT_S)
+        found: dict[str, Any] = wait_until(look, progress=lambda: log.stat().st_size, limit_s=START_LIMIT_S)
+        return found
     except AssertionError as error:
         raise AssertionError(f"{error}; the log ends with {log.read_text()[-3000:]}") from error
 

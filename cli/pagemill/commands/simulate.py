@@ -23,7 +23,7 @@ def simulate(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="Generated traffic: steady, ramp, step, burst, sine, diurnal or agentic, with parameters as "
+            help="Generated traffic: steady, ramp, step, burst, sine, diurnal, clusters or agentic, with parameters as "
             "ramp:from_rate=2,to_rate=10."
         ),
     ] = None,

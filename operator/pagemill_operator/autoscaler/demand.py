@@ -21,10 +21,11 @@ from pagemill_operator.autoscaler.decision import (
     reason_for,
     replicas_of,
 )
+from pagemill_operator.autoscaler.forecast import forecast, is_burst
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.settings import DEFAULT_POLICY, ScalingSettings, with_default_targets
 from pagemill_operator.autoscaler.signals import Signals
-from pagemill_operator.autoscaler.slo import SloTarget, is_burst, slo_target
+from pagemill_operator.autoscaler.slo import SloTarget, slo_target
 from pagemill_operator.autoscaler.targets import goals, is_idle
 
 PANIC_S = 60.0
@@ -43,7 +44,7 @@ class DemandPolicy:
 
     def decide(self, settings: ScalingSettings, signals: Signals, memory: Memory) -> tuple[Decision, Memory]:
         now, before = signals.at_s, signals.fleet.wanted
-        memory = memory.at(now).with_shape(signals).with_rate(signals).decayed(now, settings)
+        memory = memory.at(now).with_shape(signals).with_rate(signals).with_waiting(signals).decayed(now, settings)
         if is_burst(signals):
             memory = msgspec.structs.replace(memory, panic_until_s=now + PANIC_S)
         demand = _demand(settings, signals, memory)
@@ -90,10 +91,11 @@ class _Step(NamedTuple):
 
 
 def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Demand:
-    view = slo_target(settings, settings.slo, signals, memory) if settings.slo is not None else SloTarget()
+    expected = forecast(signals, memory)
+    view = slo_target(settings, settings.slo, signals, memory, expected) if settings.slo is not None else SloTarget()
     # While nothing can be predicted the load is kept in bounds as without an SLO.
     aims = with_default_targets(settings) if view.goal.missing else settings
-    judged = [*goals(aims, signals, memory.shape), view.goal]
+    judged = [*goals(aims, signals, memory.shape, expected), view.goal]
     leading = max(judged, key=lambda goal: (goal.needed, goal.enough))
     needed, enough = (max(getattr(goal, name) for goal in judged) for name in ("needed", "enough"))
     wanted = signals.fleet.wanted

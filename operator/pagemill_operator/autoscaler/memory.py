@@ -26,6 +26,8 @@ class Memory(msgspec.Struct, frozen=True):
     history: History = History()
     rates: tuple[Rate, ...] = ()
     """Arrival rates over the last minute: all reported in the past half minute, and some of the past minutes."""
+    waiting_since_s: float | None = None
+    """Requests have waited without a pause since then; None: none waits."""
     shape: Shape | None = None
     panic_until_s: float | None = None
     flaps: int = 0
@@ -50,6 +52,12 @@ class Memory(msgspec.Struct, frozen=True):
             if age_s <= TREND_S or (age_s <= LONGEST_TREND_S and _is_next(kept, rate)):
                 kept.append(rate)
         return msgspec.structs.replace(self, rates=(*kept, Rate(now, arrivals.requests_per_s)))
+
+    def with_waiting(self, signals: Signals) -> Memory:
+        """With whether requests wait now."""
+        if not signals.num_waiting:
+            return msgspec.structs.replace(self, waiting_since_s=None)
+        return self if self.waiting_since_s is not None else msgspec.structs.replace(self, waiting_since_s=signals.at_s)
 
     def with_shape(self, signals: Signals) -> Memory:
         """With the capacity of a replica, if the engines report it."""

@@ -10,6 +10,7 @@ the wait behind other prompts, as in a queue with one server (time to first toke
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import NormalDist
 
 import msgspec
@@ -19,6 +20,9 @@ from pagemill_protocol.step_time import StepTimeModel
 
 MAX_ROUNDS = 200
 CONVERGED = 1e-4
+LEAST_RATE, MOST_RATE = 1e-3, 1e6
+"""Requests per second that are looked for."""
+RATE_PRECISION = 0.02
 FULLEST = 0.95
 """The share of KV cache, concurrent requests and a step's tokens beyond which requests wait for each other."""
 
@@ -79,6 +83,19 @@ class Predictor:
             return Prediction(math.inf, math.inf, limit)
         tpot_s = self._tpot_s(load, rate, high, prefill)
         return Prediction(self._ttft_s(load, rate, step_s, decoding) * 1000, tpot_s * 1000)
+
+    def highest_rate(self, load: OfferedLoad, replicas: int, meets: Callable[[Prediction], bool]) -> float:
+        """Requests per second of `load`'s lengths with which so many replicas still meet it, within 2 %; 0: none."""
+        low, high = 0.0, load.requests_per_s
+        while high < MOST_RATE and meets(self.predict(msgspec.structs.replace(load, requests_per_s=high), replicas)):
+            low, high = high, 2 * high
+        while high - low > RATE_PRECISION * high and high > LEAST_RATE:
+            middle = (low + high) / 2
+            if meets(self.predict(msgspec.structs.replace(load, requests_per_s=middle), replicas)):
+                low = middle
+            else:
+                high = middle
+        return low
 
     def _steady_step_s(self, load: OfferedLoad, rate: float) -> float | None:
         """The least fixed point: steps get longer with what arrives during them. None: without end."""

@@ -2,6 +2,7 @@
 
 `needed` is what the target asks for now; `enough` is what the load with a tenth added would need. Between the two a
 target is content, so noise around a border moves nothing. A target that lacks a number says which: missing is not zero.
+Where it is known what will be left of the queue when a replica could serve (`forecast`), that counts.
 Neighbours: `slo` does the same for the SLO; `demand` weighs all of them.
 """
 
@@ -11,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 from pagemill_operator.autoscaler.decision import Goal
+from pagemill_operator.autoscaler.forecast import Forecast
 from pagemill_operator.autoscaler.settings import DEFAULT_KV_CACHE_USAGE, ScalingSettings
 from pagemill_operator.autoscaler.signals import Shape, Signals
 
@@ -18,13 +20,13 @@ MARGIN = 1.1
 """Load that must fit as well before a replica is removed."""
 
 
-def goals(settings: ScalingSettings, signals: Signals, shape: Shape | None) -> Iterator[Goal]:
+def goals(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: Forecast) -> Iterator[Goal]:
     """All but the SLO's."""
     yield _requests(settings, signals)
-    yield _kv_cache(settings, signals, shape)
+    yield _kv_cache(settings, signals, shape, expected)
     yield _capacity(signals, shape)
     if settings.queue_depth is not None:
-        yield _queue(settings.queue_depth, signals)
+        yield _queue(settings.queue_depth, signals, expected)
 
 
 def is_idle(settings: ScalingSettings, signals: Signals) -> bool:
@@ -46,13 +48,14 @@ def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
     return Goal("requests", needed, needed, f"the latest request was {signals.arrivals.idle_s:.0f} s ago", missing)
 
 
-def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None) -> Goal:
-    """Blocks of running requests, and those that waiting ones will take."""
+def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: Forecast) -> Goal:
+    """Blocks of running requests, and those that waiting ones will take where they still wait by then."""
     engines, queue = signals.engines, signals.queue
     if shape is None:
         # Without replicas their size does not matter yet; with some it is missing.
         return Goal("kvCacheUsage", missing="no engine has reported its size yet" if signals.fleet.ready else "")
-    waiting = -(-(engines.num_tokens_waiting + queue.num_tokens) // shape.block_size)
+    tokens = (engines.num_tokens_waiting + queue.num_tokens) * min(1.0, _share_left(signals, expected))
+    waiting = -(-tokens // shape.block_size)
     demand = (engines.num_blocks_active + waiting) / shape.num_blocks
     target = settings.kv_cache_usage or DEFAULT_KV_CACHE_USAGE
     reason = f"active and waiting KV blocks fill {demand:.2f} replicas; the target is {target:.0%} of each"
@@ -69,13 +72,25 @@ def _capacity(signals: Signals, shape: Shape | None) -> Goal:
     return Goal("maxNumSeqs", 0, enough, reason)
 
 
-def _queue(depth: int, signals: Signals) -> Goal:
-    waiting = signals.num_waiting
+def _queue(depth: int, signals: Signals, expected: Forecast) -> Goal:
+    waiting, left = signals.num_waiting, expected.num_waiting
     reason = f"{waiting} requests wait; the target is {depth} for each replica"
+    serving, serving_more = expected.to_serve(), expected.to_serve(MARGIN)
+    if serving is not None and serving_more is not None:
+        reason += f"; {left:.0f} will when a replica ordered now could serve, in {expected.horizon_s:.0f} s"
     if depth == 0:
-        needed = signals.fleet.ready + 1 if waiting else 0
+        needed = signals.fleet.ready + 1 if left >= 1 else 0
         return Goal("queueDepth", needed, needed, reason)
-    return Goal("queueDepth", _ceil(waiting / depth), _ceil(waiting * MARGIN / depth), reason)
+    needed, enough = _ceil(left / depth), _ceil(left * MARGIN / depth)
+    if serving is not None and serving_more is not None:
+        # More than serve all that comes and waits would shorten no queue.
+        needed, enough = min(needed, serving), min(enough, serving_more)
+    return Goal("queueDepth", needed, max(needed, enough), reason)
+
+
+def _share_left(signals: Signals, expected: Forecast) -> float:
+    """Of what waits now."""
+    return expected.num_waiting / signals.num_waiting if signals.num_waiting else 1.0
 
 
 def _ceil(value: float) -> int:

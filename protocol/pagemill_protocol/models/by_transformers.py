@@ -32,15 +32,19 @@ _RECURRENT = ("conv_L_cache", "linear_num_key_heads", "mamba_d_state", "ssm_cfg"
 """Keys of config.json, in use where they are neither missing nor false."""
 
 
-def class_is_installed(model_type: Any) -> bool:
-    """transformers has a class of that name whose attention may be replaced; it is read, not imported."""
+def class_is_installed(model_type: Any, architecture: str | None = None) -> bool:
+    """transformers has a class of that type whose attention may be replaced; it is read, not imported.
+
+    `architecture`: the name that it must have, where another one would be code in the model's own files.
+    """
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z0-9_]+", model_type):
         return False
     found = importlib.util.find_spec("transformers")
     folders = [] if found is None else found.submodule_search_locations or []
     files = [Path(each) / "models" / model_type / f"modeling_{model_type}.py" for each in folders]
     sources = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
-    return any(_REPLACEABLE in source and _STATEFUL not in source for source in sources)
+    own = "" if architecture is None else f"class {architecture}("
+    return any(_REPLACEABLE in source and _STATEFUL not in source and own in source for source in sources)
 
 
 def recurrent_key(values: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from pagemill_protocol.models.known import rope_refusals, unsupported
 from pagemill_protocol.models.limits import check_fraction, check_positive, check_size
 from pagemill_protocol.rope_scaling import LongRopeScaling, RopeError, UnsupportedRopeError, wrong
 from pagemill_protocol.rope_settings import read_scaling, rope_theta, settings_of
-from pagemill_protocol.source_errors import UnreadableModelError
+from pagemill_protocol.source_errors import SourceError, UnreadableModelError
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -39,6 +39,19 @@ def quantization_of(values: dict[str, Any]) -> str | None:
     """The method that a config.json names for its weights; `None`: plain floats."""
     value = values.get("quantization_config")
     return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None
+
+
+def check_quantization(method: str | None, where: str) -> None:
+    """Raises `SourceError` for a method that the engine does not read. `where`: the model, for the message."""
+    if method in (None, *READ_QUANTIZATIONS):
+        return
+    raise SourceError(
+        "model.source",
+        f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not read; "
+        f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file "
+        "of it.",
+        reason="UnsupportedQuantization",
+    )
 
 
 def quantization_bits(values: dict[str, Any]) -> int | None:

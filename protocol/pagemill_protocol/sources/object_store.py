@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import Listing, RemoteFile
+from pagemill_protocol.sources.ranges import read_in_order
 
 CHUNK_BYTES = 1024 * 1024
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
@@ -79,11 +80,14 @@ class BucketRepository:
         return Listing(hashlib.sha256(content.encode()).hexdigest()[:40], files)
 
     def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
-        options: dict[str, Any] = {"range": (out.tell(), file.num_bytes)}
-        if file.etag is not None:
-            options["if_match"] = file.etag
+        def read(start: int, end: int) -> Iterator[Any]:
+            options: dict[str, Any] = {"range": (start, end)}
+            if file.etag is not None:
+                options["if_match"] = file.etag
+            yield from self._store.get(file.address, options=options).stream(min_chunk_size=CHUNK_BYTES)
+
         with self._explained(file):
-            for chunk in self._store.get(file.address, options=options).stream(min_chunk_size=CHUNK_BYTES):
+            for chunk in read_in_order(read, out.tell(), file.num_bytes):
                 out.write(chunk)
 
     def close(self) -> None:

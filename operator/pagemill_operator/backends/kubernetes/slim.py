@@ -37,6 +37,7 @@ _POD_STATUS = (
     "containerStatuses",
     "initContainerStatuses",
 )
+_VOLUMES = frozenset({"configMap", "persistentVolumeClaim", "image"})
 _SHARED_LENGTH = 40
 """Longer strings are rarely the same in two objects."""
 
@@ -63,9 +64,7 @@ def _pod_parts(pod: Manifest) -> Manifest:
         {name: container[name] for name in ("name", "image", "resources", "ports") if name in container}
         for container in containers
     ]
-    kept["volumes"] = [
-        volume for volume in spec.get("volumes", []) if "configMap" in volume or "persistentVolumeClaim" in volume
-    ]
+    kept["volumes"] = [volume for volume in spec.get("volumes", []) if not _VOLUMES.isdisjoint(volume)]
     return {"spec": kept, "status": {name: status[name] for name in _POD_STATUS if name in status}}
 
 

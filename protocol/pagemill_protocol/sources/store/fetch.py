@@ -9,20 +9,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Protocol
 
-import orjson
-
-from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.source_errors import FetchError, SourceError
 from pagemill_protocol.sources.base import RemoteFile, Repository, SourceKind
-from pagemill_protocol.sources.selection import INDEX, select_files
+from pagemill_protocol.sources.selection import select_files
+from pagemill_protocol.sources.store.checks import CONFIG, HEADS, check_heads, check_whole
 from pagemill_protocol.sources.store.faults import explain_disk
 from pagemill_protocol.sources.store.folder import ModelFolder
-from pagemill_protocol.spec_from_config import check_config
+from pagemill_protocol.sources.store.part import PartFile
 
-CONFIG = "config.json"
 PASSING = frozenset({"HubUnreachable", "SourceUnreachable"})
 TRIES = 4
 """In a row without a byte."""
@@ -87,12 +83,9 @@ class Fetch:
         """What no engine would load is refused before its weights are fetched."""
         names = {file.path for file in files}
         for file in files:
-            if file.path in (CONFIG, INDEX):
+            if file.path in HEADS:
                 self._fetch(file)
-        if CONFIG in names:
-            self._check_config()
-        if INDEX in names:
-            _check_index(self._folder.staging / INDEX, names, self._repository.name)
+        check_heads(self._folder.staging, names, self._repository.name)
 
     def _fetch_all(self, files: list[RemoteFile]) -> None:
         # The folder stays locked until all writers have finished.
@@ -113,34 +106,30 @@ class Fetch:
     def _fetch(self, file: RemoteFile) -> None:
         if self._folder.has(file):
             return
+        with self._folder.part(file) as part:
+            self._complete(file, part)
+            self._folder.accept(file, part)
+        check_whole(self._folder.staging / file.path, file.path, self._repository.name)
+        self._report(event="file", path=file.path, num_bytes=file.num_bytes)
+
+    def _complete(self, file: RemoteFile, part: PartFile) -> None:
         failures = 0
-        while not self._is_there(part := self._folder.part(file), file):
-            before = _size(part)
+        while (before := part.num_bytes) < file.num_bytes:
             try:
                 self._append(file, part)
             except FetchError as error:
-                failures = 0 if _size(part) > before else failures + 1
+                failures = 0 if part.num_bytes > before else failures + 1
                 if error.reason == "SourceChanged":
                     self._folder.forget()
                 if error.reason not in PASSING or failures >= TRIES:
                     raise
                 if self._ends.wait(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**failures)):
                     raise
-        self._folder.accept(file)
-        if file.path.endswith(".safetensors"):
-            _check_whole(self._folder.staging / file.path, file.path, self._repository.name)
-        self._report(event="file", path=file.path, num_bytes=file.num_bytes)
 
-    @staticmethod
-    def _is_there(part: Path, file: RemoteFile) -> bool:
-        return part.exists() and _size(part) == file.num_bytes
-
-    def _append(self, file: RemoteFile, part: Path) -> None:
-        with part.open("ab") as out:
-            if out.tell() < file.num_bytes:
-                self._repository.fetch(file, self._version, out)
-        if _size(part) < file.num_bytes:
-            message = f"{self._repository.name}: `{file.path}` ended after {_size(part)} of {file.num_bytes} bytes."
+    def _append(self, file: RemoteFile, part: PartFile) -> None:
+        self._repository.fetch(file, self._version, part)
+        if part.num_bytes < file.num_bytes:
+            message = f"{self._repository.name}: `{file.path}` ended after {part.num_bytes} of {file.num_bytes} bytes."
             raise FetchError("SourceUnreachable", f"{message} The next try goes on there; check the server's file.")
 
     def _unpack(self, files: list[RemoteFile]) -> None:
@@ -175,38 +164,6 @@ class Fetch:
             ended.set()
             thread.join()
 
-    def _check_config(self) -> None:
-        folder = self._folder.staging
-        try:
-            check_config(folder)
-        except SourceError as error:
-            message = error.message.replace(str(folder / CONFIG), CONFIG).replace(f"`{folder}`", "The model")
-            raise FetchError(error.reason, message) from error
-
-
-def _check_index(path: Path, names: set[str], source: str) -> None:
-    """All files that the index names are there to be fetched."""
-    try:
-        shards = set(map(str, orjson.loads(path.read_bytes())["weight_map"].values()))
-    except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError):
-        path.unlink()
-        raise FetchError("ModelUnreadable", f"{source}: `{INDEX}` has no `weight_map`. Publish it again.") from None
-    if absent := sorted(shards - names):
-        message = f"{source} lacks {', '.join(absent[:5])}, which `{INDEX}` names. Upload all files of the model."
-        raise FetchError("ModelUnreadable", message)
-
-
-def _check_whole(path: Path, name: str, source: str) -> None:
-    """A file that was uploaded in part arrives in one piece."""
-    try:
-        read_header(path)
-    except SourceError as error:
-        message = error.message.replace(f"`{path}`", f"{source}: `{name}`")
-        path.unlink()
-        raise FetchError(
-            "ModelUnreadable", f"{message} The source holds it like this: upload the file again."
-        ) from error
-
 
 @contextmanager
 def _as_fetch_error() -> Iterator[None]:
@@ -216,7 +173,3 @@ def _as_fetch_error() -> Iterator[None]:
         raise
     except SourceError as error:
         raise FetchError(error.reason, error.message) from error
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0

@@ -7,19 +7,18 @@ of the same folder wait for each other; one that was killed leaves its part file
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
-from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import RemoteFile
 from pagemill_protocol.sources.hugging_face import MODEL_PATTERNS
+from pagemill_protocol.sources.store.part import PartFile
 from pagemill_protocol.sources.store.record import is_intact, write_record
 
 PART = ".part"
@@ -75,28 +74,26 @@ class ModelFolder:
         """Bytes of the files that are here."""
         return sum(self._num_bytes_of(file) for file in files)
 
-    def part(self, file: RemoteFile) -> Path:
-        path = self.staging / f"{file.path}{PART}"
+    def part(self, file: RemoteFile) -> PartFile:
+        """The file as far as it is here, open for the rest."""
+        path = self._part(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > file.num_bytes:
             path.unlink()
-        return path
+        return PartFile(path, file)
 
     def has(self, file: RemoteFile) -> bool:
         return (self.staging / file.path).is_file()
 
-    def accept(self, file: RemoteFile) -> None:
+    def accept(self, file: RemoteFile, part: PartFile) -> None:
         """The part file is whole and right. Raises `FetchError`; the next run fetches it again then."""
-        part = self.part(file)
-        with part.open("rb") as content:
-            num_bytes = os.fstat(content.fileno()).st_size
-            is_whole = num_bytes == file.num_bytes and self._is_right(content, file)
-            os.fsync(content.fileno())
-        if not is_whole:
-            part.unlink()
+        num_bytes = part.num_bytes
+        if num_bytes != file.num_bytes or not self._is_right(part.hexdigest(), file):
+            self._part(file).unlink()
             what = f"{num_bytes} bytes, not {file.num_bytes}" if num_bytes != file.num_bytes else "other content"
             raise FetchError("ModelCorrupt", f"`{file.path}` arrived damaged: {what}. It will be fetched again.")
-        os.replace(part, self.staging / file.path)
+        part.sync()
+        os.replace(self._part(file), self.staging / file.path)
 
     def unpack(self, file: RemoteFile) -> None:
         """Take the model's files out of an archive, which ends with that. Raises `FetchError`."""
@@ -127,21 +124,21 @@ class ModelFolder:
 
     def _num_bytes_of(self, file: RemoteFile) -> int:
         """Bytes of the file that are already here."""
-        for path in (self.staging / file.path, self.staging / f"{file.path}{PART}"):
+        for path in (self.staging / file.path, self._part(file)):
             with suppress(OSError):
                 return min(file.num_bytes, path.stat().st_size)
         return 0
 
-    def _is_right(self, content: BufferedReader, file: RemoteFile) -> bool:
+    def _part(self, file: RemoteFile) -> Path:
+        return self.staging / f"{file.path}{PART}"
+
+    def _is_right(self, digest: str, file: RemoteFile) -> bool:
         """Whether the digest that the source publishes, if any, matches."""
         if file.git_sha1 is not None and file.sha256 is None:
-            # How git names a blob; it guards against damage, not against forgery.
-            header = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
-            return hashlib.file_digest(content, lambda: header).hexdigest() == file.git_sha1
-        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+            return digest == file.git_sha1
         if not file.is_archive:
-            self._sha256[file.path] = sha256
-        return file.sha256 in (None, sha256)
+            self._sha256[file.path] = digest
+        return file.sha256 in (None, digest)
 
 
 def _place_of(member: tarfile.TarInfo) -> str | None:

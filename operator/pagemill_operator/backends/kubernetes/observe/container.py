@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pagemill_operator.backends.kubernetes.observe.cause import Cause, quote
@@ -52,15 +53,19 @@ _REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
 _LOGS = "read its log (kubectl logs --previous)"
 
 
-def waiting_cause(status: dict[str, Any]) -> Cause | None:
-    """Why a container waits; None where that is only a matter of time."""
+def waiting_cause(status: dict[str, Any], mounted_images: Sequence[str] = ()) -> Cause | None:
+    """Why a container waits; None where that is only a matter of time.
+
+    `mounted_images`: of the pod's volumes, for which its containers wait as for their own.
+    """
     waiting = status.get("state", {}).get("waiting")
     if not waiting:
         return None
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message", ""))
     image = status.get("image", "")
     if reason in _PULL_REASONS:
-        return _pull_cause(reason, message, image)
+        mounted = next((each for each in mounted_images if each in message), None)
+        return _pull_cause(reason, message, image) if mounted is None else _mount_cause(message, mounted)
     if reason == "CreateContainerConfigError":
         return _config_cause(message)
     if reason in _START_REASONS:
@@ -136,14 +141,26 @@ def _pull_cause(reason: str, message: str, image: str) -> Cause:
     if reason == "ErrImageNeverPull":
         remedy = "load it there, or allow pulling with the chart's pull policy"
         return Cause("ImageNotPresent", f"the node does not have the image {quote(image)}: {remedy}")
-    # While backing off the kubelet repeats what the pull itself said.
-    cause = message.split("ErrImagePull: ")[-1]
-    detail = "" if cause.startswith("Back-off") else f" ({quote(cause)})"
     remedy = (
         "check spec.engine.image and its tag, that the nodes reach the registry, and for a private one "
         "imagePullSecrets in spec.template.spec"
     )
-    return Cause("ImagePullFailed", f"the image {quote(image)} cannot be pulled{detail}: {remedy}")
+    return Cause("ImagePullFailed", f"the image {quote(image)} cannot be pulled{_pull_detail(message)}: {remedy}")
+
+
+def _mount_cause(message: str, image: str) -> Cause:
+    remedy = (
+        "check spec.model.source and its tag, that the nodes reach the registry, and for a private one "
+        "spec.model.credentialsSecretRef"
+    )
+    what = f"the model's image {quote(image)} cannot be pulled{_pull_detail(message)}"
+    return Cause("ImagePullFailed", f"{what}: {remedy}")
+
+
+def _pull_detail(message: str) -> str:
+    """While backing off the kubelet repeats what the pull itself said."""
+    cause = message.split("ErrImagePull: ")[-1]
+    return "" if cause.startswith("Back-off") else f" ({quote(cause)})"
 
 
 def _config_cause(message: str) -> Cause:

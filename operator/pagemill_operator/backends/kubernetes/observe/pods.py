@@ -88,7 +88,7 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
     if _node_is_lost(pod):
         return "loading", lost_node_cause(pod["spec"]["nodeName"])
     for status in _container_statuses(pod):
-        if cause := waiting_cause(status):
+        if cause := waiting_cause(status, _mounted_images(pod)):
             return "starting", _of(status, main, cause)
     for status in _container_statuses(pod):
         # An init container that has done its work has ended well.
@@ -105,6 +105,12 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
         return "loading", None
     rest = ordered_rest(pod)
     return (rest, None) if rest is not None else ("loading", unready_cause())
+
+
+def _mounted_images(pod: Manifest) -> list[str]:
+    """References of images that are volumes; the kubelet pulls them as it pulls those of containers."""
+    volumes = pod.get("spec", {}).get("volumes", [])
+    return [str(volume["image"].get("reference", "")) for volume in volumes if "image" in volume]
 
 
 def _node_is_lost(pod: Manifest) -> bool:

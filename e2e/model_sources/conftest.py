@@ -1,0 +1,40 @@
+"""A bucket and a registry with a model, namespaces whose pods may use folders of the node, and such a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support import model_servers
+from support.clusters import OneNode
+from support.kubectl import Kubectl
+from support.model_servers import Bucket
+
+
+@pytest.fixture(scope="module")
+def served(cluster: OneNode, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    if cluster.node is None:
+        pytest.skip("needs the one-node cluster: its pods reach servers of this machine")
+    with model_servers.bucket(cluster, tmp_path_factory.mktemp("s3")) as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(served: Bucket) -> Iterator[Bucket]:
+    """As fast as it can be, unless a case slows it down."""
+    yield served
+    served.proxy.bytes_per_s = float("inf")
+
+
+@pytest.fixture
+def privileged(make_space: Callable[..., Kubectl]) -> Kubectl:
+    """A namespace without a Pod Security profile, which would forbid folders of the node; it has the bucket's keys."""
+    space = make_space(labels={})
+    space.apply(model_servers.bucket_keys())
+    return space
+
+
+@pytest.fixture
+def node_folder(tmp_path: Path) -> Path:
+    return model_servers.node_folder(tmp_path / "models")

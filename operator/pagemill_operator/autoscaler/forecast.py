@@ -1,0 +1,149 @@
+"""The load when a replica that is ordered now can serve: the rate of arrivals, and what is left of the queue by then.
+
+A rise that stands out of the noise is extrapolated over the cold start. Requests that wait now are served by the
+replicas that are there, and by those that start, as far as the step-time model says; what is served by then is no
+reason for another replica. Neighbours: `targets` and `slo` ask what the forecast needs, `prediction` what a replica
+can do.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from pagemill_operator.autoscaler.memory import TREND_S, Memory, Rate
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.signals import Shape, Signals
+from pagemill_protocol.load import Arrivals
+
+UNLEARNED_COLD_START_S = 60.0
+LEAST_DRAIN_S = 10.0
+BURST = 2.0
+"""Times the rate of the minute."""
+BURST_SPREADS = 5.0
+TREND_SPREADS = 3.5
+"""Standard deviations of Poisson arrivals that a burst, or a rise, must exceed."""
+LEAST_TREND_S = 10.0
+MOST_GROWTH = 3.0
+"""A rise is extrapolated to no more than this many times the present load."""
+CAPACITY_SHARE = 0.5
+"""The percentile at which a replica's capacity is predicted: what it serves on average."""
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    horizon_s: float
+    """Until a replica that is ordered now is ready."""
+    arrivals_per_s: float
+    """Requests per second by then."""
+    num_waiting: float
+    """Requests that wait now, or come until then, and will still wait; where no capacity is known, those of now."""
+    capacity_per_s: float | None = None
+    """Requests per second that one replica can serve; None: not known, refuted, or not needed, as nothing waits."""
+
+    @property
+    def requests_per_s(self) -> float:
+        """Arrivals, and what is left of the queue, worked off within another cold start."""
+        return self.arrivals_per_s + self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
+
+    def to_serve(self, factor: float = 1.0) -> int | None:
+        """Replicas that serve arrivals and queue, `factor` times as many of both; None: not known."""
+        if self.capacity_per_s is None:
+            return None
+        return math.ceil(factor * self.requests_per_s / self.capacity_per_s - 1e-9)
+
+
+def forecast(signals: Signals, memory: Memory) -> Forecast:
+    """Where the arrivals are not known, none come."""
+    fleet = signals.fleet
+    horizon_s = UNLEARNED_COLD_START_S if fleet.cold_start_s is None else fleet.cold_start_s
+    rate = _arrivals_per_s(signals, memory, horizon_s)
+    waiting = float(signals.num_waiting)
+    load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
+    capacity = None if load is None or _is_refuted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
+    if load is None or capacity is None:
+        return Forecast(horizon_s, rate, waiting)
+    served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
+    # Prompts that are longer than usual count for several.
+    tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
+    waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
+    left = max(0.0, waiting + signals.arrivals.requests_per_s * horizon_s - served)
+    return Forecast(horizon_s, rate, left, capacity)
+
+
+def _is_refuted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
+    """Requests have waited through a whole cold start: the replicas may serve less than is predicted."""
+    since_s = memory.waiting_since_s
+    return since_s is not None and signals.at_s - since_s >= horizon_s
+
+
+def offered_load(signals: Signals, rate: float, share: float) -> OfferedLoad | None:
+    """`rate` requests per second of the lengths that were seen; None: no answer has ended yet."""
+    lengths = signals.lengths
+    prompt, computed, output = lengths.prompt.mean(), lengths.computed.mean(), lengths.output.mean()
+    high = lengths.computed.quantile(share)
+    if lengths.truth != "value" or prompt is None or computed is None or output is None or high is None:
+        return None
+    return OfferedLoad(rate, prompt, computed, high, output)
+
+
+def predictor_of(shape: Shape | None, share: float) -> Predictor | None:
+    """None: the engines have reported no step times that can be used."""
+    if shape is None:
+        return None
+    try:
+        predictor = Predictor(shape, share)
+    except ValueError:
+        return None
+    return predictor if predictor.known else None
+
+
+def _capacity_per_s(load: OfferedLoad, shape: Shape | None) -> float | None:
+    predictor = predictor_of(shape, CAPACITY_SHARE)
+    if predictor is None:
+        return None
+    return predictor.highest_rate(load, 1, lambda found: math.isfinite(found.ttft_ms)) or None
+
+
+def _arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float:
+    arrivals = signals.arrivals
+    if arrivals.truth != "value":
+        return 0.0
+    rate = arrivals.requests_per_s
+    # The average over a window is that of its middle.
+    ahead_s = arrivals.window_s / 2 + horizon_s
+    rate = min(rate * MOST_GROWTH, rate + _slope(signals, memory) * ahead_s)
+    return max(rate, arrivals.burst_requests_per_s) if is_burst(signals) else rate
+
+
+def is_burst(signals: Signals) -> bool:
+    """The last seconds have brought twice as much as the minute, and that is no chance."""
+    arrivals = signals.arrivals
+    fast, slow, window_s = arrivals.burst_requests_per_s, arrivals.requests_per_s, arrivals.burst_window_s
+    if arrivals.truth != "value" or window_s <= 0 or arrivals.window_s <= window_s:
+        return False
+    spread = math.sqrt(max(slow, 1 / window_s) / window_s)
+    return fast >= BURST * slow and fast - slow > BURST_SPREADS * spread
+
+
+def _slope(signals: Signals, memory: Memory) -> float:
+    """Requests per second more with each second, as far as a rise stands out of the noise; never negative.
+
+    The latest rise that does: over half a minute, else over the shortest of the past minutes that shows one.
+    """
+    arrivals, now = signals.arrivals, signals.at_s
+    recent = [rate for rate in memory.rates if LEAST_TREND_S <= now - rate.at_s <= TREND_S]
+    older = [rate for rate in reversed(memory.rates) if now - rate.at_s > TREND_S]
+    rises = (_rise(arrivals, before, now - before.at_s) for before in (*recent[:1], *older))
+    return next((slope for slope in rises if slope > 0), 0.0)
+
+
+def _rise(arrivals: Arrivals, before: Rate, apart_s: float) -> float:
+    """Since that rate, for each second; 0 where chance may have made it."""
+    if arrivals.window_s <= 0:
+        return 0.0
+    rise = arrivals.requests_per_s - before.requests_per_s
+    # Where the two windows overlap, only what entered and what left them differs.
+    differs_s = min(apart_s, arrivals.window_s)
+    spread = math.sqrt((arrivals.requests_per_s + before.requests_per_s) * differs_s) / arrivals.window_s
+    return rise / apart_s if rise > TREND_SPREADS * spread else 0.0

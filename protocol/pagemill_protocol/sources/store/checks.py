@@ -1,0 +1,74 @@
+"""What is looked at in a file once it has arrived: whether an engine could read it, before the others are fetched.
+
+A file that was uploaded in part arrives whole, and its digest, if any, is right. Without these checks a volume would
+keep it, and every engine would fail at it. Engines check the rest: which weights there are, and their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+
+from pagemill_protocol.gguf_file import check_gguf
+from pagemill_protocol.json_file import read_object
+from pagemill_protocol.safetensors_header import read_header
+from pagemill_protocol.source_errors import FetchError, SourceError
+from pagemill_protocol.sources.selection import INDEX
+from pagemill_protocol.spec_from_config import check_config
+
+CONFIG = "config.json"
+HEADS = (CONFIG, INDEX)
+"""Files that say what the others are."""
+_UPLOAD = "The source holds it like this: upload the file again."
+_WHOLE: dict[str, Callable[[Path], object]] = {
+    ".safetensors": read_header,
+    ".gguf": check_gguf,
+    "tokenizer.json": read_object,
+    "tokenizer_config.json": read_object,
+    "special_tokens_map.json": read_object,
+    "generation_config.json": read_object,
+}
+"""How a file is looked through, by the end of its name."""
+
+
+def check_heads(folder: Path, names: set[str], source: str) -> None:
+    """What no engine would load, and what the source lacks. Raises `FetchError`."""
+    if CONFIG in names:
+        _check_config(folder)
+    if INDEX in names:
+        _check_index(folder / INDEX, names, source)
+
+
+def check_whole(path: Path, name: str, source: str) -> None:
+    """It is removed if it is not; the next run fetches it again. Raises `FetchError`."""
+    check = next((check for ending, check in _WHOLE.items() if name.endswith(ending)), None)
+    try:
+        if check is not None:
+            check(path)
+    except SourceError as error:
+        message = error.message.replace(f"`{path}`", f"{source}: `{name}`")
+        path.unlink()
+        raise FetchError("ModelUnreadable", f"{message} {_UPLOAD}") from error
+
+
+def _check_config(folder: Path) -> None:
+    try:
+        check_config(folder)
+    except SourceError as error:
+        message = error.message.replace(str(folder / CONFIG), CONFIG).replace(f"`{folder}`", "The model")
+        (folder / CONFIG).unlink()
+        raise FetchError(error.reason, message) from error
+
+
+def _check_index(path: Path, names: set[str], source: str) -> None:
+    """All files that the index names are there to be fetched."""
+    try:
+        shards = set(map(str, orjson.loads(path.read_bytes())["weight_map"].values()))
+    except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError):
+        path.unlink()
+        raise FetchError("ModelUnreadable", f"{source}: `{INDEX}` has no `weight_map`. Publish it again.") from None
+    if absent := sorted(shards - names):
+        message = f"{source} lacks {', '.join(absent[:5])}, which `{INDEX}` names. Upload all files of the model."
+        raise FetchError("ModelUnreadable", message)

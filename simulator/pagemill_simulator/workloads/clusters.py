@@ -1,0 +1,75 @@
+"""Requests that come in clusters, as an editor's completions of code do: long prompts, short answers, all at once.
+
+Clusters begin independently of each other; each brings its requests within seconds. Neighbour: `shapes`, where every
+request comes independently of the others.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import ClassVar
+
+from pagemill_simulator.parameters import Count, Factor, Positive, Share, Sigma
+from pagemill_simulator.workloads.arrivals import poisson
+from pagemill_simulator.workloads.generator import Shaped
+from pagemill_simulator.workloads.lengths import LogNormal
+from pagemill_simulator.workloads.request import SimRequest
+
+
+class Clusters(Shaped, frozen=True, kw_only=True):
+    """Clusters of long prompts and short answers."""
+
+    name: ClassVar[str] = "clusters"
+    rate: Positive = 0.5
+    """Requests per second, mean over all of the time."""
+    cluster_requests: Factor = 25.0
+    """Requests of a cluster, mean; their number is drawn from a geometric distribution."""
+    cluster_s: Positive = 5.0
+    """In which they come."""
+    alone: Share = 0.3
+    """Of all requests, those that belong to no cluster."""
+    duration_s: Positive = 3600.0
+    """How long traffic is offered."""
+    prompt_tokens: Positive = 4000.0
+    prompt_sigma: Sigma = 0.35
+    longest_prompt: Count = 7000
+    output_tokens: Positive = 20.0
+    output_sigma: Sigma = 0.35
+    longest_output: Count = 30
+
+    @property
+    def length_s(self) -> float:
+        return self.duration_s
+
+    @property
+    def most_per_s(self) -> float:
+        return self.rate
+
+    def rate_at(self, at_s: float) -> float:
+        return self.rate
+
+    def requests(self, seed: int) -> list[SimRequest]:
+        times, sizes = random.Random(f"arrivals {seed}"), random.Random(f"lengths {seed}")
+        prompt = LogNormal(self.prompt_tokens, self.prompt_sigma, self.longest_prompt)
+        output = LogNormal(self.output_tokens, self.output_sigma, self.longest_output)
+        arrivals = sorted([*self._alone(times), *self._clustered(times)])
+        return [SimRequest(at_s, prompt.draw(sizes), output.draw(sizes)) for at_s in arrivals]
+
+    def _alone(self, times: random.Random) -> list[float]:
+        rate = self.alone * self.rate
+        return list(poisson(times, lambda at_s: rate, most=rate, duration_s=self.duration_s))
+
+    def _clustered(self, times: random.Random) -> list[float]:
+        rate = (1 - self.alone) * self.rate / self.cluster_requests
+        begins = poisson(times, lambda at_s: rate, most=rate, duration_s=self.duration_s)
+        found = (
+            begin_s + times.random() * self.cluster_s for begin_s in begins for _ in range(self._cluster_size(times))
+        )
+        return [at_s for at_s in found if at_s < self.duration_s]
+
+    def _cluster_size(self, times: random.Random) -> int:
+        """Geometric, at least 1."""
+        if self.cluster_requests <= 1:
+            return 1
+        return 1 + math.floor(math.log(1 - times.random()) / math.log(1 - 1 / self.cluster_requests))
