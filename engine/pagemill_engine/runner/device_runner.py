@@ -4,7 +4,7 @@ and one launch, inputs are built there, and the token that a step samples is the
 `launch` queues a step, `wait` reads its tokens. Decodes run as recordings (`runner.graphs`) where there are some, all
 else is launched piece by piece. With Triton's interpreter the device is the CPU and a launch does the work. How an
 operation is computed is `pagemill_kernels`', where weights come
-from `runner.load_eager`.
+from `runner.load_device`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a model will take of a device's memory, as the kernels there hold it: from the headers of its files alone.
 
-`load_eager` asks for the device that computes; `pagemill plan` also for one that is not there. What the sizes mean for
+`preparing` asks for the device that computes; `pagemill plan` also for one that is not there. What the sizes mean for
 the KV cache, and whether they fit, is `budget`'s.
 """
 
