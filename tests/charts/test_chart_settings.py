@@ -193,6 +193,7 @@ def test_values_reach_the_settings(variant: Variant) -> None:
     assert gateway.kubernetes.watch_idle_timeout_s == 60
     assert gateway.kubernetes.keys_secret.name == operator.keys_secret, "extra settings are merged, not put in place"
     assert operator_of(guarded).engine_image == f"registry.example.com/pagemill/engine:0.1.0-cuda@sha256:{'3' * 64}"
+    assert operator_of(guarded).cpu_engine_image == "registry.example.com/pagemill/engine-cpu:0.1.0"
     assert operator_of(guarded).image_pull_secrets == ["registry"]
 
 

@@ -13,6 +13,7 @@ import yaml
 from waiting import WAIT_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
+IMAGES = ("engine", "engine-cpu", "gateway", "operator")
 PAGES = ("README.md", "docs/how-to/install-with-helm.md")
 NAMED = {"REGISTRY": "registry.example.com/team", "TAG": "0123456"}
 """A tag of digits alone: it must stay a text."""
@@ -49,14 +50,14 @@ def values_of(command: str) -> dict[str, Any]:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_image_of_the_installation_is_one_that_was_pushed(page: str, render: Callable[..., Any]) -> None:
     pushed = set(re.findall(r"^docker push (\S+)$", typed(page, "docker"), re.MULTILINE))
-    built = set(re.findall(r"^docker build -f \S+/Dockerfile -t (\S+) \.$", typed(page, "docker"), re.MULTILINE))
-    assert (
-        built
-        == pushed
-        == {f"{NAMED['REGISTRY']}/pagemill/{each}:{NAMED['TAG']}" for each in ("engine", "gateway", "operator")}
+    built = set(
+        re.findall(
+            r"^docker build -f \S+/Dockerfile (?:--target cpu )?-t (\S+) \.$", typed(page, "docker"), re.MULTILINE
+        )
     )
+    assert built == pushed == {f"{NAMED['REGISTRY']}/pagemill/{each}:{NAMED['TAG']}" for each in IMAGES}
     (install,) = re.findall(r"^helm install .*$", typed(page, "helm"), re.MULTILINE)
     rendered = render(values_of(install))
     used = {container["image"] for pod in rendered.pod_specs().values() for container in pod["containers"]}
-    engine = yaml.safe_load(rendered.component("ConfigMap", "operator")["data"]["operator.json"])["engine_image"]
-    assert used | {engine} == pushed
+    settings = yaml.safe_load(rendered.component("ConfigMap", "operator")["data"]["operator.json"])
+    assert used | {settings["engine_image"], settings["cpu_engine_image"]} == pushed

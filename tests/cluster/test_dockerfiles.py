@@ -61,7 +61,7 @@ def test_a_release_can_pin_the_base(dockerfile: str) -> None:
     assert re.findall(r"^ARG (\w+)=", before, re.MULTILINE) == ["BASE"]
     stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", dockerfile, re.MULTILINE)
     assert stages[0] == ("${BASE}", "python")
-    assert {base for base, _ in stages[1:]} <= {name for _, name in stages}
+    assert {base for base, _ in stages[1:]} <= {"${BASE}", *(name for _, name in stages)}
 
 
 def test_it_names_no_address(dockerfile: str) -> None:

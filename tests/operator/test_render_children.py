@@ -346,6 +346,14 @@ def test_a_pinned_version_replaces_tag_and_digest(deployment: Make) -> None:
     assert engine_of(render(deployment(engine__version="2"), context))["image"] == "pagemill/engine:2"
 
 
+def test_engines_without_gpus_run_the_image_without_torch(deployment: Make) -> None:
+    context = replace(CONTEXT, engine_image="pagemill/engine:1", cpu_engine_image="pagemill/engine-cpu:1")
+    assert engine_of(render(deployment(), context))["image"] == "pagemill/engine-cpu:1"
+    assert engine_of(render(deployment(engine__version="2"), context))["image"] == "pagemill/engine-cpu:2"
+    assert engine_of(render(deployment(resources__gpus=1), context))["image"] == "pagemill/engine:1"
+    assert engine_of(render(deployment(engine__image="mine:1"), context))["image"] == "mine:1"
+
+
 def test_environment_is_literal_and_home_is_writable(deployment: Make) -> None:
     key = {"secretKeyRef": {"name": "s", "key": "k"}}
     variables = [{"name": "A", "value": "$(B) costs $$5"}, {"name": "B", "valueFrom": key}]

@@ -41,7 +41,7 @@ SHAPE = {
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
 }
-DTYPES = {"I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+DTYPES = {"I8": torch.int8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 
 
 class Folder:

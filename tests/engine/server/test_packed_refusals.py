@@ -106,18 +106,9 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Arrays], Arrays, str
         ("down_proj.weight_zero_point` has the shape [8, 2]; [8, 3] is wanted",),
     ),
 }
-UNCHECKED = "the loader checks no shape of compressed-tensors' `weight_zero_point`: the engine's process fails"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.xfail(reason=UNCHECKED, strict=True))
-        if case == "zero points of another shape"
-        else case
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit_ends_the_process_with_tensor_value_and_remedy(
     case: str, start_server: Callable[..., Any], tmp_path: Path, byte_tokenizer: Any
 ) -> None:

@@ -56,6 +56,8 @@ def test_no_process_loads_torch_for_any_answer(start_server: Callable[..., Any])
 def test_without_torch_a_model_that_needs_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagemill_engine.runner.compute.can_fuse", lambda decoder: False)
     monkeypatch.setattr(load_cpu, "has_torch", lambda: False)
-    with pytest.raises(LoadError, match=r"runs on torch .*, which is not installed. Install `pagemill\[torch\]`") as error:
+    with pytest.raises(
+        LoadError, match=r"runs on torch .*, which is not installed. Install `pagemill\[torch\]`"
+    ) as error:
         create_runner(EngineConfig(model=SMOLLM2, num_kv_blocks=16), lambda phase, detail: None)
     assert error.value.reason == "TorchNotInstalled"

@@ -100,7 +100,11 @@ def _grouped(
     out_features, in_features = shape
     scale, zero, index = f"{base}.weight_scale", f"{base}.weight_zero_point", f"{base}.weight_g_idx"
     num_groups = stored.shape(scale)[-1] if stored.has(scale) and len(stored.shape(scale)) == 2 else 1
-    check_shape(stored, scale, (), (1,), (out_features,), (out_features, num_groups))
+    plain = ((), (1,), (out_features,), (out_features, num_groups))
+    check_shape(stored, scale, *plain)
+    if stored.has(zero):
+        packed = (-(-out_features * bits // WORD_BITS), num_groups)
+        check_shape(stored, zero, *([packed] if stored.dtype(zero) == "I32" else plain))
     groups = groups_of(stored, index, in_features, num_groups)
     others = [f"{base}.input_scale", f"{base}.input_zero_point", f"{base}.input_global_scale"]
     parts = (*parts, *(each for each in (scale, zero, index, *others) if stored.has(each)))
