@@ -46,7 +46,7 @@ def written(root: Path = ROOT) -> dict[str, str]:
         project = tomllib.loads(path.read_text())["project"]
         found[place] = project["version"]
         for requirement in _requirements(project):
-            if match := re.fullmatch(r"(pagemill(?:-\w+)?)(?:\[\w+\])?==(.+)", requirement):
+            if match := re.fullmatch(r"(pagemill(?:-\w+)?(?:\[\w+\])?)==(.+)", requirement):
                 found[f"{place}: {match[1]}"] = match[2]
     for key in ("version", "appVersion"):
         match = re.search(rf"^{key}: (\S+)$", (root / "charts/pagemill/Chart.yaml").read_text(), re.MULTILINE)

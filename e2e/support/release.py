@@ -47,10 +47,11 @@ class Release:
     def values(self) -> Document:
         """Two replicas of each component, requests that fit a laptop, images that the node already holds."""
         image = {"registry": "docker.io", "tag": self.image_tag, "pullPolicy": "IfNotPresent"}
+        engine_cpu = {name: image[name] for name in ("registry", "tag")}
         small = {"requests": {"cpu": "20m", "memory": "64Mi"}}
         return {
             "watchNamespaces": [],  # each case makes a namespace of its own
-            "image": dict.fromkeys(("operator", "gateway", "engine", "engineCpu"), image),
+            "image": dict.fromkeys(("operator", "gateway", "engine"), image) | {"engineCpu": engine_cpu},
             "operator": {"resources": small},
             "gateway": {"resources": small, "apiKeys": {"existingSecret": KEYS_SECRET}},
             "tests": {"apiKeySecret": {"name": KEYS_SECRET, "key": PLAIN_ENTRY}},

@@ -19,8 +19,9 @@ from pagemill_operator.plan.types import Plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
 from pagemill_protocol.histogram import histogram_of
-from pagemill_protocol.load import DeploymentLoad, EnginesLoad, Latencies, QueueLoad
+from pagemill_protocol.load import DeploymentLoad, EnginesLoad, Latencies, Lengths, QueueLoad
 
+QUEUE = QueueLoad(num_requests=6, num_tokens=10)
 KEY = "default/chat"
 MakePlan = Callable[..., Plan]
 
@@ -64,7 +65,7 @@ class World:
 def test_an_active_deployment_gets_what_was_decided_and_nothing_else_does(plan: MakePlan) -> None:
     world = World(plan())
     assert world.scaler.wanted(KEY, 2, world.plan.autoscaling) == 2, "nothing was decided yet"
-    record = world.decide(queue=QueueLoad(num_requests=6, num_tokens=10))
+    record = world.decide(queue=QUEUE, lengths=Lengths())
     assert record.decision.reason == "ScaledUp"
     assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 3
     assert world.scaler.wanted(KEY, 1, None) == 1
@@ -74,18 +75,18 @@ def test_an_active_deployment_gets_what_was_decided_and_nothing_else_does(plan: 
 
 def test_advice_is_reported_and_not_followed(plan: MakePlan) -> None:
     world = World(plan(mode="Advisory"))
-    record = world.decide(queue=QueueLoad(num_requests=6, num_tokens=10))
+    record = world.decide(queue=QUEUE, lengths=Lengths())
     assert record.decision.replicas == 3
     assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 1
     assert world.condition("ScalingActive") == ("True", "AdvisoryOnly", "3 replicas are advised; spec.replicas decides")
-    assert world.decide(queue=QueueLoad(num_requests=6, num_tokens=10)) is None, "the same advice is no news"
+    assert world.decide(queue=QUEUE, lengths=Lengths()) is None, "the same advice is no news"
 
 
 def test_only_news_is_recorded_and_every_record_decides_the_same_again(plan: MakePlan) -> None:
     world = World(plan())
     for number in range(20):
         world.clock.now += 2
-        world.decide(queue=QueueLoad(num_requests=6 if number > 9 else 0, num_tokens=10))
+        world.decide(queue=QUEUE if number > 9 else QueueLoad(), lengths=Lengths())
     records = world.scaler.records([KEY])
     assert [record.decision.reason for record in records] == ["Steady", "ScaledUp", "Steady"]
     assert [record.decision for record in records] == [replay(decode_record(encode_record(each))) for each in records]

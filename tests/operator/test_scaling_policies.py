@@ -11,7 +11,7 @@ import foreign_policy
 import msgspec
 import pytest
 from hand_clock import Clock
-from scaling_world import LENGTHS, Scaled, arrivals, engines
+from scaling_world import Scaled, arrivals, engines
 
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.records import decode_record, encode_record, replay
@@ -22,7 +22,7 @@ from pagemill_operator.backends.scaler import Scaler
 from pagemill_operator.plan import Plan, make_plan
 from pagemill_operator.status.conditions import find_conditions
 from pagemill_operator.status.observation import Observation, ReplicaObservation
-from pagemill_protocol.load import DeploymentLoad, EngineHeld, QueueLoad
+from pagemill_protocol.load import DeploymentLoad, EngineHeld, Lengths, QueueLoad
 
 KEY = "default/chat"
 Install = Callable[..., None]
@@ -56,7 +56,7 @@ class World:
         digest = self.plan.groups[0].digest
         replicas = tuple(ReplicaObservation(f"chat-{n}", phase, digest) for n, phase in enumerate(self.phases))
         seen = Observation(self.plan, replicas, gateway_ready=True)
-        known = {"engines": engines(len(replicas)), "arrivals": arrivals(1.0), "lengths": LENGTHS}
+        known = {"engines": engines(len(replicas)), "arrivals": arrivals(1.0), "lengths": Lengths()}
         views = [View(DeploymentLoad(namespace="default", name="chat", **(known | load)))]
         start = self.plan.spec_replicas
         return self.scaler.decide(KEY, self.plan.autoscaling, seen, views, start=start, num_gateways=1)

@@ -20,7 +20,7 @@ from pagemill_operator.backends.rollout import next_actions
 from pagemill_operator.backends.standby import next_orders
 from pagemill_operator.plan import Group, Plan, Process
 from pagemill_operator.status.conditions import Phase, ReplicaObservation
-from pagemill_protocol.load import EngineHeld, QueueLoad
+from pagemill_protocol.load import EngineHeld, Lengths, QueueLoad
 
 PROCESS = Process("module", {})
 WAKING: Phase = "waking"
@@ -228,7 +228,7 @@ def test_a_decision_says_how_many_only_wake_up() -> None:
     policy = ScalingSettings("Active", 0, 10, 2, 0.8, 2)
     fleet = Fleet(wanted=1, ready=1, asleep=2)
     decision, _ = DemandPolicy().decide(
-        policy, signals(1, fleet=fleet, engines=engines(1, active=1.0, waiting=8)), Memory()
+        policy, signals(1, fleet=fleet, engines=engines(1, active=1.0, waiting=8), lengths=Lengths()), Memory()
     )
     assert decision.replicas == 4
     assert decision.message.endswith("; 2 of 3 only wake up")

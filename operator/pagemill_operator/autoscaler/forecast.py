@@ -57,6 +57,8 @@ def forecast(signals: Signals, memory: Memory) -> Forecast:
     """Where the arrivals are not known, none come."""
     fleet = signals.fleet
     horizon_s = UNLEARNED_COLD_START_S if fleet.cold_start_s is None else fleet.cold_start_s
+    if fleet.asleep:
+        horizon_s = 0.0  # one that sleeps is awake at once
     rate = _arrivals_per_s(signals, memory, horizon_s)
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None

@@ -129,8 +129,9 @@ def test_a_decode_step_makes_one_native_call_for_all_layers(
     monkeypatch.setattr(launch, "native", lambda: counting)
     runner = runner_loader(folder, backend="cpu_native")
     decoder = runner.model.spec.decoder
-    # The norm and the head behind the last layer; an embedding that is tied to the head is read from its packed rows.
-    around = 2 + decoder.head.tied
+    # The norm and the head behind the last layer, and the sampler; an embedding that is tied to the head is read from
+    # its packed rows.
+    around = 3 + decoder.head.tied
     assert calls_per_step(runner, counting, make_driver) == 1 + around
     in_layers = sum(map(calls_of, decoder.layers))
     assert (

@@ -18,7 +18,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.grammar.compiler import GrammarCompiler
 from pagemill_engine.grammar.masks import begin_masks
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.sampling import sampler
+from pagemill_engine.runner import eager
 from pagemill_protocol.answers.call_syntax import Function, behind_reasoning, calls_only
 from pagemill_protocol.answers.events import AnswerFormat
 from pagemill_protocol.answers.hermes import SYNTAX as HERMES
@@ -426,7 +426,7 @@ def test_a_token_that_slips_through_the_mask_breaks_the_answer_off(
     def everything(*_: Any) -> None:
         return None
 
-    monkeypatch.setattr(sampler.reference, "apply_masks", everything)
+    monkeypatch.setattr(eager, "masks_of", everything)
     engine.add("r", json_form(PERSON))
     engine.add("free", None, max_tokens=5, ignore_eos=True)
     answers = engine.run()
