@@ -214,9 +214,11 @@ def test_whatever_was_wanted_before_it_settles_and_stays(
 @settings(max_examples=num_examples(60), deadline=None)
 @given(st.integers(0, 5), st.floats(0, 8), st.integers(0, 60), st.integers(1, 4))
 def test_who_sleeps_is_no_capacity_for_any_decision(ready: int, active: float, waiting: int, asleep: int) -> None:
+    """Lengths are not known: nothing is said of how soon a replica could serve, which is sooner where one sleeps."""
     policy = ScalingSettings("Active", 0, 10, 3, 0.8, 2)
     queue = QueueLoad(num_requests=waiting, num_tokens=100 * waiting)
-    awake = signals(ready, engines=engines(ready, active=active), queue=queue, arrivals=arrivals(1.0))
+    loaded = engines(ready, active=active)
+    awake = signals(ready, engines=loaded, queue=queue, arrivals=arrivals(1.0), lengths=Lengths())
     dozing = msgspec.structs.replace(awake, fleet=msgspec.structs.replace(awake.fleet, asleep=asleep))
     without, memory = DemandPolicy().decide(policy, awake, Memory())
     beside, same_memory = DemandPolicy().decide(policy, dozing, Memory())
@@ -232,3 +234,11 @@ def test_a_decision_says_how_many_only_wake_up() -> None:
     )
     assert decision.replicas == 4
     assert decision.message.endswith("; 2 of 3 only wake up")
+
+
+def test_one_that_sleeps_is_woken_for_a_queue_that_ends_before_another_could_start() -> None:
+    policy = ScalingSettings("Active", 1, 10, 1, queue_depth=2)
+    waiting = {"engines": engines(1, waiting=200), "arrivals": arrivals(1.0)}
+    alone, _ = DemandPolicy().decide(policy, signals(1, **waiting, fleet=Fleet(wanted=1, ready=1)), Memory())
+    beside, _ = DemandPolicy().decide(policy, signals(1, **waiting, fleet=Fleet(wanted=1, ready=1, asleep=1)), Memory())
+    assert (alone.replicas, beside.replicas > 1) == (1, True)
