@@ -120,6 +120,11 @@ class _Structures(msgspec.Struct):
     triggers: list[str]
 
 
+# What tags convert to is worked out here, by one thread: where several are the first at the same moment, msgspec 0.22
+# reads a null pointer.
+_DECODERS = (msgspec.json.Decoder(Format), msgspec.json.Decoder(_Structures))
+
+
 def element_of(outputs: StructuredOutputs) -> Format:
     """Any form as an element of a larger one. Raises `ValueError` for one that was not checked."""
     match outputs.kind:

@@ -413,3 +413,37 @@ def test_a_fault_while_aborting_is_survived_as_long_as_the_books_are_sound(
 def test_every_end_has_a_reason(error: Exception, reason: str) -> None:
     assert fatal_of(error).reason == reason
     assert fatal_of(error).message
+
+
+FIRST_TO_DECODE = """
+import pathlib, sys, threading
+import msgspec
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.ipc.folder import SETTINGS_FILE
+from pagemill_engine.ipc.link import EngineLink
+
+folder = pathlib.Path(sys.argv[1])
+(folder / SETTINGS_FILE).write_bytes(msgspec.json.encode(EngineConfig(model="x", num_threads=1, num_kv_blocks=4)))
+link = EngineLink(folder)
+link._configured.set()
+sys.setswitchinterval(1e-6)
+start, found = threading.Barrier(32), []
+
+def read():
+    start.wait()
+    found.append(link.settings())
+
+threads = [threading.Thread(target=read) for _ in range(32)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert found == [EngineConfig(model="x", num_threads=1, num_kv_blocks=4)] * 32
+"""
+
+
+@pytest.mark.parametrize("attempt", range(6))
+def test_several_threads_may_be_the_first_to_read_the_settings(tmp_path: Path, attempt: int) -> None:
+    """The digest's thread and the main one are; some of such attempts ended by SIGSEGV."""
+    done = subprocess.run([sys.executable, "-c", FIRST_TO_DECODE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, (attempt, done.returncode, done.stderr)

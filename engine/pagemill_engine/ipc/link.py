@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 LINGER_MS = 1000
 HEARTBEAT_S = 1.0
+# Made here, by one thread: where several are the first to decode a type at the same moment, msgspec 0.22 reads a null
+# pointer.
+_settings_decoder = msgspec.json.Decoder(EngineConfig)
+_message_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
 class EngineLink:
@@ -52,7 +56,7 @@ class EngineLink:
     def settings(self) -> EngineConfig:
         """Wait until the parent hands them over."""
         self._configured.wait()
-        return msgspec.json.decode((self._folder / SETTINGS_FILE).read_bytes(), type=EngineConfig)
+        return _settings_decoder.decode((self._folder / SETTINGS_FILE).read_bytes())
 
     def send(self, message: FromEngine) -> None:
         """Never blocks. Only from the thread that made the link."""
@@ -82,11 +86,10 @@ class EngineLink:
         inbox = self._context.socket(zmq.PULL)
         inbox.setsockopt(zmq.RCVHWM, 0)
         inbox.connect(address(self._folder, TO_ENGINE))
-        decoder = msgspec.msgpack.Decoder(ToEngine)
         while True:
             data = inbox.recv()
             try:
-                self._inbox.put(decoder.decode(data))
+                self._inbox.put(_message_decoder.decode(data))
             except msgspec.DecodeError:
                 logger.exception("dropped a message of %d bytes that is none of ours", len(data))
 

@@ -59,6 +59,8 @@ class Holds:
 
 
 HOLDS = Holds()
+# Made by the thread that imports this: several may be the first to read a record, which msgspec 0.22 does not survive.
+_decoder = msgspec.json.Decoder(Record)
 
 
 def write_record(folder: Path, source: str, version: str, sha256: dict[str, str]) -> None:
@@ -70,7 +72,7 @@ def write_record(folder: Path, source: str, version: str, sha256: dict[str, str]
 def read_record(folder: Path) -> Record | None:
     """`None`: there is none, or it is not readable."""
     try:
-        return msgspec.json.decode((folder / NAME).read_bytes(), type=Record)
+        return _decoder.decode((folder / NAME).read_bytes())
     except (OSError, msgspec.MsgspecError):
         return None
 
