@@ -32,7 +32,7 @@ from pagemill.planning.forecast import Workload, forecast
 from pagemill.planning.rehearsal import rehearse
 from pagemill.planning.replica import Replica
 from pagemill_engine.runner.budget import Sizes
-from pagemill_operator.autoscaler.forecast import forecast as expected_load
+from pagemill_operator.autoscaler.expected_load import expected_load
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.records import encode_record
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo

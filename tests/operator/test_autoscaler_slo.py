@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scaling_world import BLOCK_SIZE, BLOCKS, SEATS, STEP_TIME, Scaled, arrivals, engines, signals
 
 from examples import num_examples
-from pagemill_operator.autoscaler.forecast import forecast, is_burst
+from pagemill_operator.autoscaler.expected_load import expected_load, is_burst
 from pagemill_operator.autoscaler.memory import Memory, Rate
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
@@ -104,12 +104,12 @@ def test_what_waits_and_will_be_gone_buys_nothing() -> None:
     fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
     fields: dict[str, Any] = {"fleet": fleet, "arrivals": arrivals(2.0), "queue": QueueLoad(num_requests=100)}
     remembered = Memory(shape=SHAPE)
-    found = forecast(signals(1, **fields), remembered)
+    found = expected_load(signals(1, **fields), remembered)
     assert (found.num_waiting, found.requests_per_s) == (0.0, 2.0)
     fields["queue"] = QueueLoad(num_requests=2000)
-    alone = forecast(signals(1, **fields), remembered).num_waiting
+    alone = expected_load(signals(1, **fields), remembered).num_waiting
     fields["fleet"] = Fleet(wanted=2, ready=1, loading=1, starting_s=30.0, cold_start_s=60.0)
-    joined = forecast(signals(1, **fields), remembered).num_waiting
+    joined = expected_load(signals(1, **fields), remembered).num_waiting
     assert 0 < joined < alone, "what starts serves a part of it"
 
 
@@ -134,7 +134,7 @@ def test_without_a_prediction_the_load_is_kept_in_bounds_and_nothing_removed(fie
 
 
 def rate(now: Signals, memory: Memory) -> float:
-    return forecast(now, memory).requests_per_s
+    return expected_load(now, memory).requests_per_s
 
 
 def test_a_rise_is_carried_on_over_the_learned_cold_start() -> None:

@@ -14,7 +14,7 @@ from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
 from pagemill_protocol.model_files import load_model_spec
-from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
+from pagemill_protocol.models.config_values import check_quantization
 from pagemill_protocol.sources import SourceError, resolve_source
 
 if TYPE_CHECKING:
@@ -45,13 +45,11 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
 def _load(
     config: EngineConfig, path: Path, spec: ModelSpec, progress: Progress, early_digest: EarlyDigest | None
 ) -> Runner:
-    if spec.weights_format == "safetensors" and spec.quantization not in (None, *READ_QUANTIZATIONS):
-        raise LoadError(
-            "UnsupportedQuantization",
-            f"`{path}`: its weights are quantized by `{spec.quantization}` (`quantization_config`), which is not read; "
-            f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF "
-            "file of it.",
-        )
+    if spec.weights_format == "safetensors":
+        try:
+            check_quantization(spec.quantization, f"`{path}`")
+        except SourceError as error:
+            raise LoadError(error.reason, error.message) from error
     from pagemill_engine.runner.compute import choose_compute
     from pagemill_engine.runner.preparing import ModelFiles
 

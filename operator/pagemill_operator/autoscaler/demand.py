@@ -21,7 +21,7 @@ from pagemill_operator.autoscaler.decision import (
     reason_for,
     replicas_of,
 )
-from pagemill_operator.autoscaler.forecast import forecast, is_burst
+from pagemill_operator.autoscaler.expected_load import expected_load, is_burst
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.settings import DEFAULT_POLICY, ScalingSettings, with_default_targets
 from pagemill_operator.autoscaler.signals import Signals
@@ -91,7 +91,7 @@ class _Step(NamedTuple):
 
 
 def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Demand:
-    expected = forecast(signals, memory)
+    expected = expected_load(signals, memory)
     view = slo_target(settings, settings.slo, signals, memory, expected) if settings.slo is not None else SloTarget()
     # While nothing can be predicted the load is kept in bounds as without an SLO.
     aims = with_default_targets(settings) if view.goal.missing else settings

@@ -1,7 +1,7 @@
 """The SLO as a target: the fewest replicas that meet it when one ordered now would be ready.
 
-The load is taken as it will be by then (`forecast`), and the reason says what another replica buys: how many requests
-a minute would miss the SLO without it.
+The load is taken as it will be by then (`expected_load`), and the reason says what another replica buys: how many
+requests a minute would miss the SLO without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from pagemill_operator.autoscaler.decision import Candidate, Goal, replicas_of
-from pagemill_operator.autoscaler.forecast import Forecast, offered_load, predictor_of
+from pagemill_operator.autoscaler.expected_load import ExpectedLoad, offered_load, predictor_of
 from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
@@ -24,7 +24,9 @@ class SloTarget(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...] = ()
 
 
-def slo_target(settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory, expected: Forecast) -> SloTarget:
+def slo_target(
+    settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory, expected: ExpectedLoad
+) -> SloTarget:
     """What the SLO asks for, and every number of replicas that was weighed."""
     if signals.arrivals.truth != "value":
         return SloTarget(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))

@@ -2,7 +2,7 @@
 
 `needed` is what the target asks for now; `enough` is what the load with a tenth added would need. Between the two a
 target is content, so noise around a border moves nothing. A target that lacks a number says which: missing is not zero.
-Where it is known what will be left of the queue when a replica could serve (`forecast`), that counts.
+Where it is known what will be left of the queue when a replica could serve (`expected_load`), that counts.
 Neighbours: `slo` does the same for the SLO; `demand` weighs all of them.
 """
 
@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 
 from pagemill_operator.autoscaler.decision import Goal
-from pagemill_operator.autoscaler.forecast import Forecast
+from pagemill_operator.autoscaler.expected_load import ExpectedLoad
 from pagemill_operator.autoscaler.settings import DEFAULT_KV_CACHE_USAGE, ScalingSettings
 from pagemill_operator.autoscaler.signals import Shape, Signals
 
@@ -20,7 +20,7 @@ MARGIN = 1.1
 """Load that must fit as well before a replica is removed."""
 
 
-def goals(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: Forecast) -> Iterator[Goal]:
+def goals(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad) -> Iterator[Goal]:
     """All but the SLO's."""
     yield _requests(settings, signals)
     yield _kv_cache(settings, signals, shape, expected)
@@ -48,7 +48,7 @@ def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
     return Goal("requests", needed, needed, f"the latest request was {signals.arrivals.idle_s:.0f} s ago", missing)
 
 
-def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: Forecast) -> Goal:
+def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad) -> Goal:
     """Blocks of running requests, and those that waiting ones will take where they still wait by then."""
     engines, queue = signals.engines, signals.queue
     if shape is None:
@@ -72,7 +72,7 @@ def _capacity(signals: Signals, shape: Shape | None) -> Goal:
     return Goal("maxNumSeqs", 0, enough, reason)
 
 
-def _queue(depth: int, signals: Signals, expected: Forecast) -> Goal:
+def _queue(depth: int, signals: Signals, expected: ExpectedLoad) -> Goal:
     waiting, left = signals.num_waiting, expected.num_waiting
     reason = f"{waiting} requests wait; the target is {depth} for each replica"
     serving, serving_more = expected.to_serve(), expected.to_serve(MARGIN)
@@ -88,7 +88,7 @@ def _queue(depth: int, signals: Signals, expected: Forecast) -> Goal:
     return Goal("queueDepth", needed, max(needed, enough), reason)
 
 
-def _share_left(signals: Signals, expected: Forecast) -> float:
+def _share_left(signals: Signals, expected: ExpectedLoad) -> float:
     """Of what waits now."""
     return expected.num_waiting / signals.num_waiting if signals.num_waiting else 1.0
 

@@ -12,12 +12,10 @@ from typing import ClassVar
 
 from pagemill_simulator.parameters import Count, Factor, Positive, Share, Sigma
 from pagemill_simulator.workloads.arrivals import poisson
-from pagemill_simulator.workloads.generator import Shaped
-from pagemill_simulator.workloads.lengths import LogNormal
-from pagemill_simulator.workloads.request import SimRequest
+from pagemill_simulator.workloads.shapes import Steady
 
 
-class Clusters(Shaped, frozen=True, kw_only=True):
+class Clusters(Steady, frozen=True, kw_only=True):
     """Clusters of long prompts and short answers."""
 
     name: ClassVar[str] = "clusters"
@@ -38,23 +36,8 @@ class Clusters(Shaped, frozen=True, kw_only=True):
     output_sigma: Sigma = 0.35
     longest_output: Count = 30
 
-    @property
-    def length_s(self) -> float:
-        return self.duration_s
-
-    @property
-    def most_per_s(self) -> float:
-        return self.rate
-
-    def rate_at(self, at_s: float) -> float:
-        return self.rate
-
-    def requests(self, seed: int) -> list[SimRequest]:
-        times, sizes = random.Random(f"arrivals {seed}"), random.Random(f"lengths {seed}")
-        prompt = LogNormal(self.prompt_tokens, self.prompt_sigma, self.longest_prompt)
-        output = LogNormal(self.output_tokens, self.output_sigma, self.longest_output)
-        arrivals = sorted([*self._alone(times), *self._clustered(times)])
-        return [SimRequest(at_s, prompt.draw(sizes), output.draw(sizes)) for at_s in arrivals]
+    def arrivals(self, times: random.Random) -> list[float]:
+        return sorted([*self._alone(times), *self._clustered(times)])
 
     def _alone(self, times: random.Random) -> list[float]:
         rate = self.alone * self.rate

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar
 
 import msgspec
@@ -87,12 +88,13 @@ class Shaped(Generator, frozen=True, kw_only=True):
     def rate_at(self, at_s: float) -> float:
         """Requests per second."""
 
+    def arrivals(self, times: random.Random) -> Iterable[float]:
+        """Seconds, rising. Independent of each other, unless a generator says otherwise."""
+        return poisson(times, self.rate_at, most=self.most_per_s, duration_s=self.length_s)
+
     def requests(self, seed: int) -> list[SimRequest]:
         # Two sources: a longer or denser run begins with the same lengths.
         times, sizes = random.Random(f"arrivals {seed}"), random.Random(f"lengths {seed}")
         prompt = LogNormal(self.prompt_tokens, self.prompt_sigma, self.longest_prompt)
         output = LogNormal(self.output_tokens, self.output_sigma, self.longest_output)
-        return [
-            SimRequest(at_s, prompt.draw(sizes), output.draw(sizes))
-            for at_s in poisson(times, self.rate_at, most=self.most_per_s, duration_s=self.length_s)
-        ]
+        return [SimRequest(at_s, prompt.draw(sizes), output.draw(sizes)) for at_s in self.arrivals(times)]

@@ -2,7 +2,7 @@
 
 A rise that stands out of the noise is extrapolated over the cold start. Requests that wait now are served by the
 replicas that are there, and by those that start, as far as the step-time model says; what is served by then is no
-reason for another replica. Neighbours: `targets` and `slo` ask what the forecast needs, `prediction` what a replica
+reason for another replica. Neighbours: `targets` and `slo` ask what that needs, `prediction` what a replica
 can do.
 """
 
@@ -31,7 +31,7 @@ CAPACITY_SHARE = 0.5
 """The percentile at which a replica's capacity is predicted: what it serves on average."""
 
 
-class Forecast(msgspec.Struct, frozen=True):
+class ExpectedLoad(msgspec.Struct, frozen=True):
     horizon_s: float
     """Until a replica that is ordered now is ready."""
     arrivals_per_s: float
@@ -53,7 +53,7 @@ class Forecast(msgspec.Struct, frozen=True):
         return math.ceil(factor * self.requests_per_s / self.capacity_per_s - 1e-9)
 
 
-def forecast(signals: Signals, memory: Memory) -> Forecast:
+def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     """Where the arrivals are not known, none come."""
     fleet = signals.fleet
     horizon_s = UNLEARNED_COLD_START_S if fleet.cold_start_s is None else fleet.cold_start_s
@@ -64,13 +64,13 @@ def forecast(signals: Signals, memory: Memory) -> Forecast:
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
     capacity = None if load is None or _is_refuted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
     if load is None or capacity is None:
-        return Forecast(horizon_s, rate, waiting)
+        return ExpectedLoad(horizon_s, rate, waiting)
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # Prompts that are longer than usual count for several.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
     left = max(0.0, waiting + signals.arrivals.requests_per_s * horizon_s - served)
-    return Forecast(horizon_s, rate, left, capacity)
+    return ExpectedLoad(horizon_s, rate, left, capacity)
 
 
 def _is_refuted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
