@@ -25,4 +25,12 @@ class Struct:
         dataclasses.dataclass(kw_only=kw_only, unsafe_hash=True)(cls)
 
 
+class Decoder:
+    """Takes the type that modules name at import; decodes nothing."""
+
+    def __init__(self, type: Any) -> None:
+        self.type = type
+
+
 structs = SimpleNamespace(replace=dataclasses.replace)
+json = msgpack = SimpleNamespace(Decoder=Decoder)
