@@ -201,6 +201,10 @@ crds: .venv/.installed ## Write the custom resource's YAML and reference page fr
 	$(BIN)/python -m pagemill_crds.generate
 	$(BIN)/python charts/generate.py
 
+.PHONY: crds-freeze
+crds-freeze: .venv/.installed ## Freeze what the custom resource accepts, as the release that is made now publishes it
+	PYTHONPATH=tests/shared $(BIN)/python tests/crds/freeze.py
+
 .PHONY: docs
 docs: .venv/.installed crds ## Write the reference pages from the code
 	$(BIN)/python docs/generate.py
