@@ -231,8 +231,8 @@ def test_grafana_without_a_sidecar_is_found(cluster: Any, kubeconfig: Path) -> N
 
 def test_a_crd_of_another_version_is_found(cluster: Any, kubeconfig: Path) -> None:
     older = custom_resource_definition()
-    for version in older["spec"]["versions"]:
-        del version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["cost"]
+    for each in older["spec"]["versions"]:
+        del each["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["cost"]
     cluster.by_path[OUR_CRD] = older
     code, found = findings("--kubeconfig", kubeconfig)
     assert code == 1
