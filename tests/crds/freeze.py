@@ -1,8 +1,8 @@
 """Freezes the resource as a release publishes it: its schema, its versions, and objects that use every field.
 
-`make crds-freeze` writes them to `tests/crds/released/` when a version is released (docs/how-to/release.md);
-`test_released_objects.py` then holds what follows against them. Only a release may write there: an object that was
-frozen once stays valid for as long as its version is served.
+`make release-freeze` writes them to `tests/crds/released/` when a version is released (docs/how-to/release.md), and
+what `wire_messages` has beside them; `test_released_objects.py` then holds what follows against them. Only a release
+may write there: an object that was frozen once stays valid for as long as its version is served.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import miniature_api_server as server
+import wire_messages
 import yaml
 
 from pagemill_crds import API_VERSION, KIND, SERVED_VERSIONS
@@ -188,6 +189,7 @@ def main() -> int:
     (RELEASED / SERVED).write_text(json.dumps(list(SERVED_VERSIONS)) + "\n", "utf-8")
     lines = [json.dumps(each, separators=(",", ":")) + "\n" for each in documents(schema)]
     (RELEASED / OBJECTS).write_text("".join(lines), "utf-8")
+    wire_messages.freeze()
     sys.stdout.write(f"{len(lines)} objects, {len(fields_of(schema))} fields, versions {', '.join(SERVED_VERSIONS)}\n")
     return 0
 

@@ -6,6 +6,7 @@ release is tagged, of the commit that stands for it. Kernels are compiled, so th
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import subprocess
@@ -52,7 +53,8 @@ def previous_release(request: pytest.FixtureRequest) -> Release:
     """Skips where neither wheels nor history are there."""
     cache: Path = request.config.cache.mkdir("previous-release")  # type: ignore[union-attr]
     if wheels := sorted(WHEELS.glob("*.whl")):
-        folder = cache / "-".join(wheel.stem for wheel in wheels)[:120]
+        digest = hashlib.sha256(b"".join(wheel.read_bytes() for wheel in wheels)).hexdigest()
+        folder = cache / digest[:40]
         return Release("the previous release's wheels", (_unpacked_wheels(wheels, folder),))
     commit = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^") or STANDS_FOR_A_RELEASE
     commit = _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
