@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pagemill_engine.config import EngineConfig, ServerConfig
 from pagemill_operator.autoscaler.records import Record
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.generate import AllowanceRaise, FrameMeta, GenerateRequest
@@ -22,6 +23,11 @@ from pagemill_protocol.text.bundle import TokenizerBundle
 
 RELEASED = Path(__file__).resolve().parents[1] / "protocol" / "released" / "messages.json"
 MESSAGES = (GenerateRequest, AllowanceRaise, FrameMeta, StateFrame, TokenizerBundle, LoadFrame, Catalog, Record)
+SETTINGS = (EngineConfig, ServerConfig)
+"""
+What an operator writes for engines, whose image may be of either release. It writes what is set, so an older engine meets
+a field that it does not know only where a user asked for it, and may refuse it by name.
+"""
 REMEDY = "peers of the last release would refuse it or read it otherwise; add a field with a default beside it"
 
 Schemas = dict[str, Any]
@@ -29,7 +35,7 @@ Schemas = dict[str, Any]
 
 def schemas() -> Schemas:
     """JSON schemas of the messages and of what they hold, by name, without their words."""
-    _, components = msgspec.json.schema_components(MESSAGES, ref_template="{name}")
+    _, components = msgspec.json.schema_components((*MESSAGES, *SETTINGS), ref_template="{name}")
     found: Schemas = json.loads(json.dumps(components, sort_keys=True))  # as it is read back: defaults may be tuples
     return {name: _without_words(component) for name, component in found.items()}
 
