@@ -25,8 +25,8 @@ RELEASED = Path(__file__).resolve().parents[1] / "protocol" / "released" / "mess
 MESSAGES = (GenerateRequest, AllowanceRaise, FrameMeta, StateFrame, TokenizerBundle, LoadFrame, Catalog, Record)
 SETTINGS = (EngineConfig, ServerConfig)
 """
-What an operator writes for engines, whose image may be of either release. It writes what is set, so an older engine meets
-a field that it does not know only where a user asked for it, and may refuse it by name.
+What an operator writes for engines, whose image may be of either release. It writes what is set, so an older engine
+meets a field that it does not know only where a user asked for it, and may refuse it by name.
 """
 REMEDY = "peers of the last release would refuse it or read it otherwise; add a field with a default beside it"
 
