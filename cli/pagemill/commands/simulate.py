@@ -99,7 +99,7 @@ def simulate(
         config = engine_config(found, means)
         replica = replica_of(found, means, *usual_lengths(traffic, config.max_model_len))
         settings = fleet_of(found, config, replica, bounds, slo, asked, seed)
-        policies = policies_of(policy or [], section, settings, slo, traffic, replica.shape)
+        policies = policies_of(policy or [], section, settings, slo, traffic)
         outcomes = run(traffic, settings, policies, report, fast=fast)
     except PlanError as error:
         typer.echo(printable(f"error: {error}"), err=True)
