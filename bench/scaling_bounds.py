@@ -2,8 +2,8 @@
 
 `clairvoyant` knows every request and searches schedules of replicas in the simulation; `informed` learns of each change
 of the traffic when it happens. Light: one replica suffices; middle and heavy: some two and four at the height. A row
-says the share of requests within the SLO, pod-seconds, and both against the bounds. Figures are simulated: they depend on no
-machine. `--seed` draws other traffic, other starts and another search.
+says the share of requests within the SLO, pod-seconds, and both against the bounds. Figures are simulated: they depend
+on no machine. `--seed` draws other traffic, other starts and another search.
 """
 
 from __future__ import annotations
