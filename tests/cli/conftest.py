@@ -44,7 +44,7 @@ def simulated() -> Callable[..., dict[str, Any]]:
     def make(name: str = "sim", **spec: Any) -> dict[str, Any]:
         engine = {"maxModelLen": 512, "extraArgs": ["--null-runner", "--num-kv-blocks=256"], **spec.pop("engine", {})}
         return {
-            "apiVersion": "pagemill.dev/v1alpha1",
+            "apiVersion": "pagemill.dev/v1beta1",
             "kind": "LLMDeployment",
             "metadata": {"name": name},
             "spec": {"model": {"source": SOURCE}, "engine": engine, "rollout": {"drainTimeout": "2s"}, **spec},
