@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from pagemill.planning.options import Accelerator, Fit, Format, MeasureS, Model, Tpot, Ttft
+from pagemill.planning.options import Accelerator, File, Fit, Format, MeasureS, Model, Tpot, Ttft
 
 
 def simulate(
-    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file with the LLMDeployment.")],
+    file: File = None,
     name: Annotated[str | None, typer.Option(help="Which LLMDeployment of the file, if it has several.")] = None,
     trace: Annotated[
         Path | None,
@@ -89,7 +89,7 @@ def simulate(
     from pagemill_simulator.fleet.figures import figures_of
 
     try:
-        loaded = load_one(file, name)
+        loaded = load_one(file, name, model)
         found, section = loaded.plan, loaded.deployment.spec.autoscaling
         asked = Asked(min_replicas, max_replicas, start_replicas, cold_start, crash_mean)
         bounds = bounds_of(loaded, asked)

@@ -10,6 +10,8 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
@@ -17,7 +19,13 @@ from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource
 from pagemill_engine.loading.weights import open_weights, outline_weights
 from pagemill_engine.runner.budget import Sizes
-from pagemill_engine.runner.compute import Compute, check_gpu_features, choose_compute
+from pagemill_engine.runner.compute import (
+    Compute,
+    check_by_transformers,
+    check_gpu_features,
+    check_pooled,
+    choose_compute,
+)
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
 from pagemill_kernels.kv_store.kinds import KVType
@@ -70,6 +78,11 @@ def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """On an NVIDIA device, which need not be there. Raises `LoadError`."""
+    on_device = msgspec.structs.replace(config, device="cuda")
+    if spec.pooling is not None:
+        check_pooled(on_device, spec)
+    if spec.decoder.by_transformers:
+        check_by_transformers(on_device, spec)
     check_gpu_features(config, spec)
     return _sizes(config, path, spec, held_by_gpu(config))
 
