@@ -49,9 +49,10 @@ def plan(
 ) -> None:
     """Compute what a deployment, or a model alone, needs and costs under a load."""
     from pagemill.planning import comparison, report
-    from pagemill.planning.answering import Question, answers, load_of, prices_of
+    from pagemill.planning.answering import Question, answers, load_of
     from pagemill.planning.choosing import load_one, slo_of, subjects_of
     from pagemill.planning.errors import PlanError
+    from pagemill.planning.prices import prices_of
     from pagemill.printable import printable
 
     try:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pagemill.planning.accelerators import NAMES, find_accelerator
 from pagemill.planning.choosing import Subject, seconds, tell
 from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import Forecast, Workload, forecast, is_positive, of_users
 from pagemill.planning.placement import note_of
+from pagemill.planning.prices import Prices, price_of
 from pagemill.planning.rehearsal import Rehearsed, rehearse
 from pagemill.planning.replica import Means, Replica, replica_of
 from pagemill.planning.users import Users
@@ -23,9 +23,6 @@ from pagemill_operator.plan.types import Plan
 
 MOST_REPLICAS = 1000
 """Considered if the file sets no maximum."""
-
-Prices = dict[str | None, float]
-"""Of one replica for one hour by the accelerator's name; under `None` that of every other one."""
 
 
 class Question(NamedTuple):
@@ -83,7 +80,7 @@ def answer(question: Question, subject: Subject, *, simulates: bool = True) -> A
     replica = replica_of(found, means, load.input_tokens, load.output_tokens)
     most = spec.autoscaling.max_replicas if spec.autoscaling else MOST_REPLICAS
     workload = load if question.users is None else of_users(replica, load, question.users, slo, most)
-    result = forecast(replica, workload, slo, most, _price(subject, question.prices))
+    result = forecast(replica, workload, slo, most, price_of(subject, question.prices))
     rehearsed = None
     # A replica that cannot keep up has no latency, and the simulation caches no prompt in part.
     if simulates and result.chosen.ttft_ms is not None and not workload.cached_tokens:
@@ -113,34 +110,3 @@ def load_of(
         )
     load = Workload(rps or 0.0, input_tokens, output_tokens, cached)
     return load, None if users is None or think is None else Users(users, seconds("--think", think))
-
-
-def prices_of(texts: list[str]) -> Prices:
-    """From `2.5` and `l4=0.8`. Raises `PlanError`."""
-    prices: Prices = {}
-    for text in texts:
-        name, separator, number = text.rpartition("=")
-        accelerator = find_accelerator(name) if separator else None
-        if separator and accelerator is None:
-            raise PlanError(f"--price-per-hour {text}: {name} is not known here; name one of {NAMES}")
-        key = None if accelerator is None else accelerator.name
-        try:
-            price = float(number)
-        except ValueError:
-            price = 0.0
-        if not is_positive(price):
-            raise PlanError(f"--price-per-hour {text}: must be a number above 0, or one for an accelerator as l4=0.8")
-        if key in prices:
-            raise PlanError(f"--price-per-hour {text}: is a second price of the same; give one")
-        prices[key] = price
-    return prices
-
-
-def _price(subject: Subject, prices: Prices) -> float | None:
-    """Of one replica for one hour; `None`: not known."""
-    name = None if subject.accelerator is None else subject.accelerator.name
-    price = prices.get(name, prices.get(None))
-    spec = subject.loaded.deployment.spec
-    if price is not None or spec.cost is None or spec.cost.gpu_hour is None or not spec.resources.gpus:
-        return price
-    return spec.cost.gpu_hour * spec.resources.gpus

@@ -11,12 +11,6 @@ Ttft = Annotated[str | None, typer.Option(help="Time to first token to keep, suc
 Tpot = Annotated[
     str | None, typer.Option(help="Time per output token to keep, such as 50ms (default: the file's SLO).")
 ]
-Accelerator = Annotated[
-    str | None,
-    typer.Option(
-        help="Reckon with an accelerator's data sheet: a100-40gb, a100-80gb, b200, h100-80gb, h200, l4, l40s or mi300x."
-    ),
-]
 Accelerators = Annotated[
     list[str] | None,
     typer.Option(
