@@ -89,7 +89,9 @@ def _of_model(model: str | None) -> Loaded:
     if model is None:
         raise PlanError("give --file with an LLMDeployment, or --model with a model's source such as hf://ORG/NAME")
     source = in_full(model) if is_fetched(model) or "://" in model else Path(model).expanduser().resolve().as_uri()
-    name = _NO_LABEL.sub("-", default_name(model).lower()).strip("-")[:50].strip("-") or "model"
+    name = _NO_LABEL.sub("-", default_name(model).lower()).strip("-")[:50].strip("-")
+    if not name[:1].isalpha():
+        name = f"model-{name}".rstrip("-")
     value = {
         "apiVersion": API_VERSION,
         "kind": KIND,
