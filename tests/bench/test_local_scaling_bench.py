@@ -29,8 +29,7 @@ def test_light_traffic_has_one_rate_and_a_burst_a_higher_one_for_a_sixth_of_the_
 def test_a_failed_request_has_no_latency_and_misses_the_slo() -> None:
     served = [Served(100.0, 20.0), Served(300.0, 40.0), Served(5000.0, 20.0), Served(None, None)]
     watch = Watch(cast(Any, None))
-    watch.pod_seconds, watch.most = 12.3, 2
-    found = dict(zip(COLUMNS, row("light", Outcome(served, watch)), strict=True))
+    found = dict(zip(COLUMNS, row("light", Outcome(served, watch, 12.3)), strict=True))
     assert (found["requests"], found["failed"], found["SLO met %"], found["pod-s"]) == ("4", "1", "50.0", "12")
     assert found["TTFT p50 ms"] == "300"
 
