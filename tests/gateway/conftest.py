@@ -39,6 +39,7 @@ CONTROL_TOKEN = "t0ken"
 CONTROL = {"Authorization": f"Bearer {CONTROL_TOKEN}"}
 """What a gateway in a cluster would send to the engines of a deployment called like the model."""
 MAX_MODEL_LEN = 4096
+HEARTBEAT_S = 1.0
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -89,9 +90,14 @@ class FakeEngine:
         self.bundle_digest = BUNDLE.digest
         self.num_bundles_asked = 0
         self.port = 0
+        self.silent = False
+        """Reports nothing by itself."""
         self._sequence = 0
+        self._reported = self._frame()
         self._streams: set[web.StreamResponse] = set()
+        """Those that have their snapshot."""
         self._runner: web.AppRunner | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -110,6 +116,7 @@ class FakeEngine:
         app.router.add_get("/internal/bundle", self._bundle)
         app.router.add_get("/readyz", self._readyz)
         self._runner, self.port = await serve(app, self.port)
+        self._heartbeat = asyncio.create_task(self._repeat_state())
         return self
 
     async def kill(self) -> None:
@@ -117,6 +124,8 @@ class FakeEngine:
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         await cut_off(runner)
         self._streams.clear()
 
@@ -124,21 +133,32 @@ class FakeEngine:
         """Send a state frame to everybody who listens; `skip` leaves a gap in the sequence."""
         for name, value in fields.items():
             setattr(self, name, value)
-        self._sequence += 1 + skip
-        data = raw if raw is not None else encode_state(self._frame())
+        self._sequence += skip
+        self._reported = self._frame()
+        await self._send(raw)
+
+    async def _repeat_state(self) -> None:
+        """What was reported last, as engines do while nothing changes."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if not self.silent:
+                await self._send()
+
+    async def _send(self, raw: bytes | None = None) -> None:
+        self._sequence += 1
+        frame = msgspec.structs.replace(self._reported, sequence=self._sequence)
         for stream in list(self._streams):
             with contextlib.suppress(ConnectionError):
-                await stream.write(data)
+                await stream.write(raw if raw is not None else encode_state(frame))
 
     def hold_state(self) -> asyncio.Event:
         """Say nothing on new state streams until the event is set."""
         self._may_report.clear()
         return self._may_report
 
-    def _frame(self, snapshot: bool = False) -> StateFrame:
+    def _frame(self) -> StateFrame:
         return StateFrame(
             sequence=self._sequence,
-            snapshot=snapshot,
             load=self.load,
             digests=Digests(weights=self.weights_digest, tokenizer_bundle=self.bundle_digest),
             silent_s=self.silent_s,
@@ -192,10 +212,11 @@ class FakeEngine:
         await response.prepare(http)
         self.num_state_streams += 1
         self.gateways.append(http.headers.get("X-Pagemill-Gateway"))
-        self._streams.add(response)
         try:
             await self._may_report.wait()
-            await response.write(encode_state(self._frame(snapshot=True)))
+            self._reported = self._frame()
+            self._streams.add(response)
+            await response.write(encode_state(msgspec.structs.replace(self._reported, snapshot=True)))
             await asyncio.Event().wait()
         finally:
             self._streams.discard(response)
@@ -224,13 +245,15 @@ class Refused(Exception):
 
 
 def says(*pieces: str, gate: asyncio.Event | None = None) -> Behaviour:
-    """Answers properly; with `gate`, only the first frame before it opens."""
+    """Answers properly; with `gate`, only the first frame before it opens, and never the last one: a complete answer
+    would leave the engine."""
 
     async def behave(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
         frames = answer_frames(request, pieces)
         await response.prepare(http)
         if gate is not None:
-            await response.write(frames.pop(0))
+            if len(frames) > 1:
+                await response.write(frames.pop(0))
             await gate.wait()
         for frame in frames:
             await response.write(frame)
@@ -543,7 +566,6 @@ async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[...
                 "ejection_base_s": 0.2,
                 "outage_wait_s": 0.0,
                 "handover_timeout_s": 0.0,
-                "silence_timeout_s": 30.0,  # unlike engines, these send no state while nothing changes
             }
             config = GatewayConfig(**{**defaults, **settings}).checked()
             data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")
