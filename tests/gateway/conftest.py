@@ -8,7 +8,7 @@ import contextlib
 import json
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from aiohttp import web
 from byte_bundle import byte_bundle
 from gateway_layouts import LAYOUTS
 from generating import answer_frames, generates
+from kept_templates import KeptTemplates
 from killable_server import cut_off, serve
 from real_cluster import real, simulated, start_cluster  # noqa: F401 - fixtures
 from waiting import eventually
@@ -551,11 +552,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("gateways", list(LAYOUTS), indirect=True)
 
 
+@pytest.fixture(scope="session")
+def kept_templates() -> Iterator[KeptTemplates]:
+    kept = KeptTemplates()
+    yield kept
+    kept.close()
+
+
 @pytest.fixture
-async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
+async def gateways(
+    request: pytest.FixtureRequest, kept_templates: KeptTemplates
+) -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
     """Starts gateways: `await gateways(*engines, **settings)`, knowing these engines when it returns."""
     layout = LAYOUTS[getattr(request, "param", "one process")]
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(kept_templates.in_use())
 
         async def start(*engines: FakeEngine, wait: bool = True, **settings: Any) -> GatewayUnderTest:
             defaults = {
