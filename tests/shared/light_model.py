@@ -1,6 +1,7 @@
-"""A model that starts in no time, for tests of all but what it computes: a tiny Llama whose tokens are bytes.
+"""A model that starts in no time, for tests of all but what it computes: a tiny Llama.
 
-Servers read its tokenizer and its template as any other's; the weights are zeros.
+Servers read its tokenizer and its template as any other's: its tokens are bytes and pairs of letters. The weights are
+zeros.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import json
 import tempfile
 from functools import cache
+from itertools import product
 from pathlib import Path
+from string import ascii_lowercase
 
 from byte_bundle import byte_tokenizer
 from tokenizers import AddedToken
@@ -18,7 +21,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+PAIRS = [*product(ascii_lowercase, repeat=2)]
+BOS, EOS = (256 + len(PAIRS) + SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))
+VOCAB_SIZE = 256 + len(PAIRS) + len(SPECIAL_TOKENS)
 NAME = "light"
 HIDDEN, INNER, KV, MAX_LENGTH = 32, 48, 16, 8192
 CONFIG = {
@@ -34,8 +39,8 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
-    "bos_token_id": 257,
-    "eos_token_id": 258,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
 }
 LAYER = "model.layers.0."
 SHAPES = {
@@ -68,7 +73,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def write_light_model(folder: Path) -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(PAIRS)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}

@@ -139,8 +139,8 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A ready server with the real scheduler and a simulated device, shared by all tests."""
-    server = start(tmp_path_factory.mktemp("null"), NULL_ENGINE, {})
+    """A ready server with the real scheduler, a simulated device and a real vocabulary, shared by all tests."""
+    server = start(tmp_path_factory.mktemp("null"), {"model": SMOLLM2, **NULL_ENGINE}, {})
     server.wait_for("ready")
     yield server
     server.stop()
