@@ -40,11 +40,14 @@ async def test_garbage_in_a_state_stream_makes_the_gateway_connect_again(engines
 
 
 async def test_a_silent_stream_is_opened_again(engines, gateways, fake) -> None:
+    engines[0].silent = True
     await gateways(engines[0], reconnect_base_s=0.01, state_idle_timeout_s=0.1)
     await fake.until(lambda: engines[0].num_state_streams >= 3)
 
 
 async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, gateways, fake) -> None:
+    for engine in engines[:2]:
+        engine.silent = True
     gateway = await gateways(*engines[:2], state_stale_after_s=2.0, state_idle_timeout_s=60)
     await asyncio.gather(gateway.chat(), gateway.chat())
     engines[0].load = EngineLoad(num_requests_waiting=100)
