@@ -105,7 +105,7 @@ def simulate(
             config = engine_config(found, means)
             replica = replica_of(found, means, *usual_lengths(traffic, config.max_model_len))
             settings = fleet_of(found, config, replica, bounds, slo, asked, seed)
-            policies = policies_of(policy or [], section, settings, slo, traffic, replica.shape)
+            policies = policies_of(policy or [], section, settings, slo, traffic)
             folder = report_folder(report, subject.device, len(subjects))
             figures = [
                 figures_of(each, slo_ttft_ms=slo.ttft_ms, slo_tpot_ms=slo.tpot_ms)
