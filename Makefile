@@ -165,6 +165,14 @@ dist: .uv/release/.installed ## Build the wheels of all packages into dist/, the
 dist-check: $(UV) ## Install the wheels of dist/ into an empty environment without a compiler, and serve with them
 	$(PYTHON) release/check_wheels.py --uv $(UV)
 
+# What `git describe` finds is the tag before this commit, also where the commit itself is a release.
+.PHONY: previous-wheels
+previous-wheels: | $(UV) ## Fetch the wheels of the release before, for the tests that run them beside today's
+	if tag=$$(git describe --tags --abbrev=0 --match 'v*' HEAD^ 2>/dev/null); then \
+		.uv/bin/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .uv/previous-wheels \
+			"pagemill==$${tag#v}" $(patsubst %,"pagemill-%==$${tag#v}",$(filter-out cli,$(PACKAGES))); \
+	else echo "no release is tagged before this commit; the tests take an earlier commit"; fi
+
 .PHONY: sbom
 sbom: $(UV) ## Write what the wheels depend on to dist/ as CycloneDX
 	mkdir -p dist
@@ -200,6 +208,10 @@ release-dry-run: ## Run every step of a release that publishes nothing; what is 
 crds: .venv/.installed ## Write the custom resource's YAML and reference page from its models, and what the chart repeats
 	$(BIN)/python -m pagemill_crds.generate
 	$(BIN)/python charts/generate.py
+
+.PHONY: release-freeze
+release-freeze: .venv/.installed ## Freeze the custom resource and the messages between programs as this release publishes them
+	PYTHONPATH=tests/shared $(BIN)/python tests/crds/freeze.py
 
 .PHONY: docs
 docs: .venv/.installed crds ## Write the reference pages from the code

@@ -46,7 +46,7 @@ def simulated() -> Callable[..., dict[str, Any]]:
         source = f"file://{light_model()}"
         engine = {"maxModelLen": 512, "extraArgs": ["--null-runner", "--num-kv-blocks=256"], **spec.pop("engine", {})}
         return {
-            "apiVersion": "pagemill.dev/v1alpha1",
+            "apiVersion": "pagemill.dev/v1beta1",
             "kind": "LLMDeployment",
             "metadata": {"name": name},
             "spec": {

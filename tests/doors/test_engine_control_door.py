@@ -301,7 +301,7 @@ def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(c
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: door\r\n\r\n")
         answer = read_answer(connection)
     assert answer is not None
-    assert set(json.loads(answer.body)) == {"version", "compute"}
+    assert set(json.loads(answer.body)) == {"version", "protocol", "compute"}
     assert num_streams(control) == 0
 
 

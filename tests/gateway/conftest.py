@@ -72,6 +72,8 @@ class FakeEngine:
         """Requests that it answers now."""
         self.most_inside = 0
         self.weights_digest = "weights"
+        self.headers: dict[str, str] = {}
+        """Of its state streams."""
         self.silent_s = 0.0
         self.frozen_s = 0.0
         self.adapters = AdapterSlots()
@@ -210,7 +212,7 @@ class FakeEngine:
 
     async def _state(self, http: web.Request) -> web.StreamResponse:
         assert http.headers["Authorization"] == f"Bearer {TOKEN}"
-        response = web.StreamResponse(headers={"Content-Type": STATE_CONTENT_TYPE})
+        response = web.StreamResponse(headers={"Content-Type": STATE_CONTENT_TYPE, **self.headers})
         await response.prepare(http)
         self.num_state_streams += 1
         self.gateways.append(http.headers.get("X-Pagemill-Gateway"))

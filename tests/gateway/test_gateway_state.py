@@ -10,6 +10,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.versions import OLDEST_VERSION, PROTOCOL_HEADER, PROTOCOL_VERSION
 
 NEVER_TIRED = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=3600.0)
 
@@ -67,6 +68,20 @@ async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, g
     for _ in range(6):
         assert (await gateway.chat()).status == 200
     assert [now - then for now, then in zip(ids_served(engines), before, strict=True)] == [3, 3, 0]
+
+
+async def test_an_engine_older_than_the_previous_release_is_not_used_and_the_status_says_why(
+    engines, gateways, fake
+) -> None:
+    engines[0].headers = {PROTOCOL_HEADER: str(OLDEST_VERSION - 1)}
+    gateway = await gateways(*engines[:2], wait=False, reconnect_base_s=0.01)
+    await fake.until(lambda: gateway.record(engines[1]).reports.connected)
+    await fake.until(lambda: "Upgrade it by one minor version at a time" in gateway.record(engines[0]).detail)
+    for _ in range(4):
+        assert (await gateway.chat()).status == 200
+    assert ids_served(engines) == [0, 4, 0]
+    engines[0].headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION + 1)}
+    await fake.until(lambda: gateway.record(engines[0]).reports.connected)
 
 
 async def test_a_lost_stream_stops_nothing(engines, gateways, fake) -> None:

@@ -30,7 +30,10 @@ TOKEN = "engine-secret"
 class Server:
     """A server process whose JSON lines tell its ports and when it is ready."""
 
-    def __init__(self, module: str, settings: bytes, folder: Path, name: str) -> None:
+    def __init__(
+        self, module: str, settings: bytes, folder: Path, name: str, environment: dict[str, str] | None = None
+    ) -> None:
+        """`environment`: of another release's packages, for example; this process's own without it."""
         path = folder / f"{name}.json"
         path.write_bytes(settings)
         self.name = name
@@ -40,6 +43,7 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=environment,
         )
 
     def event(self, name: str) -> dict[str, Any]:
