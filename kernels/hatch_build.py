@@ -1,21 +1,28 @@
 """Compiles the native CPU kernels while the package is built, one library for each instruction-set level.
 
-Without a C++ compiler the package is built all the same and runs on torch; `pagemill_kernels.cpu.library` says so.
+Wheels carry every level, since they may be installed anywhere. An installation from a source tree, which stays on its
+machine, has the highest level of this processor, or what `PAGEMILL_KERNEL_LEVELS` says: `fitting`, all that it can run, or
+`all`. `CXX` names another compiler. Without a C++ compiler the package is built all the same and runs on torch;
+`pagemill_kernels.cpu.library` says so.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "x86-64-v3": ("-march=x86-64-v3",),
@@ -25,32 +32,86 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "aarch64": {"armv8-a": ("-march=armv8-a",)},
 }
 """Levels and what the compiler needs for them, by machine; at run time the highest that the processor has is loaded."""
+SETTING = "PAGEMILL_KERNEL_LEVELS"
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-        levels = LEVELS.get(platform.machine(), {}) if sys.platform == "linux" else ()
-        if compiler is None or not levels:
+        compiler = _compiler()
+        machine = os.environ.get("PAGEMILL_KERNEL_MACHINE") or platform.machine()
+        known = LEVELS.get(machine, {}) if sys.platform == "linux" else {}
+        if compiler is None or not known:
             self.app.display_warning("pagemill-kernels: no C++ compiler for this platform; the torch fallback will run")
             return
         package = Path(self.root) / "pagemill_kernels" / "cpu"
         library_dir = package / "lib"
         library_dir.mkdir(exist_ok=True)
-        for level, options in levels.items():
-            target = library_dir / f"libpagemill_cpu.{level}.so"
-            sources = sorted(map(str, (package / "src").glob("*.cpp")))
-            partial = target.with_suffix(".partial")
-            command = [compiler, *FLAGS, *options, "-o", str(partial), *sources]
-            try:
-                subprocess.run(command, check=True, capture_output=True, text=True)
-            except subprocess.CalledProcessError as error:
-                self.app.display_warning(
-                    f"pagemill-kernels: {level} did not compile; a lower level or torch runs instead\n{error.stderr}"
-                )
-                continue
-            partial.replace(target)
+        wanted = list(known) if version == "standard" else _levels_here(Path(self.root), known)
+        for other in set(library_dir.glob("*.so")) - {_library(library_dir, level) for level in wanted}:
+            other.unlink()  # of other sources, perhaps
+        for level, error in compile_levels(compiler, {level: known[level] for level in wanted}, package).items():
+            self.app.display_warning(
+                f"pagemill-kernels: {level} did not compile; a lower level or torch runs instead\n{error}"
+            )
         build_data["artifacts"].append("pagemill_kernels/cpu/lib/*.so")
         build_data["pure_python"] = False
         # ctypes loads them: the machine matters, no Python version does. `make dist` puts the oldest glibc for `linux`.
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+
+def compile_levels(compiler: list[str], levels: dict[str, tuple[str, ...]], package: Path) -> dict[str, str]:
+    """Sources beside each other on all cores. Returns what the compiler said of levels that did not compile."""
+    sources = sorted((package / "src").glob("*.cpp"), key=lambda source: -source.stat().st_size)
+    cores = len(os.sched_getaffinity(0))
+    failed = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as threads:
+        objects = {
+            level: [
+                threads.submit(_compile, [*compiler, *FLAGS, *options], source, Path(folder, f"{level}.{source.stem}.o"))
+                for source in sources
+            ]
+            for level, options in levels.items()
+        }
+        for level, compiled in objects.items():
+            try:
+                _link(compiler, compiled, _library(package / "lib", level))
+            except subprocess.CalledProcessError as error:
+                failed[level] = error.stderr
+    return failed
+
+
+def _compile(command: list[str], source: Path, target: Path) -> Path:
+    subprocess.run([*command, "-c", "-o", target, source], check=True, capture_output=True, text=True)
+    return target
+
+
+def _link(compiler: list[str], compiled: list[Future[Path]], target: Path) -> None:
+    partial = target.with_suffix(".partial")
+    command = [*compiler, "-shared", "-pthread", "-o", partial, *(each.result() for each in compiled)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    partial.replace(target)
+
+
+def _library(library_dir: Path, level: str) -> Path:
+    return library_dir / f"libpagemill_cpu.{level}.so"
+
+
+def _compiler() -> list[str] | None:
+    if chosen := os.environ.get("CXX"):
+        return shlex.split(chosen)
+    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return next(([path] for path in found if path), None)
+
+
+def _levels_here(root: Path, known: dict[str, tuple[str, ...]]) -> list[str]:
+    choice = os.environ.get(SETTING) or "highest"
+    if choice == "all":
+        return list(known)
+    sys.path.insert(0, str(root))
+    try:
+        from pagemill_kernels.cpu.processor import fitting_levels
+    finally:
+        sys.path.remove(str(root))
+    # A processor that fits none still gets the library that the others build upon: torch runs, and says why.
+    fitting = list(fitting_levels()) or [next(iter(known))]
+    return fitting if choice == "fitting" else fitting[:1]

@@ -2,8 +2,6 @@
 // row. Mirrors pagemill_kernels/sampling (arithmetic, randomness, filters, reference), whose tokens these are bit by bit:
 // each product and each sum is rounded once, so nothing here may be contracted. Rows share nothing; threads take rows.
 #pragma GCC optimize("fp-contract=off")
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -414,12 +412,10 @@ template <typename Work>
 void each_row(const SamplingArgs& a, Work work) {
   const int threads =
       static_cast<int>(std::min<int64_t>(a.num_rows, threads_for(a.num_rows * a.vocab_size, a.num_threads)));
-#pragma omp parallel num_threads(threads)
-  {
+  share(threads, a.num_rows, kSingly, [&](Pieces pieces) {
     thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t at = 0; at < a.num_rows; ++at) work(at, scratch);
-  }
+    pieces.each([&](int64_t at) { work(at, scratch); });
+  });
 }
 
 }  // namespace
