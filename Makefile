@@ -17,6 +17,8 @@ export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(UV_CACHE_DIR)$(XDG_CACHE_HOME)$(shell test -w "$$HOME" && echo writable),)
 export UV_CACHE_DIR := $(CURDIR)/.uv/cache
 endif
+# Of the native kernels, developers have all levels that their processor runs: tests choose lower ones.
+export PAGEMILL_KERNEL_LEVELS ?= fitting
 PACKAGES := crds protocol kernels engine gateway operator simulator cli
 # Where bench results go; each bench prints a table and a last line of JSON.
 BENCHES := offline_throughput experts quantized structured_output quality kv_waste kv_sharing step_overhead routing startup sleep up gateway_streams chaos simulator_truth
@@ -242,5 +244,6 @@ endef
 	$(call install)
 
 # What serves models on CPUs, a tenth of what develops: no torch, and nothing of the tests. Where all is installed that is enough.
+.venv/.runnable: export PAGEMILL_KERNEL_LEVELS := $(if $(wildcard .venv/.installed),fitting,highest)
 .venv/.runnable: $(INSTALLED_FROM) | $(UV)
 	$(if $(wildcard .venv/.installed),$(call install),$(call install,--no-group dev))

@@ -2,7 +2,7 @@
 
 Wheels carry every level, since they may be installed anywhere. An installation from a source tree, which stays on its
 machine, has the highest level of this processor, or what `PAGEMILL_KERNEL_LEVELS` says: `fitting`, all that it can run, or
-`all`. `CXX` names another compiler. Without a C++ compiler the package is built all the same and runs on torch;
+`all`. `CXX` names another compiler and `PAGEMILL_KERNEL_MACHINE` the machine that it compiles for. Without a C++ compiler the package is built all the same and runs on torch;
 `pagemill_kernels.cpu.library` says so.
 """
 
@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
+OWN_FLAGS = {"sampling.cpp": ("-ffp-contract=off",)}
+"""Files whose bits are those of numpy: a fused product is rounded once less."""
 LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "x86-64-v3": ("-march=x86-64-v3",),
@@ -32,13 +33,13 @@ LEVELS: dict[str, dict[str, tuple[str, ...]]] = {
     "aarch64": {"armv8-a": ("-march=armv8-a",)},
 }
 """Levels and what the compiler needs for them, by machine; at run time the highest that the processor has is loaded."""
-SETTING = "PAGEMILL_KERNEL_LEVELS"
+LEVELS_SETTING, MACHINE_SETTING = "PAGEMILL_KERNEL_LEVELS", "PAGEMILL_KERNEL_MACHINE"
 
 
 class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         compiler = _compiler()
-        machine = os.environ.get("PAGEMILL_KERNEL_MACHINE") or platform.machine()
+        machine = os.environ.get(MACHINE_SETTING) or platform.machine()
         known = LEVELS.get(machine, {}) if sys.platform == "linux" else {}
         if compiler is None or not known:
             self.app.display_warning("pagemill-kernels: no C++ compiler for this platform; the torch fallback will run")
@@ -56,7 +57,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
         build_data["artifacts"].append("pagemill_kernels/cpu/lib/*.so")
         build_data["pure_python"] = False
         # ctypes loads them: the machine matters, no Python version does. `make dist` puts the oldest glibc for `linux`.
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-linux_{machine}"
 
 
 def compile_levels(compiler: list[str], levels: dict[str, tuple[str, ...]], package: Path) -> dict[str, str]:
@@ -67,33 +68,43 @@ def compile_levels(compiler: list[str], levels: dict[str, tuple[str, ...]], pack
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as threads:
         objects = {
             level: [
-                threads.submit(_compile, [*compiler, *FLAGS, *options], source, Path(folder, f"{level}.{source.stem}.o"))
+                threads.submit(_compile, [*compiler, *FLAGS, *_spelled(compiler, options)], source, Path(folder, f"{level}.{source.stem}.o"))
                 for source in sources
             ]
             for level, options in levels.items()
         }
         for level, compiled in objects.items():
             try:
-                _link(compiler, compiled, _library(package / "lib", level))
+                _link(compiler, compiled, package / "src" / "exports.map", _library(package / "lib", level))
             except subprocess.CalledProcessError as error:
                 failed[level] = error.stderr
     return failed
 
 
 def _compile(command: list[str], source: Path, target: Path) -> Path:
-    subprocess.run([*command, "-c", "-o", target, source], check=True, capture_output=True, text=True)
+    command = [*command, *OWN_FLAGS.get(source.name, ()), "-c", "-o", str(target), str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
     return target
 
 
-def _link(compiler: list[str], compiled: list[Future[Path]], target: Path) -> None:
+def _link(compiler: list[str], compiled: list[Future[Path]], exports: Path, target: Path) -> None:
     partial = target.with_suffix(".partial")
-    command = [*compiler, "-shared", "-pthread", "-o", partial, *(each.result() for each in compiled)]
+    options = ("-shared", "-pthread", "-s", f"-Wl,--version-script={exports}", "-o", str(partial))
+    command = [*compiler, *options, *(str(each.result()) for each in compiled)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     partial.replace(target)
 
 
 def _library(library_dir: Path, level: str) -> Path:
     return library_dir / f"libpagemill_cpu.{level}.so"
+
+
+def _spelled(compiler: list[str], options: tuple[str, ...]) -> list[str]:
+    """As this compiler names processors: Zig writes no `-` in them, and takes 64-bit Arm as it is."""
+    if not any("zig" in word for word in compiler):
+        return list(options)
+    named = (option.replace("x86-64", "x86_64") for option in options)
+    return [option for option in named if option != "-march=armv8-a"]
 
 
 def _compiler() -> list[str] | None:
@@ -104,7 +115,7 @@ def _compiler() -> list[str] | None:
 
 
 def _levels_here(root: Path, known: dict[str, tuple[str, ...]]) -> list[str]:
-    choice = os.environ.get(SETTING) or "highest"
+    choice = os.environ.get(LEVELS_SETTING) or "highest"
     if choice == "all":
         return list(known)
     sys.path.insert(0, str(root))

@@ -1,7 +1,6 @@
 // One token for each row of logits: masks, edits and penalties, the filters, the seeded draw, and what is reported of a
 // row. Mirrors pagemill_kernels/sampling (arithmetic, randomness, filters, reference), whose tokens these are bit by bit:
-// each product and each sum is rounded once, so nothing here may be contracted. Rows share nothing; threads take rows.
-#pragma GCC optimize("fp-contract=off")
+// each product and each sum is rounded once, so the build contracts nothing here. Rows share nothing; threads take rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -164,7 +163,7 @@ void change(const SamplingArgs& a, int64_t at, const float* raw, float* row) {
   for (int64_t i = 0; i < a.vocab_size; ++i) {
     const float value = row[i], repeated = value > 0 ? value / repetition : value * repetition;
     const int32_t count = in_output[i];
-    float changed = (in_prompt[i] != 0) | (count > 0) ? repeated : value;
+    float changed = ((in_prompt[i] != 0) | (count > 0)) ? repeated : value;
     changed = changed - frequency * static_cast<float>(count);
     row[i] = changed - presence * static_cast<float>(count > 0);
   }
