@@ -78,6 +78,7 @@ def compile_levels(compiler: list[str], levels: dict[str, tuple[str, ...]], pack
                 _link(compiler, compiled, package / "src" / "exports.map", _library(package / "lib", level))
             except subprocess.CalledProcessError as error:
                 failed[level] = error.stderr
+                _library(package / "lib", level).unlink(missing_ok=True)  # of older sources
     return failed
 
 
@@ -103,8 +104,9 @@ def _spelled(compiler: list[str], options: tuple[str, ...]) -> list[str]:
     """As this compiler names processors: Zig writes no `-` in them, and takes 64-bit Arm as it is."""
     if not any("zig" in word for word in compiler):
         return list(options)
-    named = (option.replace("x86-64", "x86_64") for option in options)
-    return [option for option in named if option != "-march=armv8-a"]
+    march = "-march="
+    named = (march + each.removeprefix(march).replace("-", "_") if each.startswith(march) else each for each in options)
+    return [option for option in named if option != "-march=armv8_a"]
 
 
 def _compiler() -> list[str] | None:

@@ -121,12 +121,13 @@ def _problems(wheel: Wheel, version: str) -> list[str]:
 
 
 def _native_problems(wheel: Wheel) -> list[str]:
-    tags = [part.removeprefix("py3-none-").split("_", 3) for part in wheel.tag.split(".")]
-    if not all(parts[0] == "manylinux" and tuple(map(int, parts[1:3])) <= GLIBC for parts in tags):
+    tags = [part.split("_", 3) for part in wheel.tag.removeprefix("py3-none-").split(".")]
+    numbered = [parts for parts in tags if parts[0] == "manylinux"]  # beside an older name of the same
+    if not numbered or any(tuple(map(int, parts[1:3])) > GLIBC for parts in numbered):
         return [f"needs a newer glibc than {GLIBC[0]}.{GLIBC[1]}, which it was built against: {wheel.tag}"]
     if bundled := [name for name in wheel.files if ".libs/" in name]:
         return [f"brings libraries of others: {', '.join(bundled)}"]
-    machine = tags[0][3]
+    machine = numbered[0][3]
     present = {Path(name).name for name in wheel.files if name.startswith(f"{NATIVE}/cpu/lib/")}
     missing = {f"libpagemill_cpu.{level}.so" for level in levels(machine)} - present
     return [f"lacks {', '.join(sorted(missing))}: a level did not compile"] if missing else []
