@@ -232,18 +232,20 @@ clean: ## Remove the environment, caches and build outputs
 INSTALLED_FROM := uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*)
 # Bytecode at once: a start from sources takes twice as long. uv compiles what it installs, not the packages of this repository.
 # `date` around the lines: the first phase that `make up` reports.
+# What serves on one machine imports no client of a cluster, two fifths of all files, and no tests.
+RUNNING := -x '/(kubernetes|tests)/' .venv/lib
 define install
 @start=$$(date +%s); \
-$(UV) sync --frozen --compile-bytecode $(UV_FLAGS) $(1); \
-$(BIN)/python -m compileall -q -j 0 $(PACKAGES); \
+$(UV) sync --frozen $(UV_FLAGS) $(1); \
+$(BIN)/python -m compileall -q -j 0 $(2) $(PACKAGES); \
 touch $@; \
 echo "phase download+install: $$(( $$(date +%s) - start )) s"
 endef
 
 .venv/.installed: $(INSTALLED_FROM) | $(UV)
-	$(call install)
+	$(call install,--compile-bytecode)
 
 # What serves models on CPUs, a tenth of what develops: no torch, and nothing of the tests. Where all is installed that is enough.
 .venv/.runnable: export PAGEMILL_KERNEL_LEVELS := $(if $(wildcard .venv/.installed),fitting,highest)
 .venv/.runnable: $(INSTALLED_FROM) | $(UV)
-	$(if $(wildcard .venv/.installed),$(call install),$(call install,--no-group dev))
+	$(if $(wildcard .venv/.installed),$(call install,--compile-bytecode),$(call install,--no-group dev,$(RUNNING)))
