@@ -179,6 +179,14 @@ $(ARM64_CHECK): $(wildcard kernels/pagemill_kernels/cpu/src/*) tests/kernels/nat
 arm64-check: $(ARM64_CHECK) ## Compile the native kernels for 64-bit Arm and run them in an emulator (needs qemu-aarch64-static)
 	qemu-aarch64-static $(ARM64_CHECK)
 
+# What `git describe` finds is the tag before this commit, also where the commit itself is a release.
+.PHONY: previous-wheels
+previous-wheels: | $(UV) ## Fetch the wheels of the release before, for the tests that run them beside today's
+	if tag=$$(git describe --tags --abbrev=0 --match 'v*' HEAD^ 2>/dev/null); then \
+		.uv/bin/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .uv/previous-wheels \
+			"pagemill==$${tag#v}" $(patsubst %,"pagemill-%==$${tag#v}",$(filter-out cli,$(PACKAGES))); \
+	else echo "no release is tagged before this commit; the tests take an earlier commit"; fi
+
 .PHONY: sbom
 sbom: $(UV) ## Write what the wheels depend on to dist/ as CycloneDX
 	mkdir -p dist
@@ -214,6 +222,10 @@ release-dry-run: ## Run every step of a release that publishes nothing; what is 
 crds: .venv/.installed ## Write the custom resource's YAML and reference page from its models, and what the chart repeats
 	$(BIN)/python -m pagemill_crds.generate
 	$(BIN)/python charts/generate.py
+
+.PHONY: release-freeze
+release-freeze: .venv/.installed ## Freeze the custom resource and the messages between programs as this release publishes them
+	PYTHONPATH=tests/shared $(BIN)/python tests/crds/freeze.py
 
 .PHONY: docs
 docs: .venv/.installed crds ## Write the reference pages from the code

@@ -30,6 +30,7 @@ from pagemill_protocol.frames import (
 )
 from pagemill_protocol.generate import AllowanceRaise, FrameMeta
 from pagemill_protocol.http.tls import EngineTrust
+from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 MAX_ERROR_BYTES = 64 * 1024
 MAX_DIGEST_CHARS = 256
@@ -243,6 +244,7 @@ def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str
         f"Host: {origin.host_header}\r\n"
         f"Authorization: Bearer {token}\r\n"
         f"Content-Type: {MSGPACK_CONTENT_TYPE}\r\n"
+        f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
         f"Content-Length: {num_bytes}\r\n"
         f"X-Request-Id: {request_id}\r\n\r\n"
     ).encode()
