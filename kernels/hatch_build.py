@@ -1,9 +1,9 @@
 """Compiles the native CPU kernels while the package is built, one library for each instruction-set level.
 
 Wheels carry every level, since they may be installed anywhere. An installation from a source tree, which stays on its
-machine, has the highest level of this processor, or what `PAGEMILL_KERNEL_LEVELS` says: `fitting`, all that it can run, or
-`all`. `CXX` names another compiler and `PAGEMILL_KERNEL_MACHINE` the machine that it compiles for. Without a C++ compiler the package is built all the same and runs on torch;
-`pagemill_kernels.cpu.library` says so.
+machine, has the highest level of this processor, or what `PAGEMILL_KERNEL_LEVELS` says: `fitting`, all that it can run,
+or `all`. `CXX` names another compiler and `PAGEMILL_KERNEL_MACHINE` the machine that it compiles for. Without a compiler
+the package is built all the same and runs on torch; `pagemill_kernels.cpu.library` says so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,11 @@ def compile_levels(compiler: list[str], levels: dict[str, tuple[str, ...]], pack
     cores = len(os.sched_getaffinity(0))
     failed = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as threads:
-        objects = {
-            level: [
-                threads.submit(_compile, [*compiler, *FLAGS, *_spelled(compiler, options)], source, Path(folder, f"{level}.{source.stem}.o"))
-                for source in sources
-            ]
-            for level, options in levels.items()
-        }
+        objects = {}
+        for level, options in levels.items():
+            command = [*compiler, *FLAGS, *_spelled(compiler, options)]
+            targets = (Path(folder, f"{level}.{source.stem}.o") for source in sources)
+            objects[level] = list(map(threads.submit, repeat(_compile), repeat(command), sources, targets))
         for level, compiled in objects.items():
             try:
                 _link(compiler, compiled, package / "src" / "exports.map", _library(package / "lib", level))

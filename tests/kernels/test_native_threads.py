@@ -1,4 +1,4 @@
-"""The pool of threads behind the native kernels: the same bits on any number of threads, from any thread, after fork()."""
+"""The threads behind the native kernels: the same bits on any number of them, from any thread, after fork()."""
 
 from __future__ import annotations
 
