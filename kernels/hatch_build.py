@@ -2,7 +2,7 @@
 
 Wheels carry every level, since they may be installed anywhere. An installation from a source tree, which stays on its
 machine, has the highest level of this processor, or what `PAGEMILL_KERNEL_LEVELS` says: `fitting`, all that it can run,
-or `all`. `CXX` names another compiler and `PAGEMILL_KERNEL_MACHINE` the machine that it compiles for. Without a compiler
+or `all`. `CXX` names another compiler, `PAGEMILL_KERNEL_MACHINE` the machine that it compiles for. Without a compiler
 the package is built all the same and runs on torch; `pagemill_kernels.cpu.library` says so.
 """
 
