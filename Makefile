@@ -167,16 +167,17 @@ dist: .uv/release/.installed ## Build the wheels of all packages into dist/, the
 dist-check: $(UV) ## Install the wheels of dist/ into an empty environment without a compiler, and serve with them
 	$(PYTHON) release/check_wheels.py --uv $(UV)
 
-# Linked statically with musl, so that the emulator needs no system of that machine.
+# Linked statically, so that the emulator needs no system of that machine.
+ARM64_CXX ?= aarch64-linux-gnu-g++
 ARM64_CHECK := .uv/arm64/check
-$(ARM64_CHECK): $(wildcard kernels/pagemill_kernels/cpu/src/*) tests/kernels/native/check.cpp | .uv/release/.installed
+$(ARM64_CHECK): $(wildcard kernels/pagemill_kernels/cpu/src/*) tests/kernels/native/check.cpp
 	mkdir -p $(@D)
-	printf '%s\n' $(filter %.cpp,$^) | xargs -P $$(nproc) -I{} sh -c '$(RELEASE_ENV)/bin/python -m ziglang c++ \
-		-target aarch64-linux-musl -O3 -std=c++17 -ffp-contract=off -fno-math-errno -c -o $(@D)/$$(basename {} .cpp).o {}'
-	$(RELEASE_ENV)/bin/python -m ziglang c++ -target aarch64-linux-musl -static -pthread -o $@ $(@D)/*.o
+	printf '%s\n' $(filter %.cpp,$^) | xargs -P $$(nproc) -I{} sh -c \
+		'$(ARM64_CXX) -O3 -std=c++17 -ffp-contract=off -fno-math-errno -c -o $(@D)/$$(basename {} .cpp).o {}'
+	$(ARM64_CXX) -static -pthread -o $@ $(@D)/*.o
 
 .PHONY: arm64-check
-arm64-check: $(ARM64_CHECK) ## Compile the native kernels for 64-bit Arm and run them in an emulator (needs qemu-aarch64-static)
+arm64-check: $(ARM64_CHECK) ## Compile the native kernels for 64-bit Arm and run them in an emulator (Debian: g++-aarch64-linux-gnu qemu-user-static)
 	qemu-aarch64-static $(ARM64_CHECK)
 
 # What `git describe` finds is the tag before this commit, also where the commit itself is a release.

@@ -71,8 +71,14 @@ void pack_codes(const Codes& from, uint8_t* packed, float* packed_scales, int nu
 
 constexpr int kBlock = 32;  // inputs of a stored block
 
+#ifdef __aarch64__
+using Half = __fp16;  // GCC 12 has the other name for x86 only
+#else
+using Half = _Float16;
+#endif
+
 float half_at(const uint8_t* at) {
-  _Float16 value;
+  Half value;
   std::memcpy(&value, at, sizeof value);
   return static_cast<float>(value);
 }
