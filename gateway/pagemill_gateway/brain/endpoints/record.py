@@ -12,6 +12,7 @@ from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
+from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 
 
@@ -126,6 +127,12 @@ class EndpointRecord:
     def weights_digest(self) -> str:
         state = self.reports.latest
         return state.digests.weights if state is not None else ""
+
+    @property
+    def has_link(self) -> bool:
+        """It takes requests over a link of a version that this gateway speaks."""
+        state = self.reports.latest
+        return state is not None and state.link_version == LINK_VERSION
 
     def load_elsewhere(self, now: float) -> int:
         return self.reports.external if self.reports.fresh(now) else 0
