@@ -126,10 +126,12 @@ class Pod:
         self._removed += removed
         self._touch()
 
+    def snapshot(self) -> StateFrame:
+        return self._frame(snapshot=True, added=list(self._prefix_chunks))
+
     def subscribe(self, transport: asyncio.Transport, write: Callable[[bytes], None]) -> None:
         """A gateway follows the state: everything now, then every change."""
-        frame = self._frame(snapshot=True, added=list(self._prefix_chunks))
-        write(encode_state(frame))
+        write(encode_state(self.snapshot()))
         self._readers[transport] = write
 
     def unsubscribe(self, transport: asyncio.Transport) -> None:

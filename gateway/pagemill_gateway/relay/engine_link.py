@@ -9,6 +9,7 @@ silence is looked for by one timer for all streams. Which link a request gets is
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -38,6 +39,7 @@ from pagemill_protocol.link import (
 
 MAX_HEAD_BYTES = 32 * 1024
 MAX_DIGEST_CHARS = 256
+LEAST_TICK_S = 0.01
 MAX_STREAMS = 2**32 - 1
 """In the life of a link."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
@@ -51,7 +53,6 @@ class Patience:
         self.accept_s = accept_timeout_s
         self.silence_s = silence_timeout_s
         self.check_s = silence_timeout_s / SILENCE_CHECKS
-        self.tick_s = min(self.check_s, accept_timeout_s / SILENCE_CHECKS)
 
 
 class LinkStream:
@@ -84,6 +85,7 @@ class LinkStream:
     async def read(self, take: Take | None = None) -> list[Frame]:
         link = self._link
         if not self._frames and not self._is_over:
+            self._credit()
             self._take, self._waiting_since = take, link.now()
             self._waiting = link.new_future()
             try:
@@ -127,11 +129,11 @@ class LinkStream:
             self.fail(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
             return
         self._num_held += len(data)
-        if not frames or self._takes(frames):  # a part of a large frame
-            self._credit()
-        else:
+        if frames and not self._takes(frames):
             self._frames += frames
             self._wake()
+        elif self._waiting is not None and not self._frames:  # also parts of a large frame, which a reader waits for
+            self._credit()
 
     def ended(self) -> None:
         try:
@@ -149,17 +151,22 @@ class LinkStream:
         self._is_over = True
         self._wake()
 
-    def look(self, now: float, patience: Patience) -> None:
-        """Whether its engine has been silent for too long. While the client is waited for, it is not asked."""
+    def look(self, now: float, patience: Patience) -> float:
+        """Ask whether its engine still works, if it has been silent for long; returns when to look again. While the
+        client is waited for, the engine is not asked."""
         if self._waiting is None or self._waiting.done() or self._asking is not None:
-            return
-        if not self._is_accepted and now - self._opened_at >= patience.accept_s:
-            self._fall_silent()
-            return
-        since = max(self._heard_at, self._checked_at, self._waiting_since)
-        is_due = self._is_accepted or now - self._opened_at >= patience.silence_s
-        if is_due and now - since >= patience.check_s:
-            self._asking = asyncio.create_task(self._ask(now))
+            return now + patience.check_s
+        due_at = max(self._heard_at, self._checked_at, self._waiting_since) + patience.check_s
+        if not self._is_accepted:
+            refused_at = self._opened_at + patience.accept_s
+            if now >= refused_at:
+                self._fall_silent()
+                return math.inf
+            due_at = min(refused_at, max(due_at, self._opened_at + patience.silence_s))
+        if now < due_at:
+            return due_at
+        self._asking = asyncio.create_task(self._ask(now))
+        return now + patience.check_s
 
     async def _ask(self, asked_at: float) -> None:
         liveness = await self._liveness()
@@ -247,8 +254,7 @@ class EngineLink(asyncio.Protocol):
             self.retire()
         now = self.now()
         stream = self._streams[number] = LinkStream(self, number, liveness, on_accepted, now)
-        if len(self._streams) == 1:
-            self._look_in(self._patience.tick_s)
+        self._look_at(now + min(self._patience.check_s, self._patience.accept_s))
         if len(body) <= PIECE_BYTES:
             self._transport.write(encode_record(Kind.REQUEST, number, body))
             return stream
@@ -293,20 +299,22 @@ class EngineLink(asyncio.Protocol):
 
     def _look(self) -> None:
         """For silent streams, or for a link that nothing uses."""
+        self._timer = None
         now = self.now()
-        for stream in list(self._streams.values()):
-            stream.look(now, self._patience)
+        next_at = min([stream.look(now, self._patience) for stream in list(self._streams.values())], default=math.inf)
         if self._streams:
-            self._look_in(self._patience.tick_s)
+            self._look_at(max(next_at, now + LEAST_TICK_S))
         elif now - self._idle_since >= self._idle_s:
             self._transport.close()
         else:
-            self._look_in(self._idle_s)
+            self._look_at(self._idle_since + self._idle_s)
 
-    def _look_in(self, seconds: float) -> None:
+    def _look_at(self, when: float) -> None:
         if self._timer is not None:
+            if self._timer.when() <= when:
+                return  # then it is seen how much is left
             self._timer.cancel()
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._loop.call_at(when, self._look)
 
     # What the transport calls.
 
