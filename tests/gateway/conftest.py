@@ -61,6 +61,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.http_request_ids: list[str | None] = []
         self.num_aborted = 0
+        self.refuses_link = False
         self.num_links = 0
         """Opened so far."""
         self.num_state_streams = self.num_drained = self.num_unauthorized = 0
@@ -163,6 +164,8 @@ class FakeEngine:
     async def _link(self, http: web.Request) -> web.StreamResponse:
         if http.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": {"message": "no"}}, status=401)
+        if self.refuses_link:
+            return web.json_response({"error": {"message": "no such route"}}, status=404)
         self.num_links += 1
         link = FakeLink(http, self._answer, self._answer_headers)
         await link.over.wait()

@@ -380,8 +380,8 @@ class EngineLink(asyncio.Protocol):
         elif kind == Kind.ACCEPTED:
             stream.accepted(data.decode()[:MAX_DIGEST_CHARS])
         elif kind == Kind.REFUSED:
-            del self._streams[number]
             refused = _refusal_decoder.decode(data)
+            del self._streams[number]
             stream.fail(refusal(refused.status, refused.body[:MAX_ERROR_BYTES], refused.retry_after))
         else:
             raise FrameError(f"A record has the kind {kind}, which no engine sends.")
