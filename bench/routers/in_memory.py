@@ -182,7 +182,9 @@ async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int, has_
         gateway = await open_gateway(config())
         try:
             await _furnish(gateway, bundle, num_pods)
-            app = uvicorn.Config(data_app(gateway.worker), http=bounded_protocol(), log_config=None, lifespan="off")
+            app = uvicorn.Config(
+                data_app(gateway.worker), http=bounded_protocol(), log_config=None, lifespan="off", access_log=False
+            )
             app.load()
             wire = Wire()
             client: Any = app.http_protocol_class(config=app, server_state=ServerState(), app_state={})  # type: ignore[call-arg]

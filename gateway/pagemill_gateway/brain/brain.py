@@ -217,7 +217,11 @@ class LocalBrain:
         deployment = self.registry.deployments.get(record.deployment)
         if deployment is None:
             return ""
-        return deployment.model.engine_token or self._made_token(record.endpoint.control_url)
+        if deployment.model.engine_token:
+            return deployment.model.engine_token
+        if not (record.made_token and record.reports.connected):
+            record.made_token = self._made_token(record.endpoint.control_url)
+        return record.made_token
 
     # Calls of relays.
 

@@ -52,6 +52,8 @@ class Delivery:
         """`growth`: of the allowance, where the caller has limits of tokens."""
         self.target = target
         self.request = request
+        self.num_choices = (request.prompt_index + 1) * request.sampling.n
+        """Frames belong to choices below it."""
         self.routing_request = routing_request
         self.sink = sink
         self.record = record
@@ -130,8 +132,10 @@ def _checked(frames: list[Frame], metas: list[FrameMeta], delivery: Delivery) ->
         delivery.growth.saw(frames)  # before the client has them: it may be slow
     payloads: list[bytes] = []
     closing: bytes | None = None
+    num_choices = delivery.num_choices
     for meta, payload in frames[: len(metas)]:
-        _check_choice(meta, delivery.request)
+        if not 0 <= meta.choice < num_choices:
+            raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")
         if meta.last:
             closing = payload
         elif payload:
@@ -141,9 +145,10 @@ def _checked(frames: list[Frame], metas: list[FrameMeta], delivery: Delivery) ->
 
 def _note(metas: list[FrameMeta], stream: AnswerStream, delivery: Delivery) -> None:
     """The client has them."""
+    record, attempt, journal, digest = delivery.record, delivery.attempt, delivery.journal, stream.weights_digest
     for meta in metas:
-        delivery.record.saw(meta, delivery.attempt)
-        delivery.journal.note(meta, stream.weights_digest)
+        record.saw(meta, attempt)
+        journal.note(meta, digest)
 
 
 async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
@@ -174,8 +179,3 @@ def _kind_of(error: PagemillError) -> FailureKind:
     if error.code == ENGINE_FAILED:
         return "killed"
     return "declined" if error.code in DECLINES else "refused"
-
-
-def _check_choice(meta: FrameMeta, request: GenerateRequest) -> None:
-    if not 0 <= meta.choice < (request.prompt_index + 1) * request.sampling.n:
-        raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")

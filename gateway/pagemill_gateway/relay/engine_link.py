@@ -43,6 +43,7 @@ LEAST_TICK_S = 0.01
 MAX_STREAMS = 2**32 - 1
 """In the life of a link."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
+_DATA = int(Kind.DATA)
 _SWITCHED = (b"HTTP/1.1 101 ", b"HTTP/1.0 101 ")
 
 
@@ -124,7 +125,10 @@ class LinkStream:
             return
         try:
             frames = self._decoder.feed(data)
-            self._is_complete = check_order(frames, self._is_complete)
+            if self._is_complete or len(frames) != 1:
+                self._is_complete = check_order(frames, self._is_complete)
+            else:
+                self._is_complete = frames[0][0].last
         except FrameError as error:
             self.fail(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
             return
@@ -132,8 +136,8 @@ class LinkStream:
         if frames and not self._takes(frames):
             self._frames += frames
             self._wake()
-        elif self._waiting is not None and not self._frames:  # also parts of a large frame, which a reader waits for
-            self._credit()
+        elif self._num_held >= CREDIT_BYTES and self._waiting is not None and not self._frames:
+            self._credit()  # also for parts of a large frame, which a reader waits for
 
     def ended(self) -> None:
         try:
@@ -197,6 +201,7 @@ class LinkStream:
             return True
 
     def _credit(self) -> None:
+        """What is held was taken."""
         self._num_owed += self._num_held
         self._num_held = 0
         if self._num_owed >= CREDIT_BYTES:
@@ -328,9 +333,13 @@ class EngineLink(asyncio.Protocol):
                 return
         try:
             records = self._decoder.feed(data)
-            now = self.now()
+            now, streams = self.now(), self._streams
             for record in records:
-                self._dispatch(record, now)
+                if record[0] == _DATA:
+                    if (stream := streams.get(record[1])) is not None:
+                        stream.received(record[2], now)
+                else:
+                    self._dispatch(record)
         except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as error:
             self._fail_all(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
             self._transport.abort()
@@ -367,14 +376,13 @@ class EngineLink(asyncio.Protocol):
             self._switched.set_result(False)
         return b""
 
-    def _dispatch(self, record: Record, now: float) -> None:
+    def _dispatch(self, record: Record) -> None:
+        """Any record but data, of which there are by far the most."""
         kind, number, data = record
         stream = self._streams.get(number)
         if stream is None:
             return  # closed meanwhile
-        if kind == Kind.DATA:
-            stream.received(data, now)
-        elif kind == Kind.END:
+        if kind == Kind.END:
             del self._streams[number]
             stream.ended()
         elif kind == Kind.ACCEPTED:

@@ -21,12 +21,12 @@ class Direct(Protocol):
     """A client that can be written to without waiting."""
 
     @property
-    def may_write_now(self) -> bool:
+    def may_write(self) -> bool:
         """It has got the beginning of the stream, and takes what it is sent."""
         ...
 
-    def write_now(self, data: bytes) -> None:
-        """Whole events; only while `may_write_now`."""
+    def write(self, data: bytes) -> None:
+        """Whole events; only while `may_write`."""
         ...
 
 
@@ -82,24 +82,27 @@ class StreamSink:
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         events = [*payloads, closing] if closing and self._closes else payloads
         if events:
-            self._check(events)
+            for event in events:
+                if not self._transport.is_whole(event):
+                    raise _incomplete()
             self._delivered = True
             await self._write(events[0] if len(events) == 1 else b"".join(events))
 
     @property
     def takes_now(self) -> bool:
-        return self._direct is not None and self._direct.may_write_now
+        return self._direct is not None and self._direct.may_write
 
     def take_now(self, payloads: list[bytes]) -> None:
         assert self._direct is not None
-        self._check(payloads)
-        self._delivered = True
-        self._direct.write_now(payloads[0] if len(payloads) == 1 else b"".join(payloads))
-
-    def _check(self, events: list[bytes]) -> None:
-        for event in events:
+        for event in payloads:
             if not self._transport.is_whole(event):
-                raise UpstreamFailure("broken", "The engine sent an incomplete event.")
+                raise _incomplete()
+        self._delivered = True
+        self._direct.write(payloads[0] if len(payloads) == 1 else b"".join(payloads))
+
+
+def _incomplete() -> UpstreamFailure:
+    return UpstreamFailure("broken", "The engine sent an incomplete event.")
 
 
 class BodySink:

@@ -56,14 +56,9 @@ class ClientResponse:
         await self._send_in_time(data, more=True)
 
     @property
-    def may_write_now(self) -> bool:
-        """The stream has begun, the client takes what it is sent, and nothing else must see it."""
-        return self.started and self._direct is not None and self.on_answer is None and self._direct.may_write
-
-    def write_now(self, data: bytes) -> None:
-        """As `write`; only while `may_write_now`."""
-        assert self._direct is not None
-        self._direct.write(data)
+    def direct(self) -> DirectResponse | None:
+        """For the events of a stream that has begun; `None`: something else must see them before the client."""
+        return self._direct if self.on_answer is None else None
 
     async def end(self) -> None:
         await self._send_in_time(b"", more=False)

@@ -137,7 +137,7 @@ class GenerateRoute:
     ) -> None:
         worker = self._worker
         if prepared.stream:
-            await answers.stream(worker.relay, prepared, client.write, record, allowances, client)
+            await answers.stream(worker.relay, prepared, client.write, record, allowances, client.direct)
             record.finished = True
             await client.end()
             return

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 RESPONSE_EXTENSION = "pagemill.response"
 UPGRADE_EXTENSION = "pagemill.upgrade"
@@ -29,6 +32,11 @@ class DirectResponse:
     @property
     def has_left(self) -> bool:
         return self._cycle.disconnected
+
+    @property
+    def has_body(self) -> bool:
+        """The whole body of the request has arrived."""
+        return not self._cycle.more_body
 
     @property
     def may_write(self) -> bool:
