@@ -219,7 +219,7 @@ class LocalBrain:
             return ""
         if deployment.model.engine_token:
             return deployment.model.engine_token
-        if not (record.made_token and record.reports.connected):
+        if record.made_token is None or not record.reports.connected:
             record.made_token = self._made_token(record.endpoint.control_url)
         return record.made_token
 

@@ -45,8 +45,8 @@ class EndpointRecord:
     """The gateway sends it nothing more, since it declined a request or drains; until it restarts or wakes up."""
     readmitted_at: int = 0
     """The latest decision when `draining` ended: refusals of earlier ones do not count."""
-    made_token: str = ""
-    """What the engine has made for itself, since its state stream was opened; empty: to be looked for."""
+    made_token: str | None = None
+    """What the engine had made for itself when its state stream was opened; `None`: to be looked for."""
     drain_acknowledged: bool = False
     """It has confirmed the end of new requests."""
     unreachable: bool = False
