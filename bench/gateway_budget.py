@@ -1,7 +1,7 @@
 """What one streamed request of 32 chunks costs the gateway, step by step: CPU time, Python calls and allocations.
 
 Client and engines are calls in the same process (`routers.in_memory`), so the figures are the gateway's own work; the
-kernel's part is counted in `gateway_overhead`. CPU is that of the event loop's thread: the process that renders templates
+kernel's part is counted in `gateway_overhead`. CPU is that of the event loop's thread: a process that renders templates
 is not in it. `--http` has the engines offer no link.
 """
 
