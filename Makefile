@@ -17,6 +17,8 @@ export PYTHONDONTWRITEBYTECODE :=
 ifeq ($(UV_CACHE_DIR)$(XDG_CACHE_HOME)$(shell test -w "$$HOME" && echo writable),)
 export UV_CACHE_DIR := $(CURDIR)/.uv/cache
 endif
+# Of the native kernels, developers have all levels that their processor runs: tests choose lower ones.
+export PAGEMILL_KERNEL_LEVELS ?= fitting
 PACKAGES := crds protocol kernels engine gateway operator simulator cli
 # Where bench results go; each bench prints a table and a last line of JSON.
 BENCHES := offline_throughput experts quantized structured_output quality kv_waste kv_sharing step_overhead routing startup sleep up gateway_streams chaos simulator_truth
@@ -165,6 +167,26 @@ dist: .uv/release/.installed ## Build the wheels of all packages into dist/, the
 dist-check: $(UV) ## Install the wheels of dist/ into an empty environment without a compiler, and serve with them
 	$(PYTHON) release/check_wheels.py --uv $(UV)
 
+# Linked statically with musl, so that the emulator needs no system of that machine.
+ARM64_CHECK := .uv/arm64/check
+$(ARM64_CHECK): $(wildcard kernels/pagemill_kernels/cpu/src/*) tests/kernels/native/check.cpp | .uv/release/.installed
+	mkdir -p $(@D)
+	printf '%s\n' $(filter %.cpp,$^) | xargs -P $$(nproc) -I{} sh -c '$(RELEASE_ENV)/bin/python -m ziglang c++ \
+		-target aarch64-linux-musl -O3 -std=c++17 -ffp-contract=off -fno-math-errno -c -o $(@D)/$$(basename {} .cpp).o {}'
+	$(RELEASE_ENV)/bin/python -m ziglang c++ -target aarch64-linux-musl -static -pthread -o $@ $(@D)/*.o
+
+.PHONY: arm64-check
+arm64-check: $(ARM64_CHECK) ## Compile the native kernels for 64-bit Arm and run them in an emulator (needs qemu-aarch64-static)
+	qemu-aarch64-static $(ARM64_CHECK)
+
+# What `git describe` finds is the tag before this commit, also where the commit itself is a release.
+.PHONY: previous-wheels
+previous-wheels: | $(UV) ## Fetch the wheels of the release before, for the tests that run them beside today's
+	if tag=$$(git describe --tags --abbrev=0 --match 'v*' HEAD^ 2>/dev/null); then \
+		.uv/bin/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .uv/previous-wheels \
+			"pagemill==$${tag#v}" $(patsubst %,"pagemill-%==$${tag#v}",$(filter-out cli,$(PACKAGES))); \
+	else echo "no release is tagged before this commit; the tests take an earlier commit"; fi
+
 .PHONY: sbom
 sbom: $(UV) ## Write what the wheels depend on to dist/ as CycloneDX
 	mkdir -p dist
@@ -201,6 +223,10 @@ crds: .venv/.installed ## Write the custom resource's YAML and reference page fr
 	$(BIN)/python -m pagemill_crds.generate
 	$(BIN)/python charts/generate.py
 
+.PHONY: release-freeze
+release-freeze: .venv/.installed ## Freeze the custom resource and the messages between programs as this release publishes them
+	PYTHONPATH=tests/shared $(BIN)/python tests/crds/freeze.py
+
 .PHONY: docs
 docs: .venv/.installed crds ## Write the reference pages from the code
 	$(BIN)/python docs/generate.py
@@ -230,17 +256,20 @@ clean: ## Remove the environment, caches and build outputs
 INSTALLED_FROM := uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*)
 # Bytecode at once: a start from sources takes twice as long. uv compiles what it installs, not the packages of this repository.
 # `date` around the lines: the first phase that `make up` reports.
+# What serves on one machine imports no client of a cluster, two fifths of all files, and no tests.
+RUNNING := -x '/(kubernetes|tests)/' .venv/lib
 define install
 @start=$$(date +%s); \
-$(UV) sync --frozen --compile-bytecode $(UV_FLAGS) $(1); \
-$(BIN)/python -m compileall -q -j 0 $(PACKAGES); \
+$(UV) sync --frozen $(UV_FLAGS) $(1); \
+$(BIN)/python -m compileall -q -j 0 $(2) $(PACKAGES); \
 touch $@; \
 echo "phase download+install: $$(( $$(date +%s) - start )) s"
 endef
 
 .venv/.installed: $(INSTALLED_FROM) | $(UV)
-	$(call install)
+	$(call install,--compile-bytecode)
 
 # What serves models on CPUs, a tenth of what develops: no torch, and nothing of the tests. Where all is installed that is enough.
+.venv/.runnable: export PAGEMILL_KERNEL_LEVELS := $(if $(wildcard .venv/.installed),fitting,highest)
 .venv/.runnable: $(INSTALLED_FROM) | $(UV)
-	$(if $(wildcard .venv/.installed),$(call install),$(call install,--no-group dev))
+	$(if $(wildcard .venv/.installed),$(call install,--compile-bytecode),$(call install,--no-group dev,$(RUNNING)))

@@ -16,7 +16,7 @@ import openai
 
 REQUEST_TIMEOUT_S = 180.0
 EXACT_DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
+apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
 metadata:
   name: {name}

@@ -32,7 +32,7 @@ NUM_CLIENTS = 16
 NUM_TOKENS = 24
 POLL_S = 0.25
 DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
+apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
 metadata:
   name: {name}

@@ -37,7 +37,7 @@ POLL_S = 2.0
 MAX_SHOWN = 256
 """Decisions that the gateway keeps."""
 DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
+apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
 metadata:
   name: {name}

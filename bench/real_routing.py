@@ -37,7 +37,7 @@ SYSTEM_TOKENS = 64
 QUESTION_TOKENS = (16, 48)
 PAUSE_S = (0.1, 0.6)
 DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
+apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
 metadata:
   name: {name}

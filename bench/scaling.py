@@ -20,10 +20,11 @@ from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, with_default_targets
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_protocol.state import StepTimeParams
+from pagemill_simulator.bounds.clairvoyant import search
+from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.figures import Figures, Span, figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
-from pagemill_simulator.scaling.clairvoyant import Clairvoyant
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.scaling.rivals import make_rival
 from pagemill_simulator.scaling.simulated import own, rival
@@ -94,7 +95,7 @@ def shape(engine: EngineConfig) -> Shape:
     )
 
 
-def held_within_slo(workload: Workload, engine: EngineConfig = ENGINE) -> float:
+def held_within_slo(workload: Workload, engine: EngineConfig = ENGINE, slo: Slo = SLO) -> float:
     """Requests that one replica holds at the highest rate that meets the SLO, by Little's law."""
     requests = workload.requests
     prompts = sorted(each.num_prompt_tokens for each in requests)
@@ -102,18 +103,20 @@ def held_within_slo(workload: Workload, engine: EngineConfig = ENGINE) -> float:
         sum(prompts) / len(requests),
         sum(each.num_output_tokens for each in requests) / len(requests),
     )
-    high = prompts[int(SLO.share * (len(prompts) - 1))]
-    predictor, held, rate = Predictor(shape(engine), SLO.share), 1.0, 0.1
+    high = prompts[int(slo.share * (len(prompts) - 1))]
+    predictor, held, rate = Predictor(shape(engine), slo.share), 1.0, 0.1
     while True:
         found = predictor.predict(OfferedLoad(rate, mean_prompt, mean_prompt, high, mean_output), 1)
-        if found.ttft_ms > (SLO.ttft_ms or 0) or found.tpot_ms > (SLO.tpot_ms or 0):
+        if found.ttft_ms > (slo.ttft_ms or 0) or found.tpot_ms > (slo.tpot_ms or 0):
             return held
         held = max(held, rate * mean_output * found.tpot_ms / 1000)
         rate += 0.1
 
 
-def policies(workload: Workload, engine: EngineConfig = ENGINE) -> dict[str, Callable[[], FleetScaler]]:
-    held = f"{held_within_slo(workload, engine):.0f}"
+def policies(
+    workload: Workload, engine: EngineConfig = ENGINE, *, bounds: Bounds = BOUNDS, slo: Slo = SLO
+) -> dict[str, Callable[[], FleetScaler]]:
+    held = f"{held_within_slo(workload, engine, slo):.0f}"
     reported = {
         "kubeai": {"target_requests": held},
         "hpa": {},
@@ -121,24 +124,16 @@ def policies(workload: Workload, engine: EngineConfig = ENGINE) -> dict[str, Cal
         "wva": {},
         "wva-hpa": {},
         "knative": {"target_concurrency": held},
-        "dynamo": {"ttft_ms": str(SLO.ttft_ms), "itl_ms": str(SLO.tpot_ms)},
+        "dynamo": {"ttft_ms": str(slo.ttft_ms), "itl_ms": str(slo.tpot_ms)},
     }
-    settings = ScalingSettings("Active", *BOUNDS, slo=SLO)
-    targets = with_default_targets(ScalingSettings("Active", *BOUNDS))
-    rivals = {name: _rival(name, parameters) for name, parameters in reported.items()}
-    return {
-        "pagemill": lambda: own(settings),
-        "pagemill, targets": lambda: own(targets),
-        **rivals,
-        "clairvoyant": lambda: rival(
-            Clairvoyant(BOUNDS.max_replicas, workload, cold_start_s=COLD_START.total_s, shape=shape(engine), slo=SLO),
-            BOUNDS,
-        ),
-    }
+    settings = ScalingSettings("Active", *bounds, slo=slo)
+    targets = with_default_targets(ScalingSettings("Active", *bounds))
+    rivals = {name: _rival(name, parameters, bounds) for name, parameters in reported.items()}
+    return {"pagemill": lambda: own(settings), "pagemill, targets": lambda: own(targets), **rivals}
 
 
-def _rival(name: str, parameters: dict[str, str]) -> Callable[[], FleetScaler]:
-    return lambda: rival(make_rival(name, parameters), BOUNDS)
+def _rival(name: str, parameters: dict[str, str], bounds: Bounds) -> Callable[[], FleetScaler]:
+    return lambda: rival(make_rival(name, parameters), bounds)
 
 
 def row(figures: Figures) -> list[str]:
@@ -171,6 +166,8 @@ def main() -> None:
             policy: simulate_fleet(workload, settings, make(), fast=not args.exact)
             for policy, make in policies(workload, engine).items()
         }
+        trials = Trials("clairvoyant", workload, settings, SLO)
+        outcomes["clairvoyant"] = trials.simulate(search(trials).schedule)
         slo = {"slo_ttft_ms": SLO.ttft_ms, "slo_tpot_ms": SLO.tpot_ms}
         found = [figures_of(each, **slo, apart_s=steps_of(name)) for each in outcomes.values()]
         rows = [[policy, *row(each)[1:]] for policy, each in zip(outcomes, found, strict=True)]

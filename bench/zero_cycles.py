@@ -42,7 +42,7 @@ Moment = Literal["gone", "leaving", "falling"]
 MOMENTS: tuple[Moment, ...] = ("gone", "leaving", "falling")
 """No process is left; the order to go was given; `IDLE_S` after the latest answer, give or take a second."""
 DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
+apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
 metadata:
   name: {name}

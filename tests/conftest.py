@@ -6,8 +6,10 @@ Property tests draw a sample of their examples unless `--hypothesis-profile=full
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -21,6 +23,17 @@ settings.register_profile("sample", settings(), max_examples=30, deadline=None)
 settings.register_profile("full", settings(), max_examples=100, deadline=None)
 settings.register_profile("thorough", settings(), max_examples=5000, deadline=None)
 settings.load_profile("sample")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives until the end: the garbage collector need not look at it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,7 +31,7 @@ FULL_AFTER_S = 15.0
 MEASURE_S = 20
 TIMEOUT_S = 180.0
 DEPLOYMENT = f"""\
-apiVersion: pagemill.dev/v1alpha1
+apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
 metadata:
   name: measured

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pagemill_crds import CATEGORY, GROUP, KIND, PLURAL, SHORT_NAMES, SINGULAR, VERSION
+from pagemill_crds import CATEGORY, GROUP, KIND, PLURAL, SERVED_VERSIONS, SHORT_NAMES, SINGULAR, STORED_VERSION
 from pagemill_crds.reference import reference_page
 from pagemill_crds.schema import structural_schema
 
@@ -37,10 +37,34 @@ WIDE_COLUMNS = [
 
 def custom_resource_definition() -> dict[str, Any]:
     """The CustomResourceDefinition as a plain object."""
-    version = {
-        "name": VERSION,
+    names = {
+        "kind": KIND,
+        "listKind": f"{KIND}List",
+        "plural": PLURAL,
+        "singular": SINGULAR,
+        "shortNames": list(SHORT_NAMES),
+        "categories": [CATEGORY],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "pagemill"}},
+        "spec": {
+            "group": GROUP,
+            "names": names,
+            "scope": "Namespaced",
+            # The schemas are the same, so that changing `apiVersion` is the whole conversion.
+            "conversion": {"strategy": "None"},
+            "versions": [_version(name) for name in SERVED_VERSIONS],
+        },
+    }
+
+
+def _version(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
         "served": True,
-        "storage": True,
+        "storage": name == STORED_VERSION,
         "subresources": {
             "status": {},
             "scale": {
@@ -58,20 +82,6 @@ def custom_resource_definition() -> dict[str, Any]:
             for name, kind, path, description in WIDE_COLUMNS
         ],
         "schema": {"openAPIV3Schema": structural_schema()},
-    }
-    names = {
-        "kind": KIND,
-        "listKind": f"{KIND}List",
-        "plural": PLURAL,
-        "singular": SINGULAR,
-        "shortNames": list(SHORT_NAMES),
-        "categories": [CATEGORY],
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{PLURAL}.{GROUP}", "labels": {"app.kubernetes.io/part-of": "pagemill"}},
-        "spec": {"group": GROUP, "names": names, "scope": "Namespaced", "versions": [version]},
     }
 
 

@@ -17,6 +17,8 @@ from support.programs import find
 from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
 from support.waiting import until
 
+from pagemill_crds import API_VERSION, SERVED_VERSIONS, STORED_API_VERSION
+
 ROLLING = {"gateway": {"drainTimeoutSeconds": 45}, "operator": {"resyncSeconds": 700}}
 """Settings that replace every pod of the release, whatever else the charts differ in."""
 
@@ -50,7 +52,8 @@ def test_upgrade_and_rollback_interrupt_no_stream(
     unbroken_path: None, own: Release, space: Kubectl, previous: Previous
 ) -> None:
     _install(own, previous)
-    chat = deploy(space, llmdeployment("chat", replicas=2))
+    # The earlier release may serve one version only, and what was applied with it goes on in the next one.
+    chat = deploy(space, {**llmdeployment("chat", replicas=2), "apiVersion": STORED_API_VERSION})
     chat.wait_ready(2)
     engines = {pod["metadata"]["uid"] for pod in chat.pods()}
     before = _uids(own)
@@ -58,12 +61,23 @@ def test_upgrade_and_rollback_interrupt_no_stream(
         own.install(values=ROLLING)
         load.wait_for(10)
         upgraded = _replaced(own, before)
+        space.apply(llmdeployment("chat", replicas=2))  # in the newest version: nothing else of it changes
+        _forget_versions(space)
+        assert chat.get()["apiVersion"] == API_VERSION
         own.helm("rollback", own.name, "1", "--wait")
+        _forget_versions(space)
         load.wait_for(10)
         _replaced(own, upgraded)
     load.report().assert_all_complete(at_least=30)
     assert {pod["metadata"]["uid"] for pod in chat.pods()} == engines, "an upgrade of the platform restarted an engine"
     chat.wait_ready(2)
+
+
+def _forget_versions(kubectl: Kubectl) -> None:
+    """kubectl keeps for hours which versions a cluster serves, unless it is asked for them."""
+    newest = kubectl.json("get", "crd/llmdeployments.pagemill.dev")["spec"]["versions"][0]["name"]
+    asked = ("api-resources", "--api-group=pagemill.dev")
+    until("kubectl knows the newest version", lambda: newest in kubectl.ok(*asked), timeout_s=30)
 
 
 def test_the_definition_is_upgraded_with_the_release(own: Release, previous: Previous) -> None:
@@ -72,6 +86,7 @@ def test_the_definition_is_upgraded_with_the_release(own: Release, previous: Pre
     definition = own.cluster.kubectl.json("get", "crd/llmdeployments.pagemill.dev")
     assert definition["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
     rendered = own.helm("get", "manifest", own.name)
+    assert [each["name"] for each in definition["spec"]["versions"] if each["served"]] == list(SERVED_VERSIONS)
     for description in _descriptions(definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]):
         assert " ".join(description.split()) in " ".join(rendered.replace("''", "'").split())
 

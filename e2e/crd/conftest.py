@@ -47,7 +47,7 @@ def deployment() -> Callable[..., Deployment]:
     def build(**sections: Any) -> Deployment:
         spec = {"model": {"source": SOURCE}, **copy.deepcopy(sections)}
         return {
-            "apiVersion": "pagemill.dev/v1alpha1",
+            "apiVersion": "pagemill.dev/v1beta1",
             "kind": "LLMDeployment",
             "metadata": {"name": f"test-{next(numbers)}"},
             "spec": spec,

@@ -31,7 +31,7 @@ def test_scale_reports_replicas_and_the_selector(kubectl: Any, create: Create, d
     assert scale["status"] == {"replicas": 2, "selector": f"pagemill.dev/deployment={name}"}
 
 
-PATH = "/apis/pagemill.dev/v1alpha1/namespaces/default/llmdeployments"
+PATH = "/apis/pagemill.dev/v1beta1/namespaces/default/llmdeployments"
 
 
 def test_scaling_obeys_the_limits_of_the_field(kubectl: Any, create: Create, deployment: Any) -> None:

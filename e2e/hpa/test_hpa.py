@@ -58,7 +58,7 @@ def test_kubectl_scale_is_carried_out_where_replicas_are_external(release: Relea
         until("one pod is left", lambda: len(space.items("pods", "--selector", chat.pod_selector)) == 1, timeout_s=90)
         load.wait_for(5)
     load.report().assert_all_complete(at_least=15)
-    path = f"/apis/pagemill.dev/v1alpha1/namespaces/{space.namespace}/llmdeployments/chat/scale"
+    path = f"/apis/pagemill.dev/v1beta1/namespaces/{space.namespace}/llmdeployments/chat/scale"
     scale = json.loads(space.ok("get", "--raw", path))
     assert (scale["spec"]["replicas"], scale["status"]["replicas"]) == (1, 1)
 

@@ -31,7 +31,7 @@ def llmdeployment(name: str, **sections: Any) -> Document:
     if changed["resources"]["gpus"]:
         del changed["engine"]["deterministic"]
     return {
-        "apiVersion": "pagemill.dev/v1alpha1",
+        "apiVersion": "pagemill.dev/v1beta1",
         "kind": "LLMDeployment",
         "metadata": {"name": name},
         "spec": changed,

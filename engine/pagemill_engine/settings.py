@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 _OPENMP = {
-    # Turns that a thread spins for another before it sleeps. Below 2,000 it sleeps between two operations of a step
+    # Turns that a thread of torch's spins for another before it sleeps. Below 2,000 it sleeps between two operations
     # (SmolLM2 on two quiet cores: 23 ms a token with 300, 11 with 1,000, 8 from 2,000 on). The library's own 300,000
     # take milliseconds from the very thread that is waited for wherever cores are shared: 700 ms a token beside other
     # work, 100 with 3,000.

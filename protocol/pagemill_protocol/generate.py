@@ -17,7 +17,6 @@ from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 
-PROTOCOL_VERSION = 1
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

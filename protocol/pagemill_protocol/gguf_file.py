@@ -12,14 +12,15 @@ import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from pagemill_protocol.ggml_types import GGMLType as GGMLType
 from pagemill_protocol.gguf_split import part_names
 from pagemill_protocol.source_errors import UnreadableModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
@@ -52,6 +53,10 @@ class GGUFError(UnreadableModelError):
     """The file is not a GGUF file that can be read; the message says where and what to do."""
 
 
+class _CutShort(GGUFError):
+    """The data ends before the header does."""
+
+
 class GGUFTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
@@ -71,7 +76,7 @@ class GGUFTensor(NamedTuple):
 class StringArray(Sequence[str]):
     """An array of strings that lies in the file; decoded as a whole at the first access."""
 
-    def __init__(self, data: mmap.mmap, offset: int, count: int, key: str, path: Path) -> None:
+    def __init__(self, data: mmap.mmap | bytes, offset: int, count: int, key: str, path: Path) -> None:
         self._data = data
         self._offset = offset
         self._count = count
@@ -157,6 +162,8 @@ class GGUFFile:
 
     def data_of(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """As `data`, also of a part of a tensor."""
+        import numpy as np
+
         return np.frombuffer(self._parts[tensor.part], dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
@@ -170,6 +177,19 @@ class GGUFFile:
 def check_gguf(path: Path) -> None:
     """Look through one file by itself, which may be any part of a split model. Raises `GGUFError`."""
     _Header(_mapped(path), path).read()
+
+
+def header_bytes(data: bytes, path: Path) -> int | None:
+    """How long the header is of the file that begins with `data`; `None`: longer than that. `path`: for messages.
+
+    Raises `GGUFError` for what is no GGUF file.
+    """
+    header = _Header(data, path)
+    try:
+        header.read_table()
+    except _CutShort:
+        return None
+    return header.end
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -201,7 +221,7 @@ def _further_parts(header: _Header, path: Path) -> list[str]:
 class _Header:
     """One pass over header, metadata and tensor table."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
+    def __init__(self, data: mmap.mmap | bytes, path: Path) -> None:
         self._data = data
         self._path = path
         self._size = len(data)
@@ -211,7 +231,19 @@ class _Header:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
 
+    @property
+    def end(self) -> int:
+        """Of what was read so far."""
+        return self._position
+
     def read(self) -> None:
+        infos = self.read_table()
+        data_start = -(-self._position // self.alignment) * self.alignment
+        for info in infos:
+            self._place(info, data_start)
+
+    def read_table(self) -> list[tuple[str, tuple[int, ...], GGMLType, int]]:
+        """Metadata and tensors as the file lists them; where these lie is not looked at."""
         num_tensors, num_entries = self._read_start()
         for _ in range(num_entries):
             key = self._string("a metadata key", MAX_KEY_BYTES)
@@ -219,10 +251,7 @@ class _Header:
                 raise self._error(f"the metadata key `{key}` appears twice")
             self.metadata[key] = self._value(self._scalar(4, key), key)
         self._read_alignment()
-        infos = [self._tensor_info() for _ in range(num_tensors)]
-        data_start = -(-self._position // self.alignment) * self.alignment
-        for info in infos:
-            self._place(info, data_start)
+        return [self._tensor_info() for _ in range(num_tensors)]
 
     def _read_start(self) -> tuple[int, int]:
         magic = self._data[:4]
@@ -239,9 +268,11 @@ class _Header:
                 raise GGUFError(f"`{self._path}` is a big-endian GGUF file. Convert it to little-endian.")
             raise GGUFError(f"`{self._path}` has the unsupported GGUF version {self.version}. Convert it to version 3.")
         num_tensors, num_entries = self._scalar(10, "the tensor count"), self._scalar(10, "the metadata count")
-        fits = num_tensors * _MIN_TENSOR_BYTES + num_entries * _MIN_ENTRY_BYTES <= self._size
-        if not fits or num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
-            raise self._error(f"it claims {num_tensors} tensors and {num_entries} metadata entries, too many")
+        many = f"it claims {num_tensors} tensors and {num_entries} metadata entries, too many"
+        if num_tensors > MAX_TENSORS or num_entries > MAX_ENTRIES:
+            raise self._error(many)
+        if num_tensors * _MIN_TENSOR_BYTES + num_entries * _MIN_ENTRY_BYTES > self._size:
+            raise self._cut_short(many)
         return num_tensors, num_entries
 
     def _value(self, kind: int, key: str) -> Any:
@@ -274,10 +305,10 @@ class _Header:
         last = self._size - 8
         for index in range(count):
             if position > last:
-                raise self._error(f"string {index} of {count} of `{key}` runs past the end")
+                raise self._cut_short(f"string {index} of {count} of `{key}` runs past the end")
             position += 8 + unpack(data, position)[0]
         if position > self._size:
-            raise self._error(f"the last string of `{key}` runs past the end")
+            raise self._cut_short(f"the last string of `{key}` runs past the end")
         self._position = position
         return StringArray(data, start, count, key, self._path)
 
@@ -302,7 +333,7 @@ class _Header:
 
     def _need(self, num_bytes: int, what: str) -> None:
         if num_bytes > self._size - self._position:
-            raise self._error(f"{what} needs {num_bytes} bytes where {self._size - self._position} are left")
+            raise self._cut_short(f"{what} needs {num_bytes} bytes where {self._size - self._position} are left")
 
     def _read_alignment(self) -> None:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -348,4 +379,10 @@ class _Header:
         self.tensors[name] = GGUFTensor(name, shape, ggml_type, data_start + offset, num_bytes)
 
     def _error(self, message: str) -> GGUFError:
-        return GGUFError(f"`{self._path}` cannot be read as GGUF: {message}. {_REMEDY}")
+        return GGUFError(self._why(message))
+
+    def _cut_short(self, message: str) -> GGUFError:
+        return _CutShort(self._why(message))
+
+    def _why(self, message: str) -> str:
+        return f"`{self._path}` cannot be read as GGUF: {message}. {_REMEDY}"

@@ -15,9 +15,9 @@ from typing import Literal
 
 import msgspec
 
-from pagemill_protocol.generate import PROTOCOL_VERSION
 from pagemill_protocol.histogram import Histogram
 from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.versions import FIRST_VERSION
 
 Truth = Literal["value", "unknown", "stale"]
 
@@ -154,5 +154,6 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 class LoadFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: int = FIRST_VERSION
+    """Of `pagemill_protocol.versions`, for people; the header of the stream is what counts."""
     deployments: list[DeploymentLoad] = []

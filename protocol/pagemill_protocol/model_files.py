@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pagemill_protocol.gguf_file import GGUFFile
 from pagemill_protocol.model_spec import ModelSpec, checked
+from pagemill_protocol.safetensors_header import lacks_weights
 from pagemill_protocol.spec_from_config import spec_from_folder
 from pagemill_protocol.spec_from_gguf import spec_from_gguf
 
@@ -16,3 +17,11 @@ def load_model_spec(path: str | Path) -> ModelSpec:
     if path.is_dir():
         return checked(spec_from_folder(path), path)
     return checked(spec_from_gguf(GGUFFile(path)), path)
+
+
+def load_outlined_spec(path: Path) -> ModelSpec:
+    """As `load_model_spec`, also of a folder whose weights are not there but for their index: what is known of such a
+    model suffices for a plan, not for an engine."""
+    if path.is_dir() and lacks_weights(path):
+        return checked(spec_from_folder(path, by_index=True), path)
+    return load_model_spec(path)

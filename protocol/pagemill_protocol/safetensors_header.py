@@ -17,6 +17,7 @@ from pagemill_protocol.source_errors import UnreadableModelError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _DTYPE_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
@@ -26,6 +27,15 @@ _DTYPE_BITS = {
     "F6_E2M3": 6,
     "F6_E3M2": 6,
 }
+
+
+class WeightIndex(NamedTuple):
+    """What an index says of weights that need not be there."""
+
+    names: frozenset[str]
+    """Of the stored tensors."""
+    num_bytes: int
+    """Of all of them; 0: it does not say."""
 
 
 class TensorHeader(NamedTuple):
@@ -76,16 +86,58 @@ def weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> file, from the folder's index; empty if the index is not used."""
     if (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
         return {}
-    entries = read_object(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(entries, dict) or not entries:
-        raise UnreadableModelError(f"`{folder / INDEX_FILE}` has no `weight_map`.")
-    files = {tensor: str(name) for tensor, name in entries.items()}
+    files = _entries(folder)
     for name in sorted(set(files.values())):
         if Path(name).name != name:
             raise UnreadableModelError(f"`{folder / INDEX_FILE}` names the file `{name}`, which is outside the folder.")
         if not (folder / name).is_file():
             raise UnreadableModelError(f"`{folder}` lacks the weight file `{name}` that its index names. Fetch it.")
     return files
+
+
+def lacks_weights(folder: Path) -> bool:
+    """There is an index, and not all of the files that it names: none, or pointers in the place of large files."""
+    if (folder / SINGLE_FILE).is_file() and not _is_pointer(folder / SINGLE_FILE):
+        return False
+    if not (folder / INDEX_FILE).is_file():
+        return False
+    shards = (folder / name for name in set(_entries(folder).values()))
+    return any(not shard.is_file() or _is_pointer(shard) for shard in shards)
+
+
+def read_index(folder: Path) -> WeightIndex:
+    """Raises `UnreadableModelError`."""
+    metadata = read_object(folder / INDEX_FILE).get("metadata")
+    num_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
+    is_size = type(num_bytes) in (int, float) and num_bytes is not None and num_bytes > 0
+    return WeightIndex(frozenset(_entries(folder)), int(num_bytes) if is_size and num_bytes else 0)
+
+
+def index_of_header(raw: bytes, where: str) -> dict[str, Any]:
+    """An index with what a single file's header says. Raises `UnreadableModelError`."""
+    try:
+        header = orjson.loads(raw)
+        tensors = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        num_bytes = sum(int(end) - int(start) for start, end in tensors.values())
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnreadableModelError(f"{where} has a header that cannot be read ({error}).") from None
+    return {"metadata": {"total_size": num_bytes}, "weight_map": dict.fromkeys(tensors, SINGLE_FILE)}
+
+
+def _is_pointer(path: Path) -> bool:
+    """What git leaves in the place of a large file that was not fetched."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_POINTER)) == _POINTER
+    except OSError:
+        return False
+
+
+def _entries(folder: Path) -> dict[str, str]:
+    entries = read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise UnreadableModelError(f"`{folder / INDEX_FILE}` has no `weight_map`.")
+    return {tensor: str(name) for tensor, name in entries.items()}
 
 
 def read_header(path: Path) -> list[TensorHeader]:

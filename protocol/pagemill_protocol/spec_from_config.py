@@ -16,11 +16,14 @@ from pagemill_protocol.model_spec import ModelSpec, checked
 from pagemill_protocol.models.config_values import check_quantization, quantization_bits, quantization_of
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.models.pooling_files import most_tokens, read_pooling
-from pagemill_protocol.safetensors_header import read_folder_headers
+from pagemill_protocol.safetensors_header import read_folder_headers, read_index
 
 
-def spec_from_folder(folder: Path) -> ModelSpec:
-    """Raises `SourceError`; whether the numbers fit together is not yet checked."""
+def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
+    """Raises `SourceError`; whether the numbers fit together is not yet checked.
+
+    `by_index`: the weights are not there, and their index stands for them.
+    """
     path = folder / "config.json"
     values = read_object(path)
     decoder = decoder_from_config(values, path)
@@ -28,21 +31,25 @@ def spec_from_folder(folder: Path) -> ModelSpec:
     if decoder.head is None:
         pooling = read_pooling(folder, values, decoder)
         decoder = msgspec.structs.replace(decoder, max_position_embeddings=most_tokens(folder, decoder))
-    tensors = read_folder_headers(folder)
-    counted = [tensor for tensor in tensors.values() if not decoder.is_ignored(tensor.name)]
     quantization = quantization_of(values)
-    if quantization is None:
-        num_parameters = sum(tensor.num_elements for tensor in counted)
+    if by_index:
+        counted, weight_bytes = None, read_index(folder).num_bytes
     else:
-        # One element may hold several codes.
+        tensors = read_folder_headers(folder).values()
+        counted = [tensor for tensor in tensors if not decoder.is_ignored(tensor.name)]
+        weight_bytes = sum(tensor.num_bytes for tensor in counted)
+    if counted is None or quantization is not None:
+        # An index says nothing of shapes, and one stored element may hold several codes.
         num_parameters = sum(math.prod(shape) for shape in decoder.shapes().values())
+    else:
+        num_parameters = sum(tensor.num_elements for tensor in counted)
     return ModelSpec(
         decoder=decoder,
         dtype=_dtype(values),
         quantization=quantization,
         quantization_bits=quantization_bits(values),
         weights_format="safetensors",
-        weight_bytes=sum(tensor.num_bytes for tensor in counted),
+        weight_bytes=weight_bytes,
         num_parameters=num_parameters,
         pooling=pooling,
     )

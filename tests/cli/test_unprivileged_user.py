@@ -82,6 +82,7 @@ def running(folder: Path, home: str, *arguments: str) -> Iterator[tuple[str, lis
         process.stderr.close()
 
 
+@pytest.mark.sample("/")
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.model
 def test_a_model_is_served_by_a_user_who_may_write_temporary_files_only(folder: Path, home: str) -> None:
@@ -98,6 +99,7 @@ def test_a_model_is_served_by_a_user_who_may_write_temporary_files_only(folder: 
     assert list(folder.iterdir()) == [], "nothing is left there"
 
 
+@pytest.mark.sample("/nonexistent")
 @pytest.mark.parametrize("home", HOMES)
 def test_a_deployment_comes_up_for_a_user_who_may_write_temporary_files_only(
     folder: Path, home: str, simulated: Callable[..., dict[str, Any]]

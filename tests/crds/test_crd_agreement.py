@@ -19,7 +19,7 @@ from pagemill_crds.models import LLMDeployment
 Admit = Callable[[dict[str, Any]], list[str]]
 
 BASE: dict[str, Any] = {
-    "apiVersion": "pagemill.dev/v1alpha1",
+    "apiVersion": "pagemill.dev/v1beta1",
     "kind": "LLMDeployment",
     "metadata": {"name": "chat"},
     "spec": {"model": {"source": "hf://org/name"}},

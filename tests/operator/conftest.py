@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from light_model import light_model
 from waiting import START_LIMIT_S
 
 from pagemill_crds.models import LLMDeployment
@@ -60,7 +61,13 @@ class Machine:
 
     def plan(self, name: str = "chat", **changes: Any) -> Plan:
         arguments = ["--null-runner", "--num-kv-blocks=256"]
-        changes = {"engine__extraArgs": arguments, "engine__maxModelLen": 512, "rollout__drainTimeout": "2s", **changes}
+        changes = {
+            "model__source": f"file://{light_model()}",
+            "engine__extraArgs": arguments,
+            "engine__maxModelLen": 512,
+            "rollout__drainTimeout": "2s",
+            **changes,
+        }
         return make_plan(_deployment(name, **changes))
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -12,12 +12,14 @@ from scaling_world import BLOCK_SIZE, BLOCKS, Scaled, arrivals, busy, engines, s
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.behavior import LONGEST_GAP_S
 from pagemill_operator.autoscaler.demand import PANIC_S, STARTS_S, DemandPolicy
-from pagemill_operator.autoscaler.memory import Memory
+from pagemill_operator.autoscaler.memory import MAX_FLAPS, Memory
 from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
 
 KV = ScalingSettings("Active", 1, 10, kv_cache_usage=0.8, queue_depth=4)
+WINDOW = msgspec.structs.replace(KV, down=Direction(300.0, is_own_window=True))
+"""Its window is set, so no idle replica goes sooner."""
 
 
 def policy(**changes: Any) -> ScalingSettings:
@@ -99,7 +101,7 @@ def test_what_is_known_still_adds_while_something_is_missing() -> None:
 
 
 def test_a_demand_without_all_numbers_counts_in_no_window() -> None:
-    scaled = Scaled(KV, replicas=6)
+    scaled = Scaled(WINDOW, replicas=6)
     scaled.run(400, lambda at, ready: {"active": 4.5, "rate": 1.0})
     scaled.run(400, lambda at, ready: {"num_reporting": 0, "engines": EnginesLoad(), "arrivals": Arrivals()})
     scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
@@ -109,7 +111,7 @@ def test_a_demand_without_all_numbers_counts_in_no_window() -> None:
 
 
 def test_load_that_falls_removes_after_the_window_as_much_as_the_window_allows() -> None:
-    scaled = Scaled(KV, replicas=6)
+    scaled = Scaled(WINDOW, replicas=6)
     scaled.run(100, lambda at, ready: {"active": 3.5, "rate": 1.0})
     scaled.run(290, lambda at, ready: {"active": 0.4, "rate": 1.0})
     assert scaled.changes == [(6, 5)], "a window after the start, by the highest demand within it"
@@ -201,7 +203,7 @@ def test_a_starting_replica_is_not_ended_because_its_caller_gave_up() -> None:
 
 
 def test_several_idle_replicas_go_by_the_window_and_the_last_by_its_own() -> None:
-    scaled = Scaled(policy(min_replicas=0, idle_s=30.0), replicas=4)
+    scaled = Scaled(policy(min_replicas=0, idle_s=30.0, down=WINDOW.down), replicas=4)
     scaled.run(280, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=1000 + at)})
     assert scaled.wanted == 4
     scaled.run(60, lambda at, ready: {"arrivals": arrivals(0.0, idle_s=2000 + at)})
@@ -265,7 +267,7 @@ def test_shrinking_is_as_fast_as_the_behavior_allows(down: Direction, expected: 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0, LONGEST_GAP_S + 1])
 def test_a_clock_that_jumps_removes_nothing_for_a_window(jump_s: float) -> None:
-    scaled = Scaled(KV, replicas=4)
+    scaled = Scaled(WINDOW, replicas=4)
     scaled.run(200, lambda at, ready: {"active": 0.2, "rate": 1.0})
     scaled.now += jump_s
     scaled.run(290, lambda at, ready: {"active": 0.2, "rate": 1.0})
@@ -299,11 +301,33 @@ def test_a_removal_that_was_needed_again_makes_the_next_one_wait_longer() -> Non
     assert len([change for change in own.changes if change[1] > change[0]]) >= 11, "an explicit window is kept"
 
 
-def test_a_sine_is_followed_without_flapping() -> None:
-    scaled = Scaled(KV, replicas=2, cold_start_s=20.0)
+@pytest.mark.parametrize(("settings", "most_removals"), [(WINDOW, 0), (KV, MAX_FLAPS)])
+def test_a_sine_is_followed_without_flapping(settings: ScalingSettings, most_removals: int) -> None:
+    scaled = Scaled(settings, replicas=2, cold_start_s=20.0)
     scaled.run(7200, lambda at, ready: busy(2.0 + math.sin(at * 2 * math.pi / 240), ready))
-    assert len([change for change in scaled.changes if change[1] < change[0]]) == 0
+    assert len([change for change in scaled.changes if change[1] < change[0]]) <= most_removals
     assert 4 <= scaled.wanted <= 5
+
+
+@pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 60.0), (50.0, 100.0), (400.0, 300.0)])
+def test_replicas_that_half_as_much_load_again_leaves_idle_go_after_two_starts(
+    cold_start_s: float, idle_s: float
+) -> None:
+    scaled = Scaled(KV, replicas=6, cold_start_s=cold_start_s)
+    scaled.run(400, lambda at, ready: {"active": 4.5, "rate": 1.0})
+    scaled.run(idle_s - 10, lambda at, ready: {"active": 0.4, "rate": 1.0})
+    assert scaled.wanted == 6
+    scaled.run(20, lambda at, ready: {"active": 0.4, "rate": 1.0})
+    assert scaled.wanted == 1
+
+
+def test_a_replica_that_half_as_much_load_again_would_use_goes_by_the_window() -> None:
+    scaled = Scaled(KV, replicas=2, cold_start_s=30.0)
+    scaled.run(400, lambda at, ready: {"active": 1.5, "rate": 1.0})
+    scaled.run(280, lambda at, ready: {"active": 0.6, "rate": 1.0})
+    assert scaled.wanted == 2
+    scaled.run(40, lambda at, ready: {"active": 0.6, "rate": 1.0})
+    assert scaled.wanted == 1
 
 
 def test_the_resource_with_its_defaults() -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 from hand_clock import Clock
+from killable_server import serve
 
 from pagemill_operator.autoscaler.signals import Fleet, Signals, merge
 from pagemill_operator.controller.load_stream import display_wait_s
 from pagemill_operator.load.store import LoadStore, MeasuredLoad
+from pagemill_operator.load.stream import follow_load
+from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import (
     Arrivals,
@@ -25,6 +31,7 @@ from pagemill_protocol.load import (
     PodsSeen,
     QueueLoad,
 )
+from pagemill_protocol.versions import OLDEST_VERSION, PROTOCOL_HEADER, PROTOCOL_VERSION, UnsupportedProtocol
 
 KEY = "default/chat"
 
@@ -200,3 +207,23 @@ def test_a_share_is_a_share(loads: LoadStore, active: int, shown: float) -> None
 def test_a_shown_load_stays_for_half_a_minute(shown_at: str | None, wait_s: float) -> None:
     status = {"load": {"lastUpdateTime": shown_at}} if shown_at else {}
     assert display_wait_s(status, datetime(2026, 1, 1, tzinfo=UTC)) == wait_s
+
+
+@pytest.mark.parametrize("version", [OLDEST_VERSION - 1, PROTOCOL_VERSION + 1])
+async def test_a_gateway_older_than_the_previous_release_is_not_followed(version: int) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": LOAD_CONTENT_TYPE, PROTOCOL_HEADER: str(version)}
+        return web.Response(body=encode_load(LoadFrame(sequence=7)), headers=headers)
+
+    app = web.Application()
+    app.router.add_get("/internal/load", handle)
+    runner, port = await serve(app, 0)
+    frames: list[LoadFrame] = []
+    is_older = version < OLDEST_VERSION
+    try:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(UnsupportedProtocol, match="The gateway speaks") if is_older else nullcontext():
+                await follow_load(session, f"http://127.0.0.1:{port}", "t", frames.append)
+    finally:
+        await runner.cleanup()
+    assert [frame.sequence for frame in frames] == ([] if is_older else [7])

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagemill_protocol.text.bundle import TokenizerBundle
 
 
+def byte_tokenizer(pairs: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """`pairs`: of letters, each of which is one token more."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(first + second for first, second in pairs)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[*pairs]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def byte_bundle(chat_template: str | None = None) -> TokenizerBundle:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
+    tokenizer_json = byte_tokenizer().to_str()
     return TokenizerBundle(
-        tokenizer_json=backend.to_str(), chat_template=chat_template, eos_token_ids=[0], vocab_size=256
+        tokenizer_json=tokenizer_json, chat_template=chat_template, eos_token_ids=[0], vocab_size=256
     )

@@ -36,7 +36,9 @@ def program(name: str) -> str:
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [program("promtool"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S)
+    # A fifth of its time is the collection of garbage, of which it makes little.
+    environment = {**os.environ, "GOGC": "400"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_LIMIT_S, env=environment)
 
 
 class Prometheus:

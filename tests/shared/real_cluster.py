@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+from light_model import light_model
 from waiting import WAIT_LIMIT_S, event_in, wait_until
 
 from pagemill_engine.config import EngineConfig, ServerConfig
@@ -29,7 +30,10 @@ TOKEN = "engine-secret"
 class Server:
     """A server process whose JSON lines tell its ports and when it is ready."""
 
-    def __init__(self, module: str, settings: bytes, folder: Path, name: str) -> None:
+    def __init__(
+        self, module: str, settings: bytes, folder: Path, name: str, environment: dict[str, str] | None = None
+    ) -> None:
+        """`environment`: of another release's packages, for example; this process's own without it."""
         path = folder / f"{name}.json"
         path.write_bytes(settings)
         self.name = name
@@ -39,6 +43,7 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=environment,
         )
 
     def event(self, name: str) -> dict[str, Any]:
@@ -88,7 +93,8 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
         def start(num_engines: int, api_keys: tuple[str, ...] = (), **engine_settings: Any) -> Cluster:
             folder = tmp_path_factory.mktemp("cluster")
-            usual = {"model": MODEL, "max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20}
+            model = light_model() if engine_settings.get("null_runner") else MODEL
+            usual = {"model": model, "max_model_len": 1024, "kv_cache_memory_bytes": 128 * 2**20}
             config = EngineConfig(served_names=["smol"], num_threads=1, **{**usual, **engine_settings})
             server = ServerConfig(port=0, control_port=0, internal_token=TOKEN)
             settings = msgspec.json.encode({"engine": config, "server": server})

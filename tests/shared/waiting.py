@@ -109,7 +109,9 @@ class _Wait:
         if reached != self._reached:
             self._reached, self._spent_s = reached, 0.0
         if self._spent_s > self._limit_s:
-            raise AssertionError(f"{self._limit_s:.0f} s without progress: {_text_of(self._condition)} does not hold")
+            progress = "" if self._reached is None else f"; progress ended at {self._reached!r}"
+            text = _text_of(self._condition)
+            raise AssertionError(f"{self._limit_s:.0f} s without progress: {text} does not hold{progress}")
 
 
 def _text_of(condition: Callable[[], Any]) -> str:

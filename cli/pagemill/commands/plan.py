@@ -5,25 +5,34 @@ Parses and checks options only; `pagemill.planning` does the rest.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from pagemill.planning.options import Accelerator, Fit, Format, MeasureS, Model, Tpot, Ttft
-
-if TYPE_CHECKING:
-    from pagemill.up.loading import Loaded
-
-MOST_REPLICAS = 1000
-"""Considered if the file sets no maximum."""
+from pagemill.planning.options import (
+    Accelerators,
+    File,
+    Fit,
+    Format,
+    MeasureS,
+    Models,
+    PricesPerHour,
+    Tpot,
+    Ttft,
+)
 
 
 def plan(
-    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file with the LLMDeployment.")],
-    rps: Annotated[float, typer.Option(help="Requests per second.")],
     input: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, mean.")],
     output: Annotated[int, typer.Option(min=1, help="Tokens of an answer, mean.")],
+    file: File = None,
+    rps: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    users: Annotated[
+        int | None, typer.Option(min=1, help="Users in place of a rate: each asks again after an answer and --think.")
+    ] = None,
+    think: Annotated[
+        str | None, typer.Option(help="Time from an answer to a user's next request, such as 30s.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Which LLMDeployment of the file, if it has several.")] = None,
     cached: Annotated[int, typer.Option(min=0, help="Tokens of each prompt that the prefix cache has.")] = 0,
     ttft: Ttft = None,
@@ -31,54 +40,39 @@ def plan(
     percentile: Annotated[
         int | None, typer.Option(min=50, max=99, help="Percentage that must keep it (default: the file's, or 95).")
     ] = None,
-    price_per_hour: Annotated[
-        float | None, typer.Option(help="Price of one replica for one hour (default: cost.gpuHour for each GPU).")
-    ] = None,
-    accelerator: Accelerator = None,
+    price_per_hour: PricesPerHour = None,
+    accelerator: Accelerators = None,
     fit: Fit = None,
-    model: Model = None,
+    model: Models = None,
     measure_s: MeasureS = 10.0,
     format: Format = "table",
 ) -> None:
-    """Compute what a deployment needs and costs under a load."""
-    from pagemill.planning.choosing import accelerator_of, load_one, slo_of, tell
+    """Compute what a deployment, or a model alone, needs and costs under a load."""
+    from pagemill.planning import comparison, report
+    from pagemill.planning.answering import Question, answers, load_of
+    from pagemill.planning.choosing import load_one, slo_of, subjects_of
     from pagemill.planning.errors import PlanError
-    from pagemill.planning.forecast import Workload, forecast, is_positive
-    from pagemill.planning.rehearsal import rehearse
-    from pagemill.planning.replica import Means, replica_of
-    from pagemill.planning.report import as_json, as_table
+    from pagemill.planning.prices import prices_of
     from pagemill.printable import printable
 
     try:
-        for option, number in (("--rps", rps), ("--price-per-hour", price_per_hour)):
-            if number is not None and not is_positive(number):
-                raise PlanError(f"{option} {number:g}: must be a number above 0")
-        if cached >= input:
-            raise PlanError(f"--cached {cached}: must be less than --input {input}; the last token is always computed")
-        loaded = load_one(file, name)
-        spec, found = loaded.deployment.spec, loaded.plan
-        slo = slo_of(found.autoscaling.slo if found.autoscaling else None, ttft, tpot, percentile)
-        workload = Workload(rps, input, output, cached)
-        means = Means(fit, accelerator_of(loaded, accelerator), model, measure_s, tell)
-        replica = replica_of(found, means, input, output)
-        most = spec.autoscaling.max_replicas if spec.autoscaling else MOST_REPLICAS
-        result = forecast(replica, workload, slo, most, _price(loaded, price_per_hour))
+        load, asking = load_of(rps, users, think, input, output, cached)
+        prices = prices_of(price_per_hour or [])
+        models: list[str | None] = [*dict.fromkeys(model or [])]
+        deployments = [(each, load_one(file, name, each)) for each in models or [None]]
+        subjects = subjects_of(deployments, accelerator or [], fit)
+        autoscaling = deployments[0][1].plan.autoscaling
+        slo = slo_of(autoscaling.slo if autoscaling else None, ttft, tpot, percentile)
+        found = answers(Question(load, asking, slo, prices, fit, measure_s), subjects)
     except PlanError as error:
         typer.echo(printable(f"error: {error}"), err=True)
         raise typer.Exit(2) from None
-    rehearsed = None
-    # A replica that cannot keep up has no latency, and the simulation caches no prompt in part.
-    if result.chosen.ttft_ms is not None and not cached:
-        rate = rps / result.chosen.replicas
-        rehearsed = rehearse(replica.shape, input, output, rate, slo.share, overlaps=replica.overlaps)
-    show = as_json if format == "json" else as_table
-    typer.echo(show(found, replica, workload, slo, result, rehearsed))
-    if result.needed is None:
+    if len(found) > 1:
+        show_all = comparison.as_json if format == "json" else comparison.as_table
+        typer.echo(show_all(found, load, asking, slo))
+    else:
+        only = found[0].answer
+        assert only is not None, "what cannot be planned alone is an error"
+        typer.echo(report.as_json(only) if format == "json" else report.as_table(only))
+    if all(each.answer is None or each.answer.forecast.needed is None for each in found):
         raise typer.Exit(1)
-
-
-def _price(loaded: Loaded, price_per_hour: float | None) -> float | None:
-    spec = loaded.deployment.spec
-    if price_per_hour is not None or spec.cost is None or spec.cost.gpu_hour is None or not spec.resources.gpus:
-        return price_per_hour
-    return spec.cost.gpu_hour * spec.resources.gpus

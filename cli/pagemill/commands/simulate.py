@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from pagemill.planning.options import Accelerator, Fit, Format, MeasureS, Model, Tpot, Ttft
+from pagemill.planning.options import Accelerators, File, Fit, Format, MeasureS, Model, PricesPerHour, Tpot, Ttft
 
 
 def simulate(
-    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file with the LLMDeployment.")],
+    file: File = None,
     name: Annotated[str | None, typer.Option(help="Which LLMDeployment of the file, if it has several.")] = None,
     trace: Annotated[
         Path | None,
@@ -23,8 +23,8 @@ def simulate(
     workload: Annotated[
         str | None,
         typer.Option(
-            help="Generated traffic: steady, ramp, step, burst, sine, diurnal, clusters or agentic, with parameters as "
-            "ramp:from_rate=2,to_rate=10."
+            help="Generated traffic: steady, ramp, step, burst, sine, diurnal, weekly, silent-nights, flash-crowd, "
+            "clusters, retrieval or agentic, with parameters as ramp:from_rate=2,to_rate=10."
         ),
     ] = None,
     rps: Annotated[float | None, typer.Option(help="Requests per second of a workload that has one rate.")] = None,
@@ -60,7 +60,8 @@ def simulate(
     crash_mean: Annotated[
         str | None, typer.Option(help="Mean time until a pod crashes, such as 6h (default: none does).")
     ] = None,
-    accelerator: Accelerator = None,
+    accelerator: Accelerators = None,
+    price_per_hour: PricesPerHour = None,
     fit: Fit = None,
     model: Model = None,
     measure_s: MeasureS = 10.0,
@@ -77,33 +78,42 @@ def simulate(
     format: Format = "table",
 ) -> None:
     """Simulate a deployment's scaling under traffic, on a virtual clock."""
-    from pagemill.planning.choosing import accelerator_of, load_one, slo_of, tell
+    from pagemill.planning.choosing import load_one, slo_of, subjects_of, tell
     from pagemill.planning.errors import PlanError
+    from pagemill.planning.prices import price_of, prices_of
     from pagemill.planning.replica import Means, engine_config, replica_of
     from pagemill.printable import printable
     from pagemill.simulation.fleet import Asked, bounds_of, fleet_of
     from pagemill.simulation.policies import own_slo, policies_of
-    from pagemill.simulation.running import run
-    from pagemill.simulation.table import as_json, as_table
+    from pagemill.simulation.running import report_folder, run
+    from pagemill.simulation.table import Simulated, as_json, as_table
     from pagemill.simulation.traffic import Traffic, usual_lengths, workload_of
     from pagemill_simulator.fleet.figures import figures_of
 
     try:
-        loaded = load_one(file, name)
+        loaded = load_one(file, name, model)
         found, section = loaded.plan, loaded.deployment.spec.autoscaling
         asked = Asked(min_replicas, max_replicas, start_replicas, cold_start, crash_mean)
         bounds = bounds_of(loaded, asked)
         slo = slo_of(own_slo(section), ttft, tpot, None)
         traffic = workload_of(Traffic(trace, workload, rps, duration, limit, speedup, skip_broken), seed)
-        means = Means(fit, accelerator_of(loaded, accelerator), model, measure_s, tell)
-        config = engine_config(found, means)
-        replica = replica_of(found, means, *usual_lengths(traffic, config.max_model_len))
-        settings = fleet_of(found, config, replica, bounds, slo, asked, seed)
-        policies = policies_of(policy or [], section, settings, slo, traffic, replica.shape)
-        outcomes = run(traffic, settings, policies, report, fast=fast)
+        prices = prices_of(price_per_hour or [])
+        subjects = subjects_of([(model, loaded)], accelerator or [], fit)
+        simulated = []
+        for subject in subjects:
+            means = Means(fit, subject.accelerator, model, measure_s, tell)
+            config = engine_config(found, means)
+            replica = replica_of(found, means, *usual_lengths(traffic, config.max_model_len))
+            settings = fleet_of(found, config, replica, bounds, slo, asked, seed)
+            policies = policies_of(policy or [], section, settings, slo, traffic)
+            folder = report_folder(report, subject.device, len(subjects))
+            figures = [
+                figures_of(each, slo_ttft_ms=slo.ttft_ms, slo_tpot_ms=slo.tpot_ms)
+                for each in run(traffic, settings, policies, folder, fast=fast)
+            ]
+            simulated.append(Simulated(replica, settings, figures, price_of(subject, prices)))
     except PlanError as error:
         typer.echo(printable(f"error: {error}"), err=True)
         raise typer.Exit(2) from None
-    figures = [figures_of(each, slo_ttft_ms=slo.ttft_ms, slo_tpot_ms=slo.tpot_ms) for each in outcomes]
     show = as_json if format == "json" else as_table
-    typer.echo(show(found, replica, traffic, settings, slo, figures))
+    typer.echo(show(found, traffic, slo, simulated))

@@ -52,13 +52,19 @@ async def crd(client: Client) -> AsyncIterator[Finding]:
     if installed is None:
         yield Finding("error", "CRD", f"{name} is not installed", INSTALL)
         return
-    missing = sorted(_fields(custom_resource_definition()) - _fields(installed))
+    ours = custom_resource_definition()
+    missing = [f"the version {name}" for name in sorted(_served(ours) - _served(installed))]
+    missing += sorted(_fields(ours) - _fields(installed))
     if missing:
         shown = ", ".join(missing[:5])
         apply = "apply crds/llmdeployments.yaml of this version; Helm does it with crds.install"
         yield Finding("error", "CRD", f"{name} is of another version: it lacks {shown}", apply)
         return
     yield ok("CRD", f"{name}, as this version has it")
+
+
+def _served(definition: dict[str, Any]) -> set[str]:
+    return {each["name"] for each in definition["spec"]["versions"] if each["served"]}
 
 
 def _fields(definition: dict[str, Any]) -> set[str]:

@@ -3,21 +3,75 @@ file."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import typer
+from pydantic import ValidationError
 
-from pagemill.planning.accelerators import ACCELERATORS, Accelerator, find_accelerator
+from pagemill.planning.accelerators import NAMES, Accelerator, find_accelerator
 from pagemill.planning.errors import PlanError
+from pagemill.up.documents import Document
 from pagemill.up.loading import Loaded, load_files
 from pagemill.up.screen import report_errors
+from pagemill_crds import API_VERSION, KIND
+from pagemill_crds.models import LLMDeployment
 from pagemill_crds.quantities import duration_seconds
 from pagemill_operator.autoscaler.settings import Slo
+from pagemill_operator.plan import make_plan
+from pagemill_protocol.sources import default_name, in_full, is_fetched
+
+NO_FILE = "--model"
+"""What the document of a deployment is called that no file describes."""
+_NO_LABEL = re.compile(r"[^a-z0-9-]+")
 
 
-def load_one(file: Path, name: str | None) -> Loaded:
-    """Raises `PlanError`, or exits with 2 after reporting the errors of the file."""
+class Subject(NamedTuple):
+    """A deployment on a device."""
+
+    loaded: Loaded
+    accelerator: Accelerator | None
+    """`None`: this machine, or whatever the step times of `--fit` were measured on."""
+    model: str | None
+    """A source that is read instead of the deployment's."""
+
+    @property
+    def label(self) -> str:
+        """The model, for people."""
+        return self.model or self.loaded.plan.key
+
+    @property
+    def is_of_file(self) -> bool:
+        return self.loaded.document.file != NO_FILE
+
+    @property
+    def device(self) -> str:
+        return "this machine" if self.accelerator is None else self.accelerator.name
+
+
+def subjects_of(
+    deployments: Sequence[tuple[str | None, Loaded]], accelerators: Sequence[str], fit: Path | None
+) -> list[Subject]:
+    """Every model on every accelerator. Raises `PlanError`."""
+    names: list[str | None] = [*dict.fromkeys(accelerators)]
+    found = [
+        Subject(loaded, accelerator_of(loaded, name), model)
+        for model, loaded in deployments
+        for name in names or [None]
+    ]
+    if fit is not None and len(found) > 1:
+        raise PlanError(f"--fit {fit}: holds the step times of one model on one device; plan them one by one")
+    return found
+
+
+def load_one(file: Path | None, name: str | None, model: str | None = None) -> Loaded:
+    """The deployment of the file; without a file, one of the model with all else left open. Raises `PlanError`, or
+    exits with 2 after reporting the errors of the file."""
+    if file is None:
+        return _of_model(model)
     result = load_files([file], backend="kubernetes")
     if result.findings:
         report_errors(str(finding) for finding in result.findings)
@@ -29,6 +83,26 @@ def load_one(file: Path, name: str | None) -> Loaded:
     if len(chosen) > 1:
         raise PlanError(f"{file}: has several LLMDeployments; choose one with --name: {', '.join(names)}")
     return chosen[0]
+
+
+def _of_model(model: str | None) -> Loaded:
+    if model is None:
+        raise PlanError("give --file with an LLMDeployment, or --model with a model's source such as hf://ORG/NAME")
+    source = in_full(model) if is_fetched(model) or "://" in model else Path(model).expanduser().resolve().as_uri()
+    name = _NO_LABEL.sub("-", default_name(model).lower()).strip("-")[:50].strip("-")
+    if not name[:1].isalpha():
+        name = f"model-{name}".rstrip("-")
+    value = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": name},
+        "spec": {"model": {"source": source}},
+    }
+    try:
+        deployment = LLMDeployment.model_validate(value)
+    except ValidationError as error:
+        raise PlanError(f"--model {model}: {error.errors()[0]['msg']}") from None
+    return Loaded(Document(NO_FILE, 1, value), deployment, make_plan(deployment, "kubernetes"))
 
 
 def slo_of(given: Slo | None, ttft: str | None, tpot: str | None, percentile: int | None) -> Slo:
@@ -62,15 +136,14 @@ def accelerator_of(loaded: Loaded, name: str | None) -> Accelerator | None:
     """The one asked for, or the one that the file's pods would get. Raises `PlanError`."""
     resources = loaded.deployment.spec.resources
     wanted = name or (resources.gpu_product if resources.gpus else None)
-    known = ", ".join(each.name for each in ACCELERATORS)
     if wanted is None and resources.gpus:
-        raise PlanError(f"spec.resources.gpus {resources.gpus}: name the accelerator with --accelerator: {known}")
+        raise PlanError(f"spec.resources.gpus {resources.gpus}: name the accelerator with --accelerator: {NAMES}")
     if wanted is None:
         return None
     accelerator = find_accelerator(wanted)
     if accelerator is None:
         field = f"--accelerator {name}" if name else f"spec.resources.gpuProduct {wanted}"
-        raise PlanError(f"{field}: is not known here; name one with --accelerator: {known}")
+        raise PlanError(f"{field}: is not known here; name one with --accelerator: {NAMES}")
     return accelerator
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pagemill.planning.errors import PlanError
 from pagemill.planning.replica import Replica, check_length
+from pagemill.planning.users import Cycles, Users
 from pagemill_operator.autoscaler.decision import Candidate
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import Slo
@@ -29,11 +30,20 @@ class Workload(NamedTuple):
     output_tokens: int
     cached_tokens: int = 0
     """Tokens of each prompt that are found in the prefix cache."""
+    users: Users | None = None
+    """Who asks at this rate, where users are planned for and not a rate."""
+    answering: float | None = None
+    """Of them, those who wait for the end of an answer, on average."""
 
     @property
     def offered(self) -> OfferedLoad:
         computed = max(1, self.input_tokens - self.cached_tokens)
         return OfferedLoad(self.requests_per_s, self.input_tokens, computed, computed, self.output_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Of one request."""
+        return self.input_tokens + self.output_tokens
 
     def at(self, requests_per_s: float) -> Workload:
         return self._replace(requests_per_s=requests_per_s)
@@ -70,11 +80,25 @@ class Forecast(NamedTuple):
     """Requests of this length that one replica holds."""
     at_once_longest: int
     """Requests of the longest accepted length that one replica holds."""
+    utilization: float | None
+    """The load as a share of what the chosen replicas carry; `None`: they carry nothing within the SLO."""
+    users_supported: int | None = None
+    """Users whom one replica serves within the SLO, where users are planned for."""
 
     @property
     def chosen(self) -> Candidate:
         """The needed number, or the maximum."""
         return next(row.candidate for row in self.rows if row.candidate.replicas == (self.needed or self.most))
+
+
+def of_users(replica: Replica, lengths: Workload, users: Users, slo: Slo, most: int) -> Workload:
+    """What they ask on the fewest replicas that keep the SLO; where none do, what they would ask of ever so many."""
+    check_length(lengths.input_tokens, lengths.output_tokens, replica.max_model_len)
+    _predictor(replica, slo)
+    cycles = Cycles(replica, lengths.offered, users)
+    found = cycles.fewest(slo, most)
+    asking = found[1] if found is not None else cycles.at_most()
+    return lengths._replace(requests_per_s=asking.requests_per_s, users=users, answering=asking.answering)
 
 
 def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:
@@ -84,21 +108,24 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
     load = workload.offered
     found = fewest(predictor, load, slo, most, {})
     needed = found if found <= most else None
+    capacity = _capacity(predictor, workload, slo)
     kept = None
     if needed is not None:
         kept = max(needed, min(most, fewest(predictor, load.times(MARGIN), slo, most, {})))
     numbers = [most] if needed is None else range(max(1, needed - NEIGHBOURS), min(most, needed + NEIGHBOURS) + 1)
     tokens = replica.shape.num_tokens
-    length = workload.input_tokens + workload.output_tokens
+    cycles = None if workload.users is None else Cycles(replica, load, workload.users)
     return Forecast(
         needed=needed,
         kept=kept,
         most=most,
         idle=weigh(predictor, workload.at(IDLE_RPS).offered, slo, 1),
         rows=[Row(weigh(predictor, load, slo, n), _cost(n, workload, price_per_hour)) for n in numbers],
-        capacity=_capacity(predictor, workload, slo),
-        at_once=min(replica.shape.max_num_seqs, tokens // length),
+        capacity=capacity,
+        at_once=min(replica.shape.max_num_seqs, tokens // workload.tokens),
         at_once_longest=min(replica.shape.max_num_seqs, tokens // replica.max_model_len),
+        utilization=workload.requests_per_s / ((needed or most) * capacity) if capacity else None,
+        users_supported=None if cycles is None else cycles.supported(capacity),
     )
 
 
@@ -131,8 +158,8 @@ def _cost(replicas: int, workload: Workload, price_per_hour: float | None) -> Co
         return None
     per_hour = replicas * price_per_hour
     requests = workload.requests_per_s * HOUR_S
-    each = workload.input_tokens + workload.output_tokens
-    return Cost(per_hour, per_hour / (requests * each) * 1e6, per_hour / (requests * workload.output_tokens) * 1e6)
+    tokens, output_tokens = requests * workload.tokens, requests * workload.output_tokens
+    return Cost(per_hour, per_hour / tokens * 1e6, per_hour / output_tokens * 1e6)
 
 
 def is_positive(number: float) -> bool:

@@ -14,22 +14,26 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pagemill.planning.accelerators import Accelerator, step_time
+from pagemill.planning.accelerators import Accelerator
 from pagemill.planning.errors import PlanError
+from pagemill.planning.headers import Header, header_of
 from pagemill.planning.measuring import Alone, measure
+from pagemill.planning.placement import place
+from pagemill.planning.roofline import step_time
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc.messages import MemoryBudget
 from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.quantized import SCALED
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.memory import MemoryState, measure_memory
-from pagemill_engine.runner.step_limits import choose_step_limits
 from pagemill_engine.server.fit import RUNTIME_BYTES
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.plan.types import Plan
 from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
-from pagemill_protocol.sources import SourceError, is_fetched, resolve_source
+from pagemill_protocol.safetensors_header import lacks_weights
+from pagemill_protocol.sources import SourceError, resolve_source
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
@@ -93,8 +97,8 @@ class Means(NamedTuple):
 
     fit: Path | None
     accelerator: Accelerator | None
-    model: Path | None
-    """Read instead of the deployment's source."""
+    model: str | None
+    """A source that is read instead of the deployment's."""
     measure_s: float
     tell: Callable[[str], None]
 
@@ -106,12 +110,11 @@ def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) 
     if means.fit is None and means.accelerator is None:
         return _measured(plan, config, means, input_tokens, output_tokens)
     fit = None if means.fit is None else read_fit(means.fit)
-    path, spec = _read_model(config, "--model" if means.model else "spec.model.source")
-    with _engines_refusals():
+    with header_of(config.model, _field(means)) as header, _engines_refusals():
         if means.accelerator is not None:
-            return _on_accelerator(means.accelerator, config, path, spec, fit, f"from {means.fit}")
+            return _on_accelerator(means.accelerator, config, header, fit, f"from {means.fit}")
         assert fit is not None
-        return _on_cpu(plan.groups[0].process.memory_bytes, config, path, spec, fit, f"from {means.fit}")
+        return _on_cpu(plan.groups[0].process.memory_bytes, config, header, fit, f"from {means.fit}")
 
 
 def check_length(input_tokens: int, output_tokens: int, max_model_len: int | None) -> None:
@@ -126,51 +129,35 @@ def check_length(input_tokens: int, output_tokens: int, max_model_len: int | Non
 
 def engine_config(plan: Plan, means: Means) -> EngineConfig:
     config = msgspec.convert(plan.groups[0].process.settings["engine"], EngineConfig)
-    return config if means.model is None else msgspec.structs.replace(config, model=str(means.model))
+    return config if means.model is None else msgspec.structs.replace(config, model=means.model)
 
 
-def _read_model(config: EngineConfig, field: str) -> tuple[Path, ModelSpec]:
-    if is_fetched(config.model):
-        raise PlanError(
-            f"{field}: `{config.model}` would be downloaded whole; give --model the folder that holds its config.json "
-            "and safetensors files (their headers are enough), or a .gguf file"
-        )
-    try:
-        path = resolve_source(config.model, field)
-        return path, load_model_spec(path)
-    except SourceError as error:
-        raise PlanError(f"{error.field}: {error.message} (another copy can be named with --model)") from None
+def _field(means: Means) -> str:
+    """Where the model was named."""
+    return "--model" if means.model else "spec.model.source"
 
 
 def _on_accelerator(
-    accelerator: Accelerator,
-    config: EngineConfig,
-    path: Path,
-    spec: ModelSpec,
-    fit: StepTimeParams | None,
-    fit_from: str,
+    accelerator: Accelerator, config: EngineConfig, header: Header, fit: StepTimeParams | None, fit_from: str
 ) -> Replica:
-    from pagemill_engine.runner.sizing import (
-        sizes_on_gpu,
-    )  # imports torch, which takes seconds and which a measured plan does not need
-
-    sizes = sizes_on_gpu(config, path, spec)
-    free = MemoryState(accelerator.memory_bytes, accelerator.memory_bytes, process_bytes=0, is_gpu=True)
-    config = choose_step_limits(config, spec, sizes, free)
-    memory = plan_memory(config, spec, sizes, free)
+    placement = place(accelerator, config, header)
+    config, sizes = placement.config, placement.sizes
     if fit is None:
-        fit = step_time(accelerator, spec, sizes, config.step.max_num_batched_tokens)
+        in_8_bits = config.quantization in SCALED
+        most = config.step.max_num_batched_tokens
+        fit = step_time(accelerator, header.spec, sizes, most, in_8_bits=in_8_bits)
         fit_from = f"reckoned, not measured: {accelerator.source}"
-    replica = _replica(config, spec, sizes, memory, fit, accelerator.name, fit_from)
+    replica = _replica(config, header.spec, sizes, placement.memory, fit, accelerator.name, fit_from)
     return replica._replace(overlaps=config.overlap is not False)
 
 
 def _on_cpu(
-    memory_bytes: int | None, config: EngineConfig, path: Path, spec: ModelSpec, fit: StepTimeParams, fit_from: str
+    memory_bytes: int | None, config: EngineConfig, header: Header, fit: StepTimeParams, fit_from: str
 ) -> Replica:
     from pagemill_engine.runner.sizing import sizes_here
 
-    sizes = sizes_here(config, path, spec)
+    spec = header.spec
+    sizes = sizes_here(config, header.path, spec)
     memory = plan_memory(config, spec, sizes, _pod_memory(memory_bytes) if memory_bytes else measure_memory())
     device = "CPU with resources.memory" if memory_bytes else "CPU with the memory of this machine"
     return _replica(config, spec, sizes, memory, fit, device, fit_from)
@@ -202,12 +189,17 @@ def _replica(
 
 def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int, output_tokens: int) -> Replica:
     try:
-        path = resolve_source(config.model, "--model" if means.model else "spec.model.source")
+        path = resolve_source(config.model, _field(means))
     except SourceError as error:
         raise PlanError(
             f"{error.field}: {error.message} (another copy can be named with --model, and an accelerator to reckon "
             "with in place of this machine with --accelerator)"
         ) from None
+    if path.is_dir() and lacks_weights(path):
+        raise PlanError(
+            f"{_field(means)}: `{config.model}` holds the index of its weights and not the weights, so that no engine "
+            "can be measured with it; name an accelerator with --accelerator, or step times with --fit"
+        )
     measured = asyncio.run(measure(config, input_tokens, output_tokens, means.measure_s, means.tell))
     ready = measured.ready
     num_blocks, budget = ready.num_blocks, ready.memory

@@ -8,25 +8,31 @@ from typing import Any
 import msgspec
 
 from pagemill.columns import columns
+from pagemill.planning.answering import Answer
 from pagemill.planning.forecast import Forecast, Row, Workload
 from pagemill.planning.rehearsal import Rehearsed
-from pagemill.planning.replica import Replica
+from pagemill.planning.users import Users
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo
-from pagemill_operator.plan.types import Plan
 
 
-def as_json(
-    plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast: Forecast, rehearsed: Rehearsed | None
-) -> str:
+def as_json(answer: Answer) -> str:
     """`--fit` reads it again."""
+    return json.dumps(body_of(answer), indent=1)
+
+
+def body_of(answer: Answer) -> dict[str, Any]:
+    """The JSON object that `docs/reference/plan.md` describes."""
+    replica, forecast = answer.replica, answer.forecast
     shape = replica.shape
-    body: dict[str, Any] = {
-        "deployment": plan.key,
-        "workload": workload._asdict(),
-        "slo": msgspec.to_builtins(slo),
+    return {
+        "deployment": answer.plan.key,
+        "workload": load_as_json(answer.workload, answer.workload.users),
+        "slo": slo_as_json(answer.slo),
         "replica": {
             "device": replica.device,
+            "gpus": answer.gpus,
+            "note": answer.note,
             "weightBytes": replica.weight_bytes,
             "kvBytesPerToken": replica.kv_bytes_per_token,
             "numBlocks": shape.num_blocks,
@@ -38,17 +44,28 @@ def as_json(
             "requestsAtOnce": forecast.at_once,
             "longestRequestsAtOnce": forecast.at_once_longest,
             "requestsPerSecond": forecast.capacity,
+            "users": forecast.users_supported,
             "alone": None if replica.alone is None else replica.alone._asdict(),
         },
         "replicas": forecast.needed,
         "replicasKept": forecast.kept,
+        "utilization": forecast.utilization,
         "idle": msgspec.to_builtins(forecast.idle),
-        "simulated": None if rehearsed is None else rehearsed._asdict(),
+        "simulated": None if answer.rehearsed is None else answer.rehearsed._asdict(),
         "candidates": [_candidate(row) for row in forecast.rows],
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(shape.step_time),
     }
-    return json.dumps(body, indent=1)
+
+
+def load_as_json(workload: Workload, users: Users | None) -> dict[str, Any]:
+    """Of users whose rate depends on the replica the rate is left open."""
+    rate = workload.requests_per_s or None
+    return {**workload._asdict(), "requests_per_s": rate, "users": None if users is None else users._asdict()}
+
+
+def slo_as_json(slo: Slo) -> Any:
+    return msgspec.to_builtins(slo)
 
 
 def _candidate(row: Row) -> dict[str, Any]:
@@ -56,25 +73,32 @@ def _candidate(row: Row) -> dict[str, Any]:
     return {**msgspec.to_builtins(row.candidate), "cost": cost}
 
 
-def as_table(
-    plan: Plan, replica: Replica, workload: Workload, slo: Slo, forecast: Forecast, rehearsed: Rehearsed | None
-) -> str:
-    load = f"{workload.requests_per_s:g} requests/s of {workload.input_tokens} + {workload.output_tokens} tokens"
-    cached = f", {workload.cached_tokens} of them cached" if workload.cached_tokens else ""
-    lines = [f"{plan.key} under {load}{cached}", ""]
-    lines += [f"  {line}" for line in columns(_about(replica, forecast))]
+def as_table(answer: Answer) -> str:
+    plan, slo, forecast = answer.plan, answer.slo, answer.forecast
+    lines = [f"{plan.key} under {asked(answer.workload, answer.workload.users)}", ""]
+    lines += [f"  {line}" for line in columns(_about(answer))]
     lines += ["", *columns([_head(slo, forecast), *(_row(row) for row in forecast.rows)]), ""]
-    lines += _verdict(plan, slo, forecast)
-    if rehearsed is not None:
-        lines.append(_felt(rehearsed, slo, forecast))
+    lines += _verdict(answer)
+    if answer.rehearsed is not None:
+        lines.append(_felt(answer.rehearsed, slo, forecast))
     return printable("\n".join(lines))
 
 
-def _about(replica: Replica, forecast: Forecast) -> list[tuple[str, str]]:
+def asked(workload: Workload, users: Users | None) -> str:
+    """The load in words."""
+    tokens = f"{workload.input_tokens} + {workload.output_tokens} tokens"
+    cached = f", {workload.cached_tokens} of them cached" if workload.cached_tokens else ""
+    if users is None:
+        return f"{workload.requests_per_s:g} requests/s of {tokens}{cached}"
+    return f"{users.num_users} users who think {users.think_s:g} s between requests of {tokens}{cached}"
+
+
+def _about(answer: Answer) -> list[tuple[str, str]]:
+    replica, forecast = answer.replica, answer.forecast
     shape, fit = replica.shape, replica.shape.step_time
     cache = f"{shape.num_tokens:,} tokens in {shape.num_blocks:,} blocks"
     rows = [
-        ("device", replica.device),
+        ("device", replica.device + (f"; {answer.note}" if answer.note else "")),
         ("weights", _size(replica.weight_bytes)),
         ("KV cache", f"{replica.kv_bytes_per_token / 1024:.1f} KiB a token; {cache}"),
         (
@@ -89,13 +113,17 @@ def _about(replica: Replica, forecast: Forecast) -> list[tuple[str, str]]:
     if replica.alone is not None:
         tpot = "" if replica.alone.tpot_ms is None else f", then {replica.alone.tpot_ms:.1f} ms a token"
         rows.append(("alone", f"one request had its first token after {replica.alone.ttft_ms:.0f} ms{tpot}"))
+    workload = answer.workload
+    if workload.users is not None and workload.answering is not None:
+        busy = f"{workload.answering:.3g} of {workload.users.num_users} wait for an answer at a time, by Little's law"
+        rows.insert(0, ("users", f"{workload.requests_per_s:.3g} requests/s; {busy}"))
     return rows
 
 
 def _head(slo: Slo, forecast: Forecast) -> list[str]:
     share = f"P{slo.share * 100:.0f}"
     costs = ["COST/H", "PER 1M TOKENS", "PER 1M OUTPUT"] if forecast.rows[0].cost is not None else []
-    return ["REPLICAS", f"TTFT {share}", f"TPOT {share}", *costs, "MEETS " + (_aims(slo) or "THE LOAD")]
+    return ["REPLICAS", f"TTFT {share}", f"TPOT {share}", *costs, "MEETS " + (aims(slo) or "THE LOAD")]
 
 
 def _row(row: Row) -> list[str]:
@@ -103,42 +131,54 @@ def _row(row: Row) -> list[str]:
     costs = [] if cost is None else [f"{number:.4g}" for number in cost]
     limit = f": out of {candidate.limit}" if candidate.limit else ""
     meets = "yes" if candidate.meets else f"no{limit}"
-    return [str(candidate.replicas), _ms(candidate.ttft_ms), _ms(candidate.tpot_ms), *costs, meets]
+    return [str(candidate.replicas), milliseconds(candidate.ttft_ms), milliseconds(candidate.tpot_ms), *costs, meets]
 
 
-def _verdict(plan: Plan, slo: Slo, forecast: Forecast) -> list[str]:
-    aim = f" within {_aims(slo)}" if _aims(slo) else ""
-    if forecast.needed is None and not forecast.idle.meets:
-        idle = f"{_ms(forecast.idle.ttft_ms)} to its first token and {_ms(forecast.idle.tpot_ms)} a token"
-        return [
-            f"No number of replicas will do{aim}: a request that has one for itself takes {idle}. Raise the SLO, "
-            "shorten the requests, or use a faster device or a smaller model."
-        ]
+def refusal(slo: Slo, forecast: Forecast) -> str:
+    """Why no number of replicas suffices."""
+    aim = f" within {aims(slo)}" if aims(slo) else ""
+    if not forecast.idle.meets:
+        idle = f"{milliseconds(forecast.idle.ttft_ms)} to its first token and {milliseconds(forecast.idle.tpot_ms)}"
+        return (
+            f"No number of replicas will do{aim}: a request that has one for itself takes {idle} a token. Raise the "
+            "SLO, shorten the requests, or use a faster device or a smaller model."
+        )
+    return (
+        f"No number up to {forecast.most} carries this load{aim}: raise the SLO or maxReplicas, shorten the requests, "
+        "or use faster replicas."
+    )
+
+
+def _verdict(answer: Answer) -> list[str]:
+    plan, slo, forecast = answer.plan, answer.slo, answer.forecast
     if forecast.needed is None:
-        return [
-            f"No number up to {forecast.most} carries this load{aim}: raise the SLO or maxReplicas, shorten the "
-            "requests, or use faster replicas."
-        ]
-    lines = [f"{_count(forecast.needed)} needed{aim}; one replica carries up to {forecast.capacity:.3g} requests/s."]
+        return [refusal(slo, forecast)]
+    aim = f" within {aims(slo)}" if aims(slo) else ""
+    users = "" if forecast.users_supported is None else f", {forecast.users_supported} such users"
+    carries = f"one replica carries up to {forecast.capacity:.3g} requests/s{users}"
+    used = "" if forecast.utilization is None else f"; they are used to {forecast.utilization:.0%}"
+    lines = [f"{_count(forecast.needed)} needed{aim}; {carries}{used}."]
     if plan.autoscaling is not None and forecast.kept is not None and forecast.kept > forecast.needed:
         lines.append(f"The autoscaler removes none below {forecast.kept}: a tenth more load must still fit.")
-    if plan.autoscaling is None and plan.spec_replicas != forecast.needed:
+    if answer.is_of_file and plan.autoscaling is None and plan.spec_replicas != forecast.needed:
         lines.append(f"The file has replicas: {plan.spec_replicas}.")
     return lines
 
 
 def _felt(rehearsed: Rehearsed, slo: Slo, forecast: Forecast) -> str:
-    tpot = "" if rehearsed.tpot_ms is None else f", TPOT {_ms(rehearsed.tpot_ms)}"
-    felt = f"TTFT {_ms(rehearsed.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {rehearsed.num_requests} requests"
+    tpot = "" if rehearsed.tpot_ms is None else f", TPOT {milliseconds(rehearsed.tpot_ms)}"
+    felt = (
+        f"TTFT {milliseconds(rehearsed.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {rehearsed.num_requests} requests"
+    )
     return f"Simulated with the engine's own scheduler, one of {forecast.chosen.replicas}: {felt}."
 
 
-def _aims(slo: Slo) -> str:
-    aims = [f"{name} {limit_ms:g} ms" for name, limit_ms in (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms)) if limit_ms]
-    return " and ".join(aims)
+def aims(slo: Slo) -> str:
+    named = [f"{name} {limit_ms:g} ms" for name, limit_ms in (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms)) if limit_ms]
+    return " and ".join(named)
 
 
-def _ms(value: float | None) -> str:
+def milliseconds(value: float | None) -> str:
     return "without bound" if value is None else f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
 
 

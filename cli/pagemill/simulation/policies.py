@@ -10,10 +10,11 @@ from pagemill.planning.errors import PlanError
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, registered
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, settings_of, with_default_targets
-from pagemill_operator.autoscaler.signals import Shape
+from pagemill_simulator.bounds.clairvoyant import search
+from pagemill_simulator.bounds.schedule import ScheduledReplicas
+from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.parameters import ParameterError, split_choice
-from pagemill_simulator.scaling.clairvoyant import Clairvoyant
 from pagemill_simulator.scaling.dynamo import Dynamo
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.scaling.rivals import RIVALS, make_rival
@@ -21,7 +22,8 @@ from pagemill_simulator.scaling.simulated import own, rival
 from pagemill_simulator.workloads.request import Workload
 
 OWN = "pagemill"
-FLOOR = Clairvoyant.name
+BOUND = "clairvoyant"
+"""It knows all requests ahead, and searches schedules in the simulation."""
 
 
 def policies_of(
@@ -30,13 +32,12 @@ def policies_of(
     settings: FleetSettings,
     slo: Slo,
     workload: Workload,
-    shape: Shape,
 ) -> list[FleetScaler]:
     """Each with a memory of its own. Raises `PlanError`."""
     policies = []
     for name in names or [OWN]:
         try:
-            policies.append(_policy(name, section, settings, slo, workload, shape))
+            policies.append(_policy(name, section, settings, slo, workload))
         except (ParameterError, UnknownPolicyError) as error:
             raise PlanError(f"--policy {error}") from None
     return policies
@@ -48,14 +49,13 @@ def _policy(
     settings: FleetSettings,
     slo: Slo,
     workload: Workload,
-    shape: Shape,
 ) -> FleetScaler:
     name, parameters = split_choice(choice)
     if name in RIVALS:
         return rival(make_rival(name, {**(_aims(slo) if name == Dynamo.name else {}), **parameters}), settings.bounds)
     names = registered().policies
-    if name not in (OWN, FLOOR, *names):
-        raise ParameterError(f"{name!r}: there is none such; there are {', '.join([OWN, *names, *RIVALS, FLOOR])}")
+    if name not in (OWN, BOUND, *names):
+        raise ParameterError(f"{name!r}: there is none such; there are {', '.join([OWN, *names, *RIVALS, BOUND])}")
     if parameters:
         raise ParameterError(f"{choice}: {name} has no parameters; spec.autoscaling and --ttft, --tpot are its own")
     if name == OWN:
@@ -63,13 +63,8 @@ def _policy(
     if name in names:
         aims = msgspec.structs.replace(own_settings(section, settings.bounds, slo), policy=name)
         return own(aims, name=name)
-    try:
-        floor = Clairvoyant(
-            settings.bounds.max_replicas, workload, cold_start_s=settings.cold_start.total_s, shape=shape, slo=slo
-        )
-    except ValueError as error:
-        raise ParameterError(f"{name}: {error}") from None
-    return rival(floor, settings.bounds)
+    best = search(Trials(name, workload, settings, slo))
+    return ScheduledReplicas(name, best.schedule)
 
 
 def _aims(slo: Slo) -> dict[str, str]:

@@ -54,6 +54,11 @@ def run(
     return outcomes
 
 
+def report_folder(report: Path | None, device: str, num_devices: int) -> Path | None:
+    """Of the simulation of one device: one below the report's for each, where there are several."""
+    return report if report is None or num_devices == 1 else report / device
+
+
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,24 +18,49 @@ from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.workloads.request import Workload
 
 HEAD = ["POLICY", "TTFT P50", "P95", "P99", "TPOT P50", "P95", "P99"]
-COSTS = ["POD-SECONDS", "MOST", "UPS", "DOWNS", "FLAPS", "REFUSED", "LOST"]
+COUNTS = ["POD-SECONDS", "MOST", "UPS", "DOWNS", "FLAPS", "REFUSED", "LOST"]
+COSTS = ["COST", "PER 1M TOKENS"]
 
 
-def as_json(
-    plan: Plan, replica: Replica, workload: Workload, settings: FleetSettings, slo: Slo, figures: Sequence[Figures]
-) -> str:
-    requests = workload.requests
+class Simulated(NamedTuple):
+    """Every policy on one device."""
+
+    replica: Replica
+    settings: FleetSettings
+    figures: Sequence[Figures]
+    price_per_hour: float | None
+    """Of one replica."""
+
+
+class Cost(NamedTuple):
+    total: float
+    """Of all pods, from their orders to their ends."""
+    per_million_tokens: float
+    """Of prompts and answers together."""
+
+
+def as_json(plan: Plan, workload: Workload, slo: Slo, simulated: Sequence[Simulated]) -> str:
+    """`docs/reference/plan.md` describes it."""
+    devices = [_device(each, workload) for each in simulated]
     body = {
         "deployment": plan.key,
         "workload": {
             "name": workload.name,
             "source": workload.source,
-            "requests": len(requests),
-            "promptTokens": sum(each.num_prompt_tokens for each in requests),
-            "outputTokens": sum(each.num_output_tokens for each in requests),
+            "requests": len(workload.requests),
+            "promptTokens": sum(each.num_prompt_tokens for each in workload.requests),
+            "outputTokens": sum(each.num_output_tokens for each in workload.requests),
             "durationSeconds": workload.duration_s,
         },
         "slo": msgspec.to_builtins(slo),
+        **(devices[0] if len(devices) == 1 else {"devices": devices}),
+    }
+    return json.dumps(body, indent=1)
+
+
+def _device(simulated: Simulated, workload: Workload) -> dict[str, Any]:
+    replica, settings = simulated.replica, simulated.settings
+    return {
         "bounds": settings.bounds._asdict(),
         "coldStart": msgspec.to_builtins(settings.cold_start),
         "replica": {
@@ -48,28 +74,62 @@ def as_json(
         "stepTimeFrom": replica.step_time_from,
         "stepTime": msgspec.to_builtins(replica.shape.step_time),
         "seed": settings.seed,
-        "policies": [msgspec.to_builtins(each) for each in figures],
+        "policies": [_policy(each, simulated, workload) for each in simulated.figures],
     }
-    return json.dumps(body, indent=1)
 
 
-def as_table(
-    plan: Plan, replica: Replica, workload: Workload, settings: FleetSettings, slo: Slo, figures: Sequence[Figures]
-) -> str:
-    low, high = settings.bounds
-    about = [
-        ("traffic", workload.source),
-        ("replicas", f"{low} to {high} of {replica.device}; a start takes about {settings.cold_start.total_s:.0f} s"),
-        ("step times", replica.step_time_from),
-    ]
-    aims = _aims(slo)
+def _policy(figures: Figures, simulated: Simulated, workload: Workload) -> dict[str, Any]:
+    cost = _cost(figures, simulated, workload)
+    return {**msgspec.to_builtins(figures), "cost": None if cost is None else cost._asdict()}
+
+
+def _cost(figures: Figures, simulated: Simulated, workload: Workload) -> Cost | None:
+    if simulated.price_per_hour is None:
+        return None
+    total = figures.pod_seconds / 3600 * simulated.price_per_hour
+    tokens = sum(each.num_prompt_tokens + each.num_output_tokens for each in workload.requests)
+    return Cost(total, total / max(1, tokens) * 1e6)
+
+
+def as_table(plan: Plan, workload: Workload, slo: Slo, simulated: Sequence[Simulated]) -> str:
+    aims, several = _aims(slo), len(simulated) > 1
+    figures = [figures for each in simulated for figures in each.figures]
     has_slo = any(each.slo_attained is not None for each in figures)
-    head = [*HEAD, *(["SLO MET"] if has_slo else []), *COSTS]
+    has_costs = any(each.price_per_hour is not None for each in simulated)
+    head = [
+        *(["ACCELERATOR"] if several else []),
+        *HEAD,
+        *(["SLO MET"] if has_slo else []),
+        *COUNTS,
+        *(COSTS if has_costs else []),
+    ]
+    rows = [
+        [*([each.replica.device] if several else []), *_row(found, has_slo), *_costs(found, each, workload, has_costs)]
+        for each in simulated
+        for found in each.figures
+    ]
     lines = [f"{plan.key}: {len(workload.requests):,} requests in {workload.duration_s:,.0f} s", ""]
-    lines += [f"  {line}" for line in columns(about)]
-    lines += ["", *columns([head, *(_row(each, has_slo) for each in figures)]), ""]
+    lines += [f"  {line}" for line in columns(_about(workload, simulated))]
+    lines += ["", *columns([head, *rows]), ""]
     lines.append(f"Times in ms{f'; the SLO is {aims}' if aims else ''}. {_how(figures)}")
     return printable("\n".join(lines))
+
+
+def _about(workload: Workload, simulated: Sequence[Simulated]) -> list[tuple[str, str]]:
+    about = [("traffic", workload.source)]
+    for each in simulated:
+        settings, device = each.settings, each.replica.device
+        low, high = settings.bounds
+        starts = f"a start takes about {settings.cold_start.total_s:.0f} s"
+        about += [("replicas", f"{low} to {high} of {device}; {starts}"), ("step times", each.replica.step_time_from)]
+    return about
+
+
+def _costs(figures: Figures, simulated: Simulated, workload: Workload, has_costs: bool) -> list[str]:
+    if not has_costs:
+        return []
+    cost = _cost(figures, simulated, workload)
+    return ["-"] * len(COSTS) if cost is None else [f"{number:.4g}" for number in cost]
 
 
 def _row(figures: Figures, has_slo: bool) -> list[str]:

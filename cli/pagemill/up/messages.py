@@ -10,8 +10,13 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from pagemill.up.documents import Document, FieldPath, Finding, path_text
+from pagemill_crds import GROUP, KIND, SERVED_VERSIONS
 from pagemill_crds.explain import Field, UnknownField, find, root, walk
 
+_NAMED: dict[FieldPath, list[str]] = {
+    ("kind",): [KIND],
+    ("apiVersion",): [f"{GROUP}/{version}" for version in SERVED_VERSIONS],
+}
 _TYPES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -109,8 +114,8 @@ def _is_quoted(text: str, wanted: str) -> bool:
 def _not_a_choice(path: FieldPath, value: Any) -> str:
     field = _field(path)
     choices = [str(choice) for choice in field.schema.get("enum", [])] if field else []
-    if path == ("kind",) or path == ("apiVersion",):
-        choices = [{"kind": "LLMDeployment", "apiVersion": "pagemill.dev/v1alpha1"}[str(path[0])]]
+    if path in _NAMED:
+        choices = _NAMED[path]
     near = _nearest(str(value), choices)
     return f"{show(value)} is not one of {', '.join(choices)}{f'; did you mean {near}?' if near else ''}"
 

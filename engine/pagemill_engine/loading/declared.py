@@ -24,7 +24,7 @@ class DeclaredWeights:
     def __init__(self, source: WeightSource, decoder: DecoderSpec) -> None:
         self._source = source
         stored = source.shapes
-        names = _declared_names(list(stored), decoder)
+        names = declared_names(list(stored), decoder)
         self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
         transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
         self._transposed = transposed & self._stored_names.keys()
@@ -74,7 +74,7 @@ class DeclaredWeights:
         return self._source.digest()
 
 
-def _declared_names(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
+def declared_names(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
     """Declared names of the stored ones: the same, or the same behind a prefix that the files leave out."""
     prefix = decoder.optional_prefix
     if not prefix or any(name.startswith(prefix) for name in stored):

@@ -26,7 +26,8 @@ from pagemill_protocol.models.declaration import DecoderSpec
 Quantization = Literal["int8", "int4", "w8a8", "fp8"]
 
 KINDS: dict[Quantization, CodeKind] = {"int8": CodeKind(bits=8), "int4": CodeKind(bits=4, has_offsets=True)}
-_SCALED: tuple[Quantization, ...] = ("w8a8", "fp8")
+SCALED: tuple[Quantization, ...] = ("w8a8", "fp8")
+"""Activations are rounded as well, and products are of 8 bits."""
 _SCALE_BYTES = 4
 _VERSION = 2
 """Part of the digest: raise it when the same floats become other codes."""
@@ -106,4 +107,4 @@ class QuantizedWeights:
     def _is_scaled(self, name: str) -> bool:
         """Given as floats to who makes codes of it."""
         is_matrix = len(self.shapes[name]) == 2 and name not in self._floats
-        return self._quantization in _SCALED and is_matrix and self.code_kind(name) is None
+        return self._quantization in SCALED and is_matrix and self.code_kind(name) is None

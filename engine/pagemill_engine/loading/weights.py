@@ -8,12 +8,14 @@ from types import MappingProxyType
 
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.gguf_weights import GGUFWeights
+from pagemill_engine.loading.outlined import OutlinedWeights
 from pagemill_engine.loading.packed.folder import PackedFolder
 from pagemill_engine.loading.packed.formats import FORMATS, in_words
 from pagemill_engine.loading.packed.matrix import Settings
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_engine.loading.source import WeightSource
 from pagemill_protocol.json_file import read_object
+from pagemill_protocol.model_spec import ModelSpec
 
 
 def open_weights(
@@ -31,6 +33,11 @@ def open_weights(
         folder, settings = SafetensorsFolder(path, stacked), _settings(path)
         return PackedFolder(folder, settings, keeps_floats8) if settings.get("quant_method") in FORMATS else folder
     return GGUFWeights(path, early_digest)
+
+
+def outline_weights(folder: Path, spec: ModelSpec, keeps_floats8: bool = False) -> WeightSource:
+    """For sizes, where the folder has the weights' index alone. Raises `LoadError`."""
+    return OutlinedWeights(folder, spec, _settings(folder), keeps_floats8)
 
 
 def stored_as(path: Path, quantization: str) -> str:

@@ -35,8 +35,8 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
     with refusals(files.path):
         prepared = prepare(files, compute, measure_memory())
         runner = _runner(files, prepared)
-    # OpenMP keeps a team of threads for each thread that computes: from here on it is the runner's alone, this thread's
-    # team sleeps.
+    # torch's OpenMP keeps a team of threads for each thread that computes: from here on it is the runner's alone, this
+    # thread's team sleeps.
     return ThreadedRunner(runner, prepare_thread) if files.config.overlap else runner
 
 

@@ -10,19 +10,28 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.declared import DeclaredWeights
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.quantized import QuantizedWeights
 from pagemill_engine.loading.source import WeightSource
-from pagemill_engine.loading.weights import open_weights
+from pagemill_engine.loading.weights import open_weights, outline_weights
 from pagemill_engine.runner.budget import Sizes
-from pagemill_engine.runner.compute import Compute, check_gpu_features, choose_compute
+from pagemill_engine.runner.compute import (
+    Compute,
+    check_by_transformers,
+    check_gpu_features,
+    check_pooled,
+    choose_compute,
+)
 from pagemill_engine.runner.kv_cache import kv_bytes_per_token
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
 from pagemill_kernels.kv_store.kinds import KVType
 from pagemill_kernels.registry import Holds, holds
 from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.safetensors_header import lacks_weights
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +78,22 @@ def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
     """On an NVIDIA device, which need not be there. Raises `LoadError`."""
+    on_device = msgspec.structs.replace(config, device="cuda")
+    if spec.pooling is not None:
+        check_pooled(on_device, spec)
+    if spec.decoder.by_transformers:
+        check_by_transformers(on_device, spec)
     check_gpu_features(config, spec)
     return _sizes(config, path, spec, held_by_gpu(config))
 
 
 def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, holding: Holding) -> Sizes:
-    return sizes_of(config, weights_of(config, path, spec, holding.weights.floats8), spec, holding)
+    floats8 = holding.weights.floats8
+    if path.is_dir() and lacks_weights(path):
+        weights = _rounded(config, path, spec, outline_weights(path, spec, floats8))
+    else:
+        weights = weights_of(config, path, spec, floats8)
+    return sizes_of(config, weights, spec, holding)
 
 
 def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holding: Holding) -> Sizes:
@@ -92,7 +111,10 @@ def weights_of(
 ) -> WeightSource:
     """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
     stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_floats8)
-    weights: WeightSource = DeclaredWeights(stored, spec.decoder)
+    return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
+
+
+def _rounded(config: EngineConfig, path: Path, spec: ModelSpec, weights: WeightSource) -> WeightSource:
     if config.quantization == "none":
         return weights
     quantized = QuantizedWeights(weights, config.quantization, spec.decoder)

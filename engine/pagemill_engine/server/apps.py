@@ -27,6 +27,7 @@ from pagemill_protocol.http.errors import ErrorBody, openai_shape, with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
 from pagemill_protocol.link import LINK_PATH
 from pagemill_protocol.openapi import OPENAPI_PATH, document
+from pagemill_protocol.versions import PROTOCOL_VERSION
 
 
 async def show_metrics(request: Request) -> Response:
@@ -40,7 +41,9 @@ async def show_version(request: Request) -> Response:
     context: ServerContext = request.app.state.context
     ready = None if context.client is None else context.client.ready_info
     compute = {"compute": ready.compute} if ready is not None and ready.compute else {}
-    return Response(orjson.dumps({"version": VERSION, **compute}), media_type="application/json")
+    return Response(
+        orjson.dumps({"version": VERSION, "protocol": PROTOCOL_VERSION, **compute}), media_type="application/json"
+    )
 
 
 async def show_openapi(request: Request) -> Response:

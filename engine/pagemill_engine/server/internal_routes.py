@@ -30,8 +30,10 @@ from pagemill_protocol.http.door import header, read_body
 from pagemill_protocol.http.guard import require_control
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 from pagemill_protocol.state import GATEWAY_HEADER
+from pagemill_protocol.versions import protocol_headers, require_protocol
 
 MAX_WAIT_S = 60.0
+GATEWAY = "The gateway"
 BUNDLE_DIGEST_HEADER = "x-pagemill-digest"
 _raise_decoder = msgspec.msgpack.Decoder(AllowanceRaise)
 
@@ -40,6 +42,7 @@ async def generate(request: Request) -> FramesResponse:
     """Take a prepared request, or refuse it with its status. From status 200 on, the engine owns it."""
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
+    require_protocol(request.scope["headers"], GATEWAY)
     generate_request = decode_request(await read_body(request.receive))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
@@ -50,6 +53,7 @@ async def link(request: Request) -> LinkResponse:
     """Become a link, over which a gateway sends all its requests."""
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
+    require_protocol(request.scope["headers"], GATEWAY)
     take_over = offered_upgrade(request.scope)
     if take_over is None:
         raise PagemillError(
@@ -64,6 +68,7 @@ async def allowance(request: Request) -> Response:
     """More tokens for a request under way. 404: it is not here, or not any more."""
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
+    require_protocol(request.scope["headers"], GATEWAY)
     raised = _decode_raise(await read_body(request.receive))
     client, _ = context.ready_engine()
     if not client.raise_allowance(raised.request_id, raised.token_allowance):
@@ -74,7 +79,8 @@ async def allowance(request: Request) -> Response:
 async def state(request: Request) -> Response | StateResponse:
     context = context_of(request)
     if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
-        return Response(headers={"content-type": STATE_CONTENT_TYPE})
+        return Response(headers={"content-type": STATE_CONTENT_TYPE, **protocol_headers()})
+    require_protocol(request.scope["headers"], GATEWAY)
     # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
     await read_body(request.receive)
     return StateResponse(context)
@@ -135,7 +141,8 @@ class StateResponse:
         watcher = asyncio.create_task(_call_on_disconnect(receive, subscription.close))
         self._context.metrics.state_streams(+1)
         try:
-            headers = [(b"content-type", STATE_CONTENT_TYPE.encode())]
+            named = {"content-type": STATE_CONTENT_TYPE, **protocol_headers()}
+            headers = [(name.encode(), value.encode()) for name, value in named.items()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for frame in subscription:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})

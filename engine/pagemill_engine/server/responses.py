@@ -21,6 +21,7 @@ from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, WEIGHTS_HEADER, encode_frame
 from pagemill_protocol.generate import GenerateRequest, Usage
 from pagemill_protocol.openai import render
+from pagemill_protocol.versions import protocol_headers
 
 JSON_CONTENT_TYPE = "application/json"
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -113,10 +114,14 @@ class FramesResponse(AnswerResponse):
         self, requests: list[GenerateRequest], answer: Answer, on_leave: Callable[[], None], weights_digest: str
     ) -> None:
         super().__init__(requests, answer, on_leave)
-        self._weights_digest = weights_digest
+        self._headers = {
+            "content-type": FRAMES_CONTENT_TYPE,
+            WEIGHTS_HEADER: weights_digest,
+            **protocol_headers(),
+        }
 
     async def _respond(self, send: Send) -> None:
-        await _start(send, 200, {"content-type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: self._weights_digest})
+        await _start(send, 200, self._headers)
         while frames := await self.answer.take():
             await _send_bytes(send, b"".join(encode_frame(frame.meta, frame.payload) for frame in frames))
         await _send_bytes(send, b"", more=False)

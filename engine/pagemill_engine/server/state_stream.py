@@ -24,6 +24,7 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
 from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
+from pagemill_protocol.versions import PROTOCOL_VERSION
 
 MIN_INTERVAL_S = 0.05
 ARRIVALS_INTERVAL_S = 0.005
@@ -74,7 +75,9 @@ class StatePublisher:
 
     def announce_bundle(self, digest: str) -> None:
         """The tokenizer, which is known long before the engine is ready: gateways fetch it meanwhile."""
-        self._update(digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION))
+        self._update(
+            digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION, protocol_version=PROTOCOL_VERSION)
+        )
 
     def describe(self, ready: Ready) -> None:
         """What the loaded engine is; known once it is ready."""

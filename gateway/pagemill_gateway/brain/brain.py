@@ -246,6 +246,7 @@ class LocalBrain:
         if max(left_s.values(), default=0.0) <= 0:
             return self.resolve(model)
         key = max(left_s, key=lambda each: left_s[each])
+        self.traffic.arrived(key, 0, ticket.arrived_at)
         attempt = partial(self._resolve_in_time, model, self._clock() + left_s[key])
         target, queued_s = await self.queues.wait(
             key, self._limits(key), ticket, attempt, group=f"find {model}", cost_tokens=0, undo=_nothing
@@ -270,7 +271,8 @@ class LocalBrain:
         )
         outage = Outage()
         if retry is None and not (ticket.paid or ticket.num_refusals or tried):
-            self.traffic.arrived(key, request.num_prompt_tokens, ticket.arrived_at)
+            num_new = 0 if target.queued_s else 1
+            self.traffic.arrived(key, request.num_prompt_tokens, ticket.arrived_at, num_new)
         if ticket.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):
             assignment = self._place(to_place, outage)
             if assignment is not None:

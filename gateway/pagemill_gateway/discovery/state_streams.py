@@ -28,13 +28,14 @@ from pagemill_gateway.discovery.handover import Handovers
 from pagemill_protocol.bounded import TooLarge, read_bounded
 from pagemill_protocol.frames import FrameError, StateDecoder
 from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
+from pagemill_protocol.versions import UnsupportedProtocol, check_peer, protocol_headers
 
 logger = logging.getLogger("pagemill.gateway.state")
 
 LONG_FAILING_SHARE = 0.1
 LONGEST_PAUSE_S = 30.0
 """Longest pause for an endpoint that has failed for long; its platform shows when it is worth trying again."""
-STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError)
+STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError, UnsupportedProtocol)
 READYZ_TIMEOUT_S = 1.0
 READYZ_MAX_BYTES = 64 * 1024
 WRONG_TOKEN = "/internal/state answered 401: the engine does not accept the token; set engine_token to one that it does"
@@ -48,7 +49,8 @@ class StateStreams:
         self._brain = brain
         self._bundles = bundles
         self._config = config
-        self._gateway = {GATEWAY_HEADER.decode(): f"{socket.gethostname()}-{secrets.token_hex(8)}"}
+        name = f"{socket.gethostname()}-{secrets.token_hex(8)}"
+        self._gateway = {GATEWAY_HEADER.decode(): name, **protocol_headers()}
         self._handovers = Handovers(session, brain, config.handover_timeout_s, self._gateway)
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._asked: set[str] = set()
@@ -151,6 +153,7 @@ class StateStreams:
                 raise aiohttp.ClientPayloadError(WRONG_TOKEN)
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"/internal/state answered {response.status}")
+            check_peer("The engine", response.headers)
             decoder = StateDecoder()
             while data := await response.content.readany():
                 for frame in decoder.feed(data):

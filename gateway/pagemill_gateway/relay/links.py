@@ -9,6 +9,7 @@ from contextlib import suppress
 from pagemill_gateway.relay.connecting import Connector, Origin
 from pagemill_gateway.relay.engine_link import EngineLink, Patience
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
+from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 IDLE_S = 300.0
 """A link that nothing used for so long is closed: its engine may be gone from the catalogue."""
@@ -81,6 +82,7 @@ def _head(origin: Origin, token: str) -> bytes:
         f"GET {LINK_PATH} HTTP/1.1\r\n"
         f"Host: {origin.host_header}\r\n"
         f"Authorization: Bearer {token}\r\n"
+        f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
         f"Connection: Upgrade\r\n"
         f"Upgrade: {LINK_PROTOCOL}\r\n\r\n"
     ).encode()

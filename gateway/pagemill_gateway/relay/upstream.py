@@ -27,6 +27,7 @@ from pagemill_gateway.relay.links import Links
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.generate import AllowanceRaise
 from pagemill_protocol.http.tls import EngineTrust
+from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 ERROR_BODY_TIMEOUT_S = 5.0
 ALLOWANCE_TIMEOUT_S = 2.0
@@ -170,6 +171,7 @@ def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str
         f"Host: {origin.host_header}\r\n"
         f"Authorization: Bearer {token}\r\n"
         f"Content-Type: {MSGPACK_CONTENT_TYPE}\r\n"
+        f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
         f"Content-Length: {num_bytes}\r\n"
         f"X-Request-Id: {request_id}\r\n\r\n"
     ).encode()

@@ -18,8 +18,10 @@ from pagemill_gateway.routes.load import LoadStream
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE
 from pagemill_protocol.http.door import read_body
+from pagemill_protocol.versions import protocol_headers, require_protocol
 
 DEFAULT_DECISIONS = 20
+OPERATOR = "The operator"
 
 
 class ControlRoutes:
@@ -34,16 +36,19 @@ class ControlRoutes:
                 status=409,
                 code="catalog_is_discovered",
             )
+        require_protocol(request.scope["headers"], OPERATOR)
         catalog = decode_catalog(await read_body(request.receive))
         self._head.apply_catalog(catalog)
         return JSONResponse(
-            {"models": len(catalog.models), "endpoints": sum(len(model.endpoints) for model in catalog.models)}
+            {"models": len(catalog.models), "endpoints": sum(len(model.endpoints) for model in catalog.models)},
+            headers=protocol_headers(),
         )
 
     async def load(self, request: Request) -> Response | LoadStream:
         """What the engines say together, for the operator: a frame on change, for ever."""
         if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
-            return Response(headers={"content-type": LOAD_CONTENT_TYPE})
+            return Response(headers={"content-type": LOAD_CONTENT_TYPE, **protocol_headers()})
+        require_protocol(request.scope["headers"], OPERATOR)
         # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
         await read_body(request.receive)
         return LoadStream(self._head)

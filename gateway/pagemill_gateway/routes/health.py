@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from pagemill_gateway.ports import ControlProcessPort
 from pagemill_protocol.http.docs_page import docs_page
 from pagemill_protocol.openapi import document
+from pagemill_protocol.versions import PROTOCOL_VERSION
 
 VERSION = version("pagemill-gateway")
 
@@ -37,7 +38,7 @@ class HealthRoutes:
         return JSONResponse({"ready": ready, "phase": phase, "detail": detail}, status_code=200 if ready else 503)
 
     async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": VERSION})
+        return JSONResponse({"version": VERSION, "protocol": PROTOCOL_VERSION})
 
     async def openapi(self, request: Request) -> Response:
         return Response(document("Pagemill gateway", VERSION, with_stores=True), media_type="application/json")

@@ -15,6 +15,7 @@ from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes.connection import departure
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame
+from pagemill_protocol.versions import PROTOCOL_VERSION, protocol_headers
 
 INTERVAL_S = 0.5
 """Between two measurements; changes are published with the next one."""
@@ -28,7 +29,8 @@ class LoadStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         departing = asyncio.create_task(departure(receive))
-        headers = [(b"content-type", LOAD_CONTENT_TYPE.encode())]
+        named = {"content-type": LOAD_CONTENT_TYPE, **protocol_headers()}
+        headers = [(name.encode(), value.encode()) for name, value in named.items()]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._publish(send, departing)
@@ -44,7 +46,7 @@ class LoadStream:
         while not departing.done() and not self._control.closing.is_set():
             load = self._control.brain.load()
             if loop.time() - published_at >= HEARTBEAT_S or not _same(load, published):
-                body = encode_load(LoadFrame(sequence=sequence, deployments=load))
+                body = encode_load(LoadFrame(sequence=sequence, protocol_version=PROTOCOL_VERSION, deployments=load))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 published, published_at, sequence = load, loop.time(), sequence + 1
             # The first request that waits for a deployment is published at once: an engine may have to be started for

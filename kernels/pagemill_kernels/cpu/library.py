@@ -1,8 +1,7 @@
 """Loads the compiled CPU kernels and declares their C functions. Mirrors cpu/src/abi.h.
 
 `load()` gives the library of the highest level that `processor` allows, or `None` with the cause in `why_absent()`;
-callers then take the torch implementation. Threads come from OpenMP: the one of torch where that is loaded before, so
-that both share one pool.
+callers then take the torch implementation. Its threads are its own (cpu/src/threads.cpp).
 """
 
 from __future__ import annotations
@@ -236,7 +235,17 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
             return _declare(ctypes.CDLL(str(path))), ""
         except (OSError, AttributeError) as error:
             return None, f"{path.name} does not load: {error}"
+    if present := sorted(path.stem.removeprefix("libpagemill_cpu.") for path in _LIBRARY_DIR.glob("*.so")):
+        return None, _not_compiled(levels, present)
     return None, "they were not compiled; install a C++ compiler and reinstall pagemill-kernels"
+
+
+def _not_compiled(levels: tuple[str, ...], present: list[str]) -> str:
+    """An installation from sources compiles what the machine needed at that time."""
+    return (
+        f"{' or '.join(levels)} was not compiled, only {', '.join(present)}; "
+        "reinstall pagemill-kernels with PAGEMILL_KERNEL_LEVELS=all (in a checkout: make install)"
+    )
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

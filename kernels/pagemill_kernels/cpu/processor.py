@@ -36,10 +36,15 @@ def flags() -> frozenset[str]:
     return next((frozenset(found.split()) for name, _, found in lines if name.strip() == "flags"), frozenset())
 
 
+def fitting_levels() -> tuple[str, ...]:
+    """That this processor has, the highest first."""
+    return tuple(level for level, needed in _LEVELS.get(platform.machine(), {}).items() if needed <= flags())
+
+
 def levels() -> tuple[str, ...]:
     """That this processor has and the setting allows, the highest first; empty: none. Raises ValueError for a setting
     that this processor does not have."""
-    fitting = tuple(level for level, needed in _LEVELS.get(platform.machine(), {}).items() if needed <= flags())
+    fitting = fitting_levels()
     wanted = chosen_level()
     if wanted == NONE:
         return ()

@@ -55,11 +55,6 @@ class History(msgspec.Struct, frozen=True):
         kept = [change for change in self.changes if now - change.at_s <= 2 * LONGEST_WINDOW_S]
         return msgspec.structs.replace(self, changes=(*kept, Change(now, delta)))
 
-    @property
-    def removed_at_s(self) -> float | None:
-        """When replicas were removed last."""
-        return max((change.at_s for change in self.changes if change.delta < 0), default=None)
-
 
 def stabilized(wanted: int, demand: int, history: History, now: float, *, up_s: float, down_s: float) -> int:
     """`demand`, or the most cautious demand of the window in its direction. The history holds this demand already."""

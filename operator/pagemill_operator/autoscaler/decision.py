@@ -33,6 +33,13 @@ class Goal(msgspec.Struct, frozen=True):
     """The number without which it cannot be judged; `needed` is then a lower bound."""
     unreachable: str = ""
     """Why no number of replicas meets it."""
+    ample: int = 0
+    """What half as much load again would have use for, if that is more than `enough`."""
+
+    @property
+    def most_used(self) -> int:
+        """Beyond this a replica is idle, whatever the noise."""
+        return max(self.enough, self.ample)
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -49,7 +49,8 @@ class DemandPolicy:
             memory = msgspec.structs.replace(memory, panic_until_s=now + PANIC_S)
         demand = _demand(settings, signals, memory)
         # Without all numbers the demand is a lower bound, and a window of lower bounds proves nothing.
-        memory = memory.demanded(now, max(before, demand.replicas) if demand.missing else demand.replicas, settings)
+        least = before if demand.missing else 0
+        memory = memory.demanded(now, max(least, demand.replicas), max(least, demand.ample), settings)
         step = _step(settings, signals, memory, demand)
         decision = Decision(
             replicas_before=before,
@@ -64,12 +65,14 @@ class DemandPolicy:
             panic=_panics(memory, now),
         )
         if decision.changes and settings.mode == "Active":
-            memory = memory.changed(now, step.replicas - before, settings)
+            memory = memory.changed(now, before, step.replicas, settings)
         return decision, memory
 
 
 class _Demand(NamedTuple):
     replicas: int
+    ample: int
+    """Replicas beyond these are idle, whatever the noise."""
     leading: Goal
     """That asks for most."""
     goals: tuple[Goal, ...]
@@ -100,7 +103,8 @@ def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Dem
     needed, enough = (max(getattr(goal, name) for goal in judged) for name in ("needed", "enough"))
     wanted = signals.fleet.wanted
     replicas = needed if wanted < needed else min(wanted, max(needed, enough))
-    return _Demand(settings.clamp(replicas), leading, tuple(judged), view.candidates)
+    ample = settings.clamp(max(replicas, min(wanted, max(goal.most_used for goal in judged))))
+    return _Demand(settings.clamp(replicas), ample, leading, tuple(judged), view.candidates)
 
 
 def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
@@ -135,6 +139,8 @@ def _up(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _De
 
 def _down(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _Demand) -> _Step:
     wanted, needed = signals.fleet.wanted, _stabilized(settings, signals, memory, demand)
+    idle_s = memory.idle_window_s(settings, signals.fleet.cold_start_s)
+    needed = min(needed, stabilized(wanted, demand.ample, memory.ample, signals.at_s, up_s=0.0, down_s=idle_s))
     if needed == wanted:
         held = f"scaling down when that has held for {memory.down_window_s(settings):.0f} s"
         return _Step(wanted, "Stabilizing", f"the load needs {replicas_of(demand.replicas)}; {held}")

@@ -11,6 +11,9 @@ from pagemill_operator.autoscaler.signals import Shape, Signals, shape_of
 DECAY_WINDOWS = 4.0
 """Down windows without a flap after which the count of flaps goes down by one."""
 MAX_FLAPS = 3
+IDLE_STARTS = 2.0
+"""Idle for as long as so many starts, a replica has cost what a start in vain would, and what came late for it."""
+LEAST_IDLE_S = 60.0
 TREND_S, LONGEST_TREND_S = 30.0, 300.0
 """Between the two rates that a trend is read from: a steep rise shows at once, a gentle one only after a while."""
 TREND_STEP_S = 15.0
@@ -24,12 +27,16 @@ class Rate(msgspec.Struct, frozen=True, array_like=True):
 
 class Memory(msgspec.Struct, frozen=True):
     history: History = History()
+    ample: History = History()
+    """Of the replicas that half as much load again would have had use for."""
     rates: tuple[Rate, ...] = ()
     """Arrival rates over the last minute: all reported in the past half minute, and some of the past minutes."""
     waiting_since_s: float | None = None
     """Requests have waited without a pause since then; None: none waits."""
     shape: Shape | None = None
     panic_until_s: float | None = None
+    removed_at_s: float | None = None
+    """When replicas were removed last that have not been needed again; None: none lately."""
     flaps: int = 0
     """How often, lately, replicas were removed that were needed again soon."""
     flapped_at_s: float | None = None
@@ -39,7 +46,7 @@ class Memory(msgspec.Struct, frozen=True):
         """Itself, or what of it is still true after a gap."""
         if self.history.at(now) is self.history:
             return self
-        return Memory(self.history.at(now), shape=self.shape)
+        return Memory(self.history.at(now), self.ample.at(now), shape=self.shape)
 
     def with_rate(self, signals: Signals) -> Memory:
         """With the present rate of arrivals, if it is known."""
@@ -63,9 +70,18 @@ class Memory(msgspec.Struct, frozen=True):
         """With the capacity of a replica, if the engines report it."""
         return msgspec.structs.replace(self, shape=shape_of(signals.engines) or self.shape)
 
-    def demanded(self, now: float, replicas: int, settings: ScalingSettings) -> Memory:
+    def demanded(self, now: float, replicas: int, ample: int, settings: ScalingSettings) -> Memory:
         keep_s = max(settings.up.window_s, self.down_window_s(settings))
-        return msgspec.structs.replace(self, history=self.history.demanded(now, replicas, keep_s))
+        return msgspec.structs.replace(
+            self, history=self.history.demanded(now, replicas, keep_s), ample=self.ample.demanded(now, ample, keep_s)
+        )
+
+    def idle_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
+        """For replicas that half as much load again would leave idle: what two starts take, where none is set."""
+        window_s = self.down_window_s(settings)
+        if settings.down.is_own_window or cold_start_s is None:
+            return window_s
+        return min(window_s, max(LEAST_IDLE_S, IDLE_STARTS * cold_start_s) * 2.0**self.flaps)
 
     def down_window_s(self, settings: ScalingSettings) -> float:
         """Doubled by each flap, unless the resource sets it."""
@@ -73,14 +89,19 @@ class Memory(msgspec.Struct, frozen=True):
             return settings.down.window_s
         return min(LONGEST_WINDOW_S, settings.down.window_s * 2.0**self.flaps)
 
-    def changed(self, now: float, delta: int, settings: ScalingSettings) -> Memory:
-        """Replicas were added or removed."""
-        flaps, flapped_at_s = self.flaps, self.flapped_at_s
-        removed_at_s = self.history.removed_at_s
-        if delta > 0 and removed_at_s is not None and now - removed_at_s <= 2 * self.down_window_s(settings):
-            flaps, flapped_at_s = min(MAX_FLAPS, flaps + 1), now
-        history = self.history.changed(now, delta)
-        return msgspec.structs.replace(self, history=history, flaps=flaps, flapped_at_s=flapped_at_s)
+    def changed(self, now: float, before: int, after: int, settings: ScalingSettings) -> Memory:
+        """Replicas were added or removed. One removal that was needed again is one flap, in however many steps.
+
+        To zero and back is none: when the last one goes is for `scaleToZeroAfter` to say.
+        """
+        history = self.history.changed(now, after - before)
+        if after < before:
+            return msgspec.structs.replace(self, history=history, removed_at_s=now if after else None)
+        removed_at_s = self.removed_at_s
+        if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings):
+            return msgspec.structs.replace(self, history=history)
+        flaps = min(MAX_FLAPS, self.flaps + 1)
+        return msgspec.structs.replace(self, history=history, removed_at_s=None, flaps=flaps, flapped_at_s=now)
 
     def decayed(self, now: float, settings: ScalingSettings) -> Memory:
         """With one flap less after a long time without any."""

@@ -16,7 +16,7 @@ from pagemill_operator.autoscaler.memory import Memory
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Prediction, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Signals
-from pagemill_operator.autoscaler.targets import MARGIN
+from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 
 
 class SloTarget(msgspec.Struct, frozen=True):
@@ -48,14 +48,14 @@ def slo_target(
     if needed > most:
         unreachable = _unreachable(settings, slo, weighed[max(weighed)])
         return SloTarget(Goal("slo", most, most, offered, unreachable=unreachable), seen)
-    enough = min(most, fewest(predictor, load.times(MARGIN), slo, most, {}))
+    enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
         missed = rate - predictor.highest_rate(load, wanted, lambda found: meets(found, slo))
         reason += (
             f"; with {wanted}, {60 * missed:.0f} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
         )
-    return SloTarget(Goal("slo", needed, max(needed, enough), reason), seen)
+    return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
 
 
 def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:

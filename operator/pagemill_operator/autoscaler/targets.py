@@ -16,8 +16,8 @@ from pagemill_operator.autoscaler.expected_load import ExpectedLoad
 from pagemill_operator.autoscaler.settings import DEFAULT_KV_CACHE_USAGE, ScalingSettings
 from pagemill_operator.autoscaler.signals import Shape, Signals
 
-MARGIN = 1.1
-"""Load that must fit as well before a replica is removed."""
+MARGIN, AMPLE = 1.1, 1.5
+"""Times the load, which must fit as well before a replica is removed: after the window, and sooner."""
 
 
 def goals(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad) -> Iterator[Goal]:
@@ -60,16 +60,17 @@ def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, 
     target = settings.kv_cache_usage or DEFAULT_KV_CACHE_USAGE
     reason = f"active and waiting KV blocks fill {demand:.2f} replicas; the target is {target:.0%} of each"
     needed = _ceil(demand / target) if settings.kv_cache_usage is not None else 0
-    return Goal("kvCacheUsage", needed, max(needed, _ceil(demand * MARGIN / target)), reason)
+    enough, ample = (max(needed, _ceil(demand * factor / target)) for factor in (MARGIN, AMPLE))
+    return Goal("kvCacheUsage", needed, enough, reason, ample=ample)
 
 
 def _capacity(signals: Signals, shape: Shape | None) -> Goal:
     """Requests that may run at once: adds no replica by itself, but keeps those in use."""
     if shape is None or shape.max_num_seqs <= 0:
         return Goal("maxNumSeqs")
-    enough = _ceil(signals.num_requests * MARGIN / shape.max_num_seqs)
+    enough, ample = (_ceil(signals.num_requests * factor / shape.max_num_seqs) for factor in (MARGIN, AMPLE))
     reason = f"{signals.num_requests} requests; a replica runs at most {shape.max_num_seqs} at once"
-    return Goal("maxNumSeqs", 0, enough, reason)
+    return Goal("maxNumSeqs", 0, enough, reason, ample=ample)
 
 
 def _queue(depth: int, signals: Signals, expected: ExpectedLoad) -> Goal:

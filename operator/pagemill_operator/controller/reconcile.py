@@ -196,8 +196,8 @@ def _version(owner: Manifest) -> tuple[str, int]:
 def read_plan(owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
     """(plan, nothing), or (None, problems): the API server lets through what the models refuse."""
     document = {
-        "apiVersion": "pagemill.dev/v1alpha1",
-        "kind": "LLMDeployment",
+        "apiVersion": LLM_DEPLOYMENT.api_version,
+        "kind": LLM_DEPLOYMENT.name,
         "metadata": owner["metadata"],
         "spec": owner.get("spec", {}),
     }

@@ -8,11 +8,12 @@ import aiohttp
 
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, FrameError, LoadDecoder
 from pagemill_protocol.load import LoadFrame
+from pagemill_protocol.versions import UnsupportedProtocol, check_peer, protocol_headers
 
 SILENCE_TIMEOUT_S = 8.0
 """Gateways send a frame every 2 s."""
 CONNECT_TIMEOUT_S = 5.0
-STREAM_FAULTS = (aiohttp.ClientError, OSError, TimeoutError, FrameError)
+STREAM_FAULTS = (aiohttp.ClientError, OSError, TimeoutError, FrameError, UnsupportedProtocol)
 
 
 async def follow_load(
@@ -20,13 +21,14 @@ async def follow_load(
 ) -> None:
     """Until the stream ends. Raises one of `STREAM_FAULTS` for anything but an orderly end."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
-    headers = {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {token}", **protocol_headers()}
     url = f"{control_url}/internal/load"
     async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
         if response.status != 200:
             raise FrameError(f"the answer is {response.status}")
         if response.content_type != LOAD_CONTENT_TYPE:
             raise FrameError(f"the answer is {response.content_type}, not {LOAD_CONTENT_TYPE}: another version")
+        check_peer("The gateway", response.headers)
         decoder = LoadDecoder()
         while data := await response.content.readany():
             for frame in decoder.feed(data):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Literal, NamedTuple, Protocol
+from typing import BinaryIO, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from pagemill_protocol.source_errors import SourceError
 
@@ -62,6 +62,15 @@ class Repository(Protocol):
 
     def close(self) -> None:
         """Give connections back."""
+        ...
+
+
+@runtime_checkable
+class ReadsRanges(Protocol):
+    """A repository of which parts of a file are read too: what a model is can be known without its weights."""
+
+    def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
+        """The bytes from `start` on, fewer where the file ends. Raises `FetchError`."""
         ...
 
 

@@ -121,6 +121,33 @@ class HubRepository:
             url = hf_hub_url(self.model.repository, file.path, revision=version)
             http_get(url, out, resume_size=out.tell(), headers=build_hf_headers(), expected_size=file.num_bytes)
 
+    def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
+        """No more is taken from a server that answers with the whole file."""
+        num_bytes = min(num_bytes, file.num_bytes - start)
+        if num_bytes <= 0:
+            return b""
+        with self._explained():
+            from huggingface_hub import constants, hf_hub_url
+            from huggingface_hub.utils._headers import build_hf_headers
+            from huggingface_hub.utils._http import get_session, hf_raise_for_status
+
+            url = hf_hub_url(self.model.repository, file.path, revision=version)
+            asked = {"Range": f"bytes={start}-{start + num_bytes - 1}", "Accept-Encoding": "identity"}
+            headers = {**build_hf_headers(), **asked}
+            timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+            with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout) as response:
+                hf_raise_for_status(response)
+                skipped = 0 if response.status_code == 206 else start
+                found = bytearray()
+                for chunk in response.iter_raw():
+                    found += chunk
+                    if len(found) >= skipped + num_bytes:
+                        break
+        if len(found) < skipped + num_bytes:
+            ends = f"ends after {len(found)} of {skipped + num_bytes} bytes"
+            raise FetchError("HubUnreachable", f"{self.name}: `{file.path}` {ends}. Try again.")
+        return bytes(found[skipped : skipped + num_bytes])
+
     def close(self) -> None:
         """The library keeps its connections."""
 

@@ -87,10 +87,11 @@ def figures_of(
 def _attained(requests: Sequence[Served], ttft_ms: float | None, tpot_ms: float | None) -> float | None:
     if not requests or (ttft_ms is None and tpot_ms is None):
         return None
-    return sum(_is_within(each, ttft_ms, tpot_ms) for each in requests) / len(requests)
+    return sum(is_within_slo(each, ttft_ms, tpot_ms) for each in requests) / len(requests)
 
 
-def _is_within(served: Served, ttft_ms: float | None, tpot_ms: float | None) -> bool:
+def is_within_slo(served: Served, ttft_ms: float | None, tpot_ms: float | None) -> bool:
+    """It was served, and each of its times is no longer than its limit; None: no limit."""
     if served.ending != "served" or served.ttft_ms is None:
         return False
     is_prompt = ttft_ms is None or served.ttft_ms <= ttft_ms

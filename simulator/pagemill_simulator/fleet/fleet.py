@@ -87,7 +87,7 @@ class _Fleet:
         self._policy = policy
         self._progress = progress
         self._events = events = Events()
-        self._kind = make_kind(settings.engine, events)
+        self._kinds = [make_kind(settings.engine_of(each), events) for each in settings.slowness]
         self._loop = EventsLoop(events)
         self._event_log = EventLog(workload)
         # In a cluster, endpoints that go are named at once, and used while there is no other.
@@ -101,12 +101,12 @@ class _Fleet:
             events,
             self._loop,
             self._sites,
-            self._kind.prefix_chunks,
+            self._kinds[0].prefix_chunks,
             max_attempts=settings.max_attempts,
             seed=settings.seed,
             on_empty=self._look_whether_empty,
         )
-        self._conversations = Conversations(workload.requests, self._kind.vocab_size)
+        self._conversations = Conversations(workload.requests, self._kinds[0].vocab_size)
         self._platform = Platform(events, settings, self, self._event_log)
         self._controller = Controller(events, self._platform, policy, settings.bounds, self._see)
         self._num_arrived = self._num_ended = self._num_prompt_tokens = self._num_made_by_gone = 0
@@ -129,7 +129,7 @@ class _Fleet:
         self._platform.end()
         for site in self._sites.values():
             site.engine.check()
-        return event_log.outcome(self._policy.name, events.now_s, is_exact=self._kind.is_exact)
+        return event_log.outcome(self._policy.name, events.now_s, is_exact=self._kinds[0].is_exact)
 
     def _schedule_progress(self) -> None:
         """Whether or not it is asked for: the events, and with them the end, are the same."""
@@ -145,7 +145,8 @@ class _Fleet:
     def ready(self, pod: Pod) -> None:
         site = Site(pod.name)
         observe, deliver = partial(self._observe, site), partial(self._relay.deliver, site)
-        site.engine = self._kind.start(pod.name, observe, deliver)
+        kind = self._kinds[pod.number % len(self._kinds)]
+        site.engine = kind.start(pod.name, observe, deliver)
         self._sites[pod.name] = site
         self.listed()
         self._events.after(NETWORK_S, partial(observe, site.engine.snapshot()))

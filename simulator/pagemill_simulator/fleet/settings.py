@@ -67,6 +67,9 @@ class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     """Of every pod. `step_time` is what its steps take, `num_kv_blocks` its KV cache."""
+    slowness: tuple[float, ...] = (1.0,)
+    """Replicas may differ: the steps of the first one take so many times `step_time`, of the second, and so on, in a
+    circle."""
     bounds: Bounds
     """What a policy answers outside of them is brought to the nearer one."""
     start_replicas: int | None = None
@@ -91,6 +94,19 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     def first_replicas(self) -> int:
         return self.bounds.min_replicas if self.start_replicas is None else self.start_replicas
 
+    def engine_of(self, slowness: float) -> EngineConfig:
+        """The engine of the replicas whose steps take so many times `step_time`."""
+        step_time = self.engine.step_time
+        if slowness == 1.0 or step_time is None:
+            return self.engine
+        slower = msgspec.structs.replace(
+            step_time,
+            knot_ms=[slowness * each for each in step_time.knot_ms],
+            decode_context_ms=slowness * step_time.decode_context_ms,
+            chunk_context_ms=slowness * step_time.chunk_context_ms,
+        )
+        return msgspec.structs.replace(self.engine, step_time=slower)
+
     def checked(self) -> FleetSettings:
         """Return self, or raise `SettingsError` for the first setting that makes no sense."""
         low, high = self.bounds
@@ -103,6 +119,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
             _check("cold_start." + name, getattr(start, name))
         for name in ("drain_timeout_s", "crash_mean_s"):
             _check(name, getattr(self, name))
+        if not self.slowness or not all(0 < each < math.inf for each in self.slowness):
+            raise SettingsError(f"slowness: {self.slowness} must be one or more numbers above 0")
         if self.max_attempts < 1:
             raise SettingsError(f"max_attempts: {self.max_attempts} must be at least 1")
         return self

@@ -17,7 +17,7 @@ from pagemill_simulator.scaling.wva import Wva, WvaHpa
 Kind = type[KubeAi] | type[Hpa] | type[KedaEpp] | type[Wva] | type[WvaHpa] | type[Knative] | type[Dynamo] | type[Fixed]
 
 RIVALS: dict[str, Kind] = {kind.name: kind for kind in (KubeAi, Hpa, KedaEpp, Wva, WvaHpa, Knative, Dynamo, Fixed)}
-"""Those that are made from parameters alone; `clairvoyant` is made from the workload."""
+"""All are made from parameters alone."""
 
 
 def make_rival(name: str, parameters: Mapping[str, str] | None = None) -> Rival[Any]:

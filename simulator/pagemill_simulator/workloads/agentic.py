@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator
 from typing import ClassVar
 
+import msgspec
+
 from pagemill_simulator.parameters import Count, Factor, NotNegative, ParameterError, Positive
 from pagemill_simulator.workloads.arrivals import poisson
 from pagemill_simulator.workloads.generator import MOST_REQUESTS, Generator
@@ -69,6 +71,12 @@ class Agentic(Generator, frozen=True, kw_only=True):
     @property
     def length_s(self) -> float:
         return self.duration_s
+
+    def intensity_at(self, at_s: float) -> float:
+        return self.sessions_per_s
+
+    def steady(self, intensity: float, duration_s: float) -> Agentic:
+        return msgspec.structs.replace(self, sessions_per_s=intensity, duration_s=duration_s)
 
     def requests(self, seed: int) -> list[SimRequest]:
         """What would come after the end of the workload is left out."""

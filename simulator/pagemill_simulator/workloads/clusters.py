@@ -10,6 +10,8 @@ import math
 import random
 from typing import ClassVar
 
+import msgspec
+
 from pagemill_simulator.parameters import Count, Factor, Positive, Share, Sigma
 from pagemill_simulator.workloads.arrivals import poisson
 from pagemill_simulator.workloads.shapes import Steady
@@ -35,6 +37,9 @@ class Clusters(Steady, frozen=True, kw_only=True):
     output_tokens: Positive = 20.0
     output_sigma: Sigma = 0.35
     longest_output: Count = 30
+
+    def steady(self, intensity: float, duration_s: float) -> Clusters:
+        return msgspec.structs.replace(self, rate=intensity, duration_s=duration_s)
 
     def arrivals(self, times: random.Random) -> list[float]:
         return sorted([*self._alone(times), *self._clustered(times)])

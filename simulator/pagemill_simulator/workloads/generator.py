@@ -35,6 +35,14 @@ class Generator(Parameters, frozen=True, kw_only=True):
     def requests(self, seed: int) -> list[SimRequest]:
         """By arrival."""
 
+    @abstractmethod
+    def intensity_at(self, at_s: float) -> float:
+        """What `steady` takes: how much comes at that instant, on average over all that may be drawn."""
+
+    @abstractmethod
+    def steady(self, intensity: float, duration_s: float) -> Generator:
+        """Traffic of the same kind that stays as it is; `intensity` is above 0."""
+
     def workload(self, seed: int = 0) -> Workload:
         shown = ", ".join(f"{name}={value:g}" for name, value in msgspec.structs.asdict(self).items())
         return Workload(
@@ -87,6 +95,9 @@ class Shaped(Generator, frozen=True, kw_only=True):
     @abstractmethod
     def rate_at(self, at_s: float) -> float:
         """Requests per second."""
+
+    def intensity_at(self, at_s: float) -> float:
+        return self.rate_at(at_s)
 
     def arrivals(self, times: random.Random) -> Iterable[float]:
         """Seconds, rising. Independent of each other, unless a generator says otherwise."""

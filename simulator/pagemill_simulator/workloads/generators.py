@@ -8,11 +8,26 @@ from pagemill_simulator.parameters import ParameterError, read_parameters
 from pagemill_simulator.workloads.agentic import Agentic
 from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.generator import Generator
+from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights, Weekly
 from pagemill_simulator.workloads.request import Workload
 from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Sine, Steady, Step
 
 GENERATORS: dict[str, type[Generator]] = {
-    kind.name: kind for kind in (Steady, Ramp, Step, Burst, Sine, Diurnal, Clusters, Agentic)
+    kind.name: kind
+    for kind in (
+        Steady,
+        Ramp,
+        Step,
+        Burst,
+        Sine,
+        Diurnal,
+        Weekly,
+        SilentNights,
+        FlashCrowd,
+        Clusters,
+        Retrieval,
+        Agentic,
+    )
 }
 
 

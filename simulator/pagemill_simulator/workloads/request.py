@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,3 +27,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """By arrival."""
     duration_s: float
     """How long traffic is offered; requests still open then are served to their end."""
+
+
+def computed_tokens(requests: Sequence[SimRequest]) -> list[int]:
+    """Tokens of each prompt without what an earlier turn of its session has left in the cache."""
+    said: dict[int, int] = defaultdict(int)
+    computed = []
+    for request in requests:
+        if request.session is None:
+            computed.append(request.num_prompt_tokens)
+            continue
+        computed.append(max(1, request.num_prompt_tokens - said[request.session]))
+        said[request.session] = request.num_prompt_tokens + request.num_output_tokens
+    return computed

@@ -5,13 +5,23 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
+import msgspec
+
 from pagemill_simulator.parameters import Factor, NotNegative, ParameterError, Positive, Share
 from pagemill_simulator.workloads.generator import Shaped
 
 DAY_S = 86_400.0
 
 
-class Steady(Shaped, frozen=True, kw_only=True):
+class Rated(Shaped, frozen=True, kw_only=True):
+    """Steady where its rate stays."""
+
+    def steady(self, intensity: float, duration_s: float) -> Steady:
+        lengths = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(Shaped)}
+        return Steady(**lengths, rate=intensity, duration_s=duration_s)
+
+
+class Steady(Rated, frozen=True, kw_only=True):
     """The same rate all the time."""
 
     name: ClassVar[str] = "steady"
@@ -32,7 +42,7 @@ class Steady(Shaped, frozen=True, kw_only=True):
         return self.rate
 
 
-class Ramp(Shaped, frozen=True, kw_only=True):
+class Ramp(Rated, frozen=True, kw_only=True):
     """From one rate to another in a straight line."""
 
     name: ClassVar[str] = "ramp"
@@ -63,7 +73,7 @@ class Ramp(Shaped, frozen=True, kw_only=True):
         return self.from_rate + (self.to_rate - self.from_rate) * (at_s - self.before_s) / self.over_s
 
 
-class Step(Shaped, frozen=True, kw_only=True):
+class Step(Rated, frozen=True, kw_only=True):
     """From one rate to another at once."""
 
     name: ClassVar[str] = "step"
@@ -88,7 +98,7 @@ class Step(Shaped, frozen=True, kw_only=True):
         return self.from_rate if at_s < self.at_s else self.to_rate
 
 
-class Burst(Shaped, frozen=True, kw_only=True):
+class Burst(Rated, frozen=True, kw_only=True):
     """A steady rate that is multiplied for a while."""
 
     name: ClassVar[str] = "burst"
@@ -115,7 +125,7 @@ class Burst(Shaped, frozen=True, kw_only=True):
         return self.rate * self.factor if self.at_s <= at_s < self.at_s + self.for_s else self.rate
 
 
-class Sine(Shaped, frozen=True, kw_only=True):
+class Sine(Rated, frozen=True, kw_only=True):
     """A rate that swings around its mean."""
 
     name: ClassVar[str] = "sine"
@@ -140,7 +150,7 @@ class Sine(Shaped, frozen=True, kw_only=True):
         return self.rate * (1 + self.swing * math.sin(2 * math.pi * at_s / self.period_s))
 
 
-class Diurnal(Shaped, frozen=True, kw_only=True):
+class Diurnal(Rated, frozen=True, kw_only=True):
     """Days: from a quiet night at 4 o'clock to the busiest hour at 16 o'clock and back, beginning at midnight."""
 
     name: ClassVar[str] = "diurnal"

@@ -12,10 +12,13 @@ import pytest
 import torch
 import transformers
 from moe_gguf import write_moe_gguf
+from outlines import outline
 from safetensors.torch import load_file, save_file
 
+from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
-from pagemill_protocol.model_files import load_model_spec
+from pagemill_engine.runner.sizing import sizes_here, sizes_on_gpu
+from pagemill_protocol.model_files import load_model_spec, load_outlined_spec
 
 Loader = Callable[..., Any]
 Drivers = Callable[[Any], Any]
@@ -117,6 +120,16 @@ def test_a_folder_in_mxfp4_answers_as_its_values_do(
     write_mxfp4(tmp_path / "model", model)
     assert answers(tmp_path / "model", runner_loader, make_driver, backend=backend) == expected(model)
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
+
+
+def test_what_a_folder_in_mxfp4_takes_is_known_from_its_index(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_mxfp4(folder, make("gpt-oss"))
+    config, spec = EngineConfig(model=str(folder)), load_model_spec(folder)
+    sizes = [each(config, folder, spec) for each in (sizes_on_gpu, sizes_here)]
+    outline(folder)
+    outlined = load_outlined_spec(folder)
+    assert [each(config, folder, outlined) for each in (sizes_on_gpu, sizes_here)] == sizes
 
 
 @pytest.mark.parametrize(

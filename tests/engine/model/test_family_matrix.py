@@ -19,7 +19,7 @@ from pagemill_kernels.cpu import library
 from pagemill_protocol.models.known import BUILT_IN
 from pagemill_protocol.sampling import SamplingParams
 
-SAMPLE = ("deepseek_v2, one KV head", "qwen3_moe, heads of 48", "gpt_neox, yarn")
+SAMPLE = ("qwen3_moe, heads of 48", "gpt_neox, yarn")
 ASKS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=0)
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
+from outlines import outline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,9 +25,10 @@ from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.packed.formats import FORMATS
 from pagemill_engine.loading.packed.matrix import PackedMatrix
 from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.runner.sizing import sizes_here, sizes_on_gpu
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.torch_arrays import from_torch, to_torch
-from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_files import load_model_spec, load_outlined_spec
 from pagemill_protocol.models.config_values import READ_QUANTIZATIONS
 
 RECORDS: dict[str, Any] = json.loads((Path(__file__).parent / "packed_by_others.json").read_text())
@@ -276,6 +279,19 @@ def test_a_packed_checkpoint_answers_as_its_values_do(
     runner = runner_loader(tmp_path / "model", backend=backend, dtype="float32")
     assert [result.token_ids for result in make_driver(runner).greedy(PROMPTS, NUM_TOKENS)] == expected(model)
     assert load_model_spec(tmp_path / "model").num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_packed_checkpoint_takes_is_known_from_its_index(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, name)
+    config = EngineConfig(model=str(folder), dtype="float32")
+    spec = load_model_spec(folder)
+    sizes = [each(config, folder, spec) for each in (sizes_on_gpu, sizes_here)]
+    outline(folder)
+    outlined = load_outlined_spec(folder)
+    assert outlined == msgspec.structs.replace(spec, weight_bytes=outlined.weight_bytes)
+    assert [each(config, folder, outlined) for each in (sizes_on_gpu, sizes_here)] == sizes
 
 
 def test_the_start_says_what_was_found_and_what_it_becomes(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from expert_models import MODELS as EXPERTS
+from family_models import MODELS, write_model
+from outlines import outline
 from tiny_llama import write_tiny_llama
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.factory import create_runner
 from pagemill_engine.runner.sizing import held_by_gpu, sizes_here, sizes_on_gpu
 from pagemill_kernels.registry import ops_for
-from pagemill_protocol.model_files import load_model_spec
+from pagemill_protocol.model_files import load_model_spec, load_outlined_spec
 
 pytestmark = [pytest.mark.model]
 
@@ -50,3 +53,14 @@ def test_on_a_gpu_floats_are_two_bytes_and_codes_stay_codes(tmp_path: Path, smol
     stored = load_model_spec(smollm2_path)
     codes = sizes_on_gpu(EngineConfig(model=str(smollm2_path)), smollm2_path, stored)
     assert codes.weight_bytes < 1.5 * stored.weight_bytes < 2 * stored.num_parameters
+
+
+@pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
+def test_an_index_suffices_to_know_what_a_model_takes(name: str, tmp_path: Path) -> None:
+    write_model(*{**MODELS, **EXPERTS}[name], tmp_path)
+    spec, config = load_model_spec(tmp_path), EngineConfig(model=str(tmp_path))
+    sizes = sizes_here(config, tmp_path, spec)
+    outline(tmp_path)
+    outlined = load_outlined_spec(tmp_path)
+    assert (outlined.num_parameters, outlined.decoder) == (spec.num_parameters, spec.decoder)
+    assert sizes_here(config, tmp_path, outlined) == sizes

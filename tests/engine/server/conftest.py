@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from light_model import light_model
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from waiting import START_LIMIT_S, WAIT_LIMIT_S
@@ -97,7 +98,7 @@ StartServer = Callable[..., ServerProcess]
 
 def start(folder: Path, engine: dict[str, Any], server: dict[str, Any]) -> ServerProcess:
     settings = {
-        "engine": {"model": SMOLLM2, **engine},
+        "engine": with_model(engine),
         "server": {"port": 0, "control_port": 0, "internal_token": TOKEN, **server},
     }
     path = folder / "settings.json"
@@ -112,6 +113,12 @@ def start(folder: Path, engine: dict[str, Any], server: dict[str, Any]) -> Serve
 
 
 NULL_ENGINE = {"null_runner": True, "num_kv_blocks": 512, "max_model_len": 4096}
+
+
+def with_model(engine: dict[str, Any]) -> dict[str, Any]:
+    """Those that compute nothing have a model that starts in no time."""
+    model = light_model() if engine.get("null_runner") else SMOLLM2
+    return {"model": model, "served_names": [MODEL_NAME], **engine}
 
 
 @pytest.fixture
@@ -132,8 +139,8 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="session")
 def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A ready server with the real scheduler and a simulated device, shared by all tests."""
-    server = start(tmp_path_factory.mktemp("null"), NULL_ENGINE, {})
+    """A ready server with the real scheduler, a simulated device and a real vocabulary, shared by all tests."""
+    server = start(tmp_path_factory.mktemp("null"), {"model": SMOLLM2, **NULL_ENGINE}, {})
     server.wait_for("ready")
     yield server
     server.stop()

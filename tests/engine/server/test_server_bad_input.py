@@ -12,11 +12,12 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from waiting import WAIT_LIMIT_S
+from waiting import WAIT_LIMIT_S, busy_factor
 
 MODEL = "SmolLM2-135M-Instruct"
 VOCAB_SIZE = 49152
 MOST_MS = 50.0
+"""Of a core that nothing else has."""
 DIALECTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
@@ -126,7 +127,7 @@ def assert_refused_quickly(client: httpx.Client, path: str, raw: bytes, param: s
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param), error
         assert len(error["message"]) < 400
-    assert min(took_ms) < MOST_MS
+    assert min(took_ms) < MOST_MS * busy_factor()
     assert client.post(path, json=body(path)).status_code == 200
 
 

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.packed.matrix import (
     PackedMatrix,
     Settings,
@@ -20,6 +23,7 @@ from pagemill_engine.loading.packed.matrix import (
     group_size_in_words,
     groups_of,
     integer_setting,
+    num_groups,
     spread,
     unpacked,
     unsupported,
@@ -38,6 +42,14 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     if version != "gemm":
         raise unsupported(stored, f"`version` {version!r}")
     return {f"{base}.weight": _matrix(stored, base) for base in bases(stored, ".qweight")}
+
+
+def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
+    return f"{base}.qweight" in names
+
+
+def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
+    return code_kind(4, shape[1], num_groups(settings, shape[1]), offsets=True)
 
 
 def details(settings: Settings) -> list[str]:

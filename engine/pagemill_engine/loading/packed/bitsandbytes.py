@@ -7,12 +7,14 @@ quantized once more. They are given as floats: no kernel computes on such tables
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.packed.matrix import (
     PackedMatrix,
     Settings,
@@ -28,18 +30,27 @@ from pagemill_kernels.arrays import widened
 from pagemill_kernels.linear.groups import GroupCodes
 
 _STATE = ".quant_state.bitsandbytes__"
+_TABLES = ("nf4", "fp4")
 _MAX_8_BITS = 127
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     """By their names. Raises `LoadError`."""
     found = {}
-    for kind in ("nf4", "fp4"):
-        for name in bases(stored, f"{_STATE}{kind}"):
-            found[name] = _table(stored, name, f"{name}{_STATE}{kind}")
+    for table in _TABLES:
+        for name in bases(stored, f"{_STATE}{table}"):
+            found[name] = _table(stored, name, f"{name}{_STATE}{table}")
     for base in bases(stored, ".SCB"):
         found[f"{base}.weight"] = _integers(stored, base)
     return found
+
+
+def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
+    return f"{base}.SCB" in names or any(f"{base}.weight{_STATE}{table}" in names for table in _TABLES)
+
+
+def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
+    return code_kind(8, shape[1], 1, offsets=False) if f"{base}.SCB" in names else None
 
 
 def details(settings: Settings) -> list[str]:

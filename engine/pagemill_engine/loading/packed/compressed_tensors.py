@@ -7,11 +7,13 @@ Activations are not rounded, whatever `input_activations` says.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.packed import fp8
 from pagemill_engine.loading.packed.matrix import (
     WORD_BITS,
@@ -24,6 +26,7 @@ from pagemill_engine.loading.packed.matrix import (
     coded,
     group_codes,
     groups_of,
+    num_groups,
     spread,
     unpacked,
     unsupported,
@@ -41,8 +44,7 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     for form in (settings.get("format"), *(group.get("format") for group in groups)):
         if form is not None and form not in _READ:
             raise unsupported(stored, f"`format` {form!r}")
-    weights = [group.get("weights") or {} for group in groups]
-    block = next((each["block_structure"] for each in weights if each.get("block_structure")), None)
+    block = next((each["block_structure"] for each in _weights(settings) if each.get("block_structure")), None)
     found = {f"{base}.weight": _packed(stored, base) for base in bases(stored, PACKED)}
     for base in bases(stored, ".weight"):
         dtype = stored.dtype(f"{base}.weight")
@@ -51,6 +53,26 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
         elif dtype == fp8.E4M3:
             found[f"{base}.weight"] = fp8.matrix(stored, base, None if block is None else tuple(block))
     return found
+
+
+def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
+    return f"{base}{PACKED}" in names or f"{base}.weight_scale" in names
+
+
+def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
+    """Groups of a folder that differ in their widths are taken to be as the first of them."""
+    weights: dict[str, Any] = next((each for each in _weights(settings) if each.get("num_bits")), {})
+    is_packed = f"{base}{PACKED}" in names
+    if not is_packed and "float" in (weights.get("type"), str(settings.get("format")).partition("-")[0]):
+        return fp8.kind({"weight_block_size": weights.get("block_structure")}, names, base, shape)
+    bits = int(weights.get("num_bits") or (4 if is_packed else 8))
+    has_zeros = f"{base}.weight_zero_point" in names
+    return code_kind(bits, shape[1], num_groups(weights, shape[1]), offsets=has_zeros)
+
+
+def _weights(settings: Settings) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
+    return [group.get("weights") or {} for group in groups]
 
 
 def details(settings: Settings) -> list[str]:

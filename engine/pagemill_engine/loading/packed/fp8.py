@@ -7,6 +7,7 @@ Activations are not rounded: `input_scale` and `activation_scheme` are not used.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,15 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
     }
 
 
+def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
+    return any(base + each in names for each in _SCALES)
+
+
+def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
+    block = settings.get("weight_block_size")
+    return _kind(shape[1], tuple(block) if block else None)
+
+
 def details(settings: Settings) -> list[str]:
     block = settings.get("weight_block_size")
     scheme = settings.get("activation_scheme")
@@ -49,8 +59,7 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
         allowed = ((-(-out_features // block[0]), -(-in_features // block[1])),)
     check_shape(stored, scale, *allowed)
 
-    # Blocks of inputs may be cut off at the last one: a group is the largest that divides both.
-    group = in_features if block is None else math.gcd(block[1], in_features)
+    group = _group_size(in_features, block)
 
     def scales() -> NDArray[np.float32]:
         """[out, in / group]."""
@@ -64,11 +73,21 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
         return GroupCodes(8, stored.read(name), scales(), None, is_float=True)
 
     unused = tuple(base + each for each in _UNUSED if stored.has(base + each))
-    kind = CodeKind(8, group, is_float=True) if group % GROUP_SIZE == 0 else None
+    found = _kind(in_features, block)
     return PackedMatrix(
         (out_features, in_features),
         (name, scale, *unused),
         lambda: codes().dequantize(),
-        kind,
-        None if kind is None else codes,
+        found,
+        None if found is None else codes,
     )
+
+
+def _group_size(in_features: int, block: tuple[int, ...] | None) -> int:
+    """Blocks of inputs may be cut off at the last one: a group is the largest that divides both."""
+    return in_features if block is None else math.gcd(block[1], in_features)
+
+
+def _kind(in_features: int, block: tuple[int, ...] | None) -> CodeKind | None:
+    group = _group_size(in_features, block)
+    return CodeKind(8, group, is_float=True) if group % GROUP_SIZE == 0 else None

@@ -7,11 +7,13 @@ inputs: columns are put into the order of their groups, and a matmul takes its i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill_engine.loading.codes import CodeKind
 from pagemill_engine.loading.packed.matrix import (
     WORD_BITS,
     PackedMatrix,
@@ -25,6 +27,7 @@ from pagemill_engine.loading.packed.matrix import (
     group_size_in_words,
     groups_of,
     integer_setting,
+    num_groups,
     spread,
     unpacked,
 )
@@ -41,6 +44,14 @@ def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
         f"{base}.weight": _matrix(stored, base, bits, has_order=has_order, lessened=lessened)
         for base in bases(stored, ".qweight")
     }
+
+
+def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
+    return f"{base}.qweight" in names
+
+
+def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
+    return code_kind(int(settings.get("bits") or 4), shape[1], num_groups(settings, shape[1]), offsets=True)
 
 
 def details(settings: Settings) -> list[str]:

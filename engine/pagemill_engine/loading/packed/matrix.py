@@ -170,6 +170,12 @@ def integer_setting(stored: Stored, settings: Settings, *keys: str, allowed: tup
     return value
 
 
+def num_groups(settings: Settings, in_features: int) -> int:
+    """Along the inputs, by the settings alone."""
+    size = settings.get("group_size", settings.get("q_group_size"))
+    return -(-in_features // size) if isinstance(size, int) and size > 0 else 1
+
+
 def group_size_in_words(settings: Settings) -> list[str]:
     size = settings.get("group_size", settings.get("q_group_size"))
     if not isinstance(size, int):

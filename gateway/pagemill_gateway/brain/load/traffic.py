@@ -1,7 +1,8 @@
 """Arrivals, latencies and lengths per deployment: what the autoscaler cannot learn from engines.
 
-Arrivals are counted when a request first asks for an engine, at the time when it reached the gateway, so that requests
-that had to wait for an engine do not look like a burst when it comes. Latencies and lengths are counted when a request
+Arrivals are counted when a request first asks for an engine, or for the first engine of a deployment that has none, at
+the time when it reached the gateway: requests that wait are seen by who decides on replicas, and do not look like a
+burst when an engine comes. Latencies and lengths are counted when a request
 is over (`RequestOutcome`). Time comes from outside. `brain.brain` writes it, `brain.load.measure` reads it.
 """
 
@@ -36,12 +37,15 @@ class TrafficMeter:
         for new in deployments - self._deployments.keys():
             self._deployments[new] = _DeploymentTraffic(self._clock())
 
-    def arrived(self, deployment: str, num_tokens: int, at: float) -> None:
-        """A request asks for an engine for the first time; it arrived at `at` (0: now)."""
+    def arrived(self, deployment: str, num_tokens: int, at: float, num_requests: int = 1) -> None:
+        """A request asks for an engine for the first time; it arrived at `at` (0: now).
+
+        `num_requests` is 0 for one that was counted while its tokens were not known.
+        """
         traffic = self._deployments.get(deployment)
         if traffic is not None:
             now = self._clock()
-            traffic.arrived(num_tokens, min(at, now) if at > 0 else now, now)
+            traffic.arrived(num_requests, num_tokens, min(at, now) if at > 0 else now, now)
 
     def record_outcome(self, outcome: RequestOutcome) -> None:
         traffic = self._deployments.get(outcome.deployment)
@@ -75,7 +79,7 @@ class _DeploymentTraffic:
         self._tpot = _LatencyWindow()
         self._prompt, self._computed, self._output = _LengthHistogram(), _LengthHistogram(), _LengthHistogram()
 
-    def arrived(self, num_tokens: int, at: float, now: float) -> None:
+    def arrived(self, num_new: int, num_tokens: int, at: float, now: float) -> None:
         self._latest = now
         tick = int(at * TICKS_PER_S)
         if now - at > WINDOW_S:
@@ -83,12 +87,12 @@ class _DeploymentTraffic:
         for index in range(len(self._ticks) - 1, -1, -1):
             known, num_requests, num_known = self._ticks[index]
             if known == tick:
-                self._ticks[index] = (known, num_requests + 1, num_known + num_tokens)
+                self._ticks[index] = (known, num_requests + num_new, num_known + num_tokens)
                 return
             if known < tick:
                 break
         self._drop_old(now)
-        self._ticks.append((tick, 1, num_tokens))
+        self._ticks.append((tick, num_new, num_tokens))
         if len(self._ticks) > 1 and self._ticks[-2][0] > tick:
             self._ticks = deque(sorted(self._ticks), maxlen=self._ticks.maxlen)
 

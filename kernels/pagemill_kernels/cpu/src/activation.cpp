@@ -1,7 +1,5 @@
 // What an MLP computes between its two products, in one pass over each row: an activation, perhaps of a gate that is
 // multiplied by the up projection.
-#include <omp.h>
-
 #include <algorithm>
 #include <type_traits>
 
@@ -76,8 +74,8 @@ void activate_row(const Element* gate, int64_t size, float limit, Element* out) 
 template <int32_t kind, Shape shape, typename Element>
 void activate(const Element* x, int64_t rows, int64_t size, float limit, Element* out, int32_t num_threads) {
   const int64_t width = shape == kAlone ? size : 2 * size;
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows* size, num_threads))
-  for (int64_t r = 0; r < rows; ++r) activate_row<kind, shape>(x + r * width, size, limit, out + r * size);
+  for_each(threads_for(rows * size, num_threads), rows,
+           [&](int64_t r) { activate_row<kind, shape>(x + r * width, size, limit, out + r * size); });
 }
 
 template <int32_t kind>

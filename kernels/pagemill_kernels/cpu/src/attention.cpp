@@ -5,8 +5,6 @@
 // query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv 1805.02867): a running
 // maximum and sum per row, over 64 context tokens at a time. Few rows sum a score's products in another order than many;
 // on request all take the order of many, so that a row's result does not depend on its tile.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -225,16 +223,14 @@ extern "C" void pagemill_paged_attention(const AttentionArgs* arguments) {
       for (int64_t head = 0; head < args.num_kv_heads; ++head)
         items.push_back({request, head, first, std::min(tile_tokens, num_tokens - first)});
   }
-#pragma omp parallel num_threads(args.num_threads)
-  {
+  share(args.num_threads, static_cast<int64_t>(items.size()), kSingly, [&](Pieces pieces) {
     Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < items.size(); ++i) {
+    pieces.each([&](int64_t i) {
       const int64_t* starts = args.query_start_loc + items[i].request;
       if (rounds && (starts[1] - starts[0]) * group > kFewRows)
         attend_bfloat16(args, items[i]);
       else
         attend(args, items[i], scratch);
-    }
-  }
+    });
+  });
 }

@@ -5,11 +5,10 @@
 // Unpacked panels and kPairs: [k / 2][n][2], a last odd input beside zeros.
 #include "bfloat16.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "threads.h"
 #include "unpack_pairs.h"
 
 namespace pagemill {
@@ -164,12 +163,11 @@ bool has_bfloat16() { return true; }
 void linear_bfloat16(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias,
                      float* out, int64_t out_stride, bool accumulate, int32_t num_threads) {
   const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
-#pragma omp parallel num_threads(num_threads)
-  {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    multiply_panels(w, x, rows, x_stride, bias, out, out_stride, accumulate, num_panels * thread / threads,
-                    num_panels * (thread + 1) / threads);
-  }
+  // Each thread rounds all rows for itself.
+  share(num_threads, num_panels, kWhole, [&](Pieces pieces) {
+    for (Range range; pieces.next(range);)
+      multiply_panels(w, x, rows, x_stride, bias, out, out_stride, accumulate, range.begin, range.end);
+  });
 }
 
 #else

@@ -4,11 +4,10 @@
 // are. dots_vnni.h and dots_avx2.h multiply; the second has 4-bit codes only.
 #include "dots.h"
 
-#include <omp.h>
-
 #include <vector>
 
 #include "output.h"
+#include "threads.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "dots_vnni.h"
 #elif defined(__AVX2__)
@@ -82,8 +81,8 @@ void round_tile(const PackedWeight& w, const float* x, int64_t x_stride, int64_t
               to.scales.data() + first * to.row_scales + 2 * r);
 }
 
-// Panels begin..end for the rounded rows.
-void multiply(const PackedWeight& w, const Rounded& x, int64_t rows, const float* bias, float* out, int64_t out_stride,
+// Panels begin..end for the rounded rows. One copy: where two are inlined, Clang keeps sums of one in memory.
+[[gnu::noinline]] void multiply(const PackedWeight& w, const Rounded& x, int64_t rows, const float* bias, float* out, int64_t out_stride,
               bool accumulate, int64_t begin, int64_t end) {
   alignas(64) float c[kDotsRows * kPanel];
   for (int64_t panel = begin; panel < end; ++panel) {
@@ -106,27 +105,30 @@ void linear_dots(const PackedWeight& w, const float* x, int64_t rows, int64_t x_
                  int64_t out_stride, bool accumulate, int32_t num_threads) {
   thread_local Rounded own;
   const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
-  Rounded& shared = own;
-  shared.reserve(std::min(rows, kRowBlock), w);
-#pragma omp parallel num_threads(num_threads)
-  {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
-    if (rows <= kOwnRows) {
+  if (rows <= kOwnRows) {
+    share(num_threads, num_panels, kFine, [&](Pieces pieces) {
+      Range range;
+      if (!pieces.next(range)) return;
       own.reserve(rows, w);
       for (int64_t r = 0; r < rows; r += kDotsRows)
         round_tile(w, x, x_stride, r, std::min<int64_t>(kDotsRows, rows - r), own);
-      multiply(w, own, rows, bias, out, out_stride, accumulate, begin, end);
-    } else {
-      for (int64_t row = 0; row < rows; row += kRowBlock) {
-        const int64_t count = std::min(kRowBlock, rows - row);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < count; r += kDotsRows)
-          round_tile(w, x + row * x_stride, x_stride, r, std::min<int64_t>(kDotsRows, count - r), shared);
-        multiply(w, shared, count, bias, out + row * out_stride, out_stride, accumulate, begin, end);
-#pragma omp barrier
-      }
-    }
+      do multiply(w, own, rows, bias, out, out_stride, accumulate, range.begin, range.end);
+      while (pieces.next(range));
+    });
+    return;
+  }
+  Rounded& shared = own;
+  shared.reserve(std::min(rows, kRowBlock), w);
+  for (int64_t row = 0; row < rows; row += kRowBlock) {
+    const int64_t count = std::min(kRowBlock, rows - row);
+    for_each(num_threads, (count + kDotsRows - 1) / kDotsRows, [&](int64_t tile) {
+      const int64_t r = tile * kDotsRows;
+      round_tile(w, x + row * x_stride, x_stride, r, std::min<int64_t>(kDotsRows, count - r), shared);
+    });
+    share(num_threads, num_panels, kFine, [&](Pieces pieces) {
+      for (Range range; pieces.next(range);)
+        multiply(w, shared, count, bias, out + row * out_stride, out_stride, accumulate, range.begin, range.end);
+    });
   }
 }
 

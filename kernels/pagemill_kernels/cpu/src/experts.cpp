@@ -1,8 +1,6 @@
 // A mixture of experts: rows are sorted by the expert they are sent to, and each expert with rows multiplies them as
 // linear.cpp does, so that its weights are read once for all of them. A token's results are added in the order of the
 // experts, whatever else is in the batch.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -90,11 +88,10 @@ extern "C" void pagemill_experts(const PackedWeight* const* ups, const float* co
       pagemill_linear(ups[e], rows, count, size, up_biases[e], gate_up, 2 * inner, 0, num_threads);
       pagemill_activate(gate_up, count, inner, activation, 1, limit, activated, num_threads);
       pagemill_linear(downs[e], activated, count, inner, down_biases[e], result, width, 0, num_threads);
-#pragma omp parallel for schedule(static) num_threads(threads_for(count* width, num_threads))
-      for (int64_t r = 0; r < count; ++r) {
+      for_each(threads_for(count * width, num_threads), count, [&](int64_t r) {
         float* to = out + slots[r] / top_k * width;
         const float weight = weights[slots[r]];
         for (int64_t i = 0; i < width; ++i) to[i] += weight * result[r * width + i];
-      }
+      });
     }
 }

@@ -1,7 +1,5 @@
 // The small operations around attention, each in one pass over its rows: normalisation, rotary embedding with the
 // write of keys and values into the paged cache.
-#include <omp.h>
-
 #include <cmath>
 
 #include "abi.h"
@@ -28,10 +26,10 @@ void normalize(const float* x, const float* weight, int64_t size, float eps, Ele
 template <typename Element>
 void rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size, const float* weight,
               float eps, Element* out, int64_t out_group_stride, int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(groups* count* size, num_threads))
-  for (int64_t g = 0; g < groups; ++g)
+  for_each(threads_for(groups * count * size, num_threads), groups, [&](int64_t g) {
     for (int64_t i = 0; i < count; ++i)
       normalize(x + g * group_stride + i * size, weight, size, eps, out + g * out_group_stride + i * size);
+  });
 }
 
 // (x - mean) / sqrt(variance + eps) * weight + bias; the mean first, so that a large one does not cancel.
@@ -74,10 +72,10 @@ void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int
 void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
                          const float* weight, const float* bias, float eps, float* out, int64_t out_group_stride,
                          int32_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(groups* count* size, num_threads))
-  for (int64_t g = 0; g < groups; ++g)
+  for_each(threads_for(groups * count * size, num_threads), groups, [&](int64_t g) {
     for (int64_t i = 0; i < count; ++i)
       center(x + g * group_stride + i * size, weight, bias, size, eps, out + g * out_group_stride + i * size);
+  });
 }
 
 // heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. Rotates queries and keys in place by halves
@@ -88,8 +86,7 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
                              const int64_t* slots, int64_t block_size, int32_t num_threads) {
   const int64_t head_size = head_bytes(cache_type, block_size, head_dim);
   const int64_t half = head_dim / 2, width = num_heads + 2 * num_kv_heads;
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens* width* head_dim, num_threads))
-  for (int64_t t = 0; t < tokens; ++t) {
+  for_each(threads_for(tokens * width * head_dim, num_threads), tokens, [&](int64_t t) {
     float* row = heads + t * width * head_dim;
     for (int64_t h = 0; cos && h < num_heads + num_kv_heads; ++h) {
       float* left = row + h * head_dim;
@@ -100,12 +97,12 @@ void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, in
         right[d] = b * c + a * s;
       }
     }
-    if (slots[t] < 0) continue;
+    if (slots[t] < 0) return;
     const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
     for (int64_t h = 0; h < 2 * num_kv_heads; ++h)
       write_token(cache_type, row + (num_heads + h) * head_dim, block_size, head_dim, offset,
                   cache + (block * 2 * num_kv_heads + h) * head_size);
-  }
+  });
 }
 
 }  // extern "C"

@@ -9,8 +9,6 @@
 // All arithmetic here is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
 // panel is unpacked beside it in the second-level cache. Both add the same products in the same order, input after
 // input, so that a row's result does not depend on how many rows there are. Packing of weights: pack.cpp.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
@@ -281,12 +279,19 @@ void linear_floats(const PackedWeight& w, const float* x, int64_t rows, int64_t 
                    int64_t out_stride, bool accumulate, int32_t num_threads) {
   const int64_t num_panels = (w.out_features + kPanel - 1) / kPanel;
   const bool as_stored = rows <= kDirectRows && w.format != kFloat32;
-#pragma omp parallel num_threads(num_threads)
-  {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t begin = num_panels * thread / threads, end = num_panels * (thread + 1) / threads;
-    (as_stored ? few_rows : many_rows)(w, x, rows, x_stride, bias, out, out_stride, accumulate, begin, end);
+  if (!as_stored) {
+    // Each thread repacks all rows for itself.
+    share(num_threads, num_panels, kWhole, [&](Pieces pieces) {
+      for (Range range; pieces.next(range);)
+        many_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate, range.begin, range.end);
+    });
+    return;
   }
+  share(num_threads, (num_panels + 1) / 2, kFine, [&](Pieces pieces) {
+    for (Range pairs; pieces.next(pairs);)
+      few_rows(w, x, rows, x_stride, bias, out, out_stride, accumulate, 2 * pairs.begin,
+               std::min(2 * pairs.end, num_panels));
+  });
 }
 
 // The kernel by all the rows of a call: one that takes them by blocks rounds each as if they came at once.
@@ -312,9 +317,9 @@ extern "C" void pagemill_linear(const PackedWeight* weight, const float* x, int6
   float* ordered = storage.data();
   for (int64_t row = 0; row < rows; row += kOrderedRows) {
     const int64_t count = std::min(kOrderedRows, rows - row);
-#pragma omp parallel for schedule(static) num_threads(threads_for(count* size, num_threads))
-    for (int64_t r = 0; r < count; ++r)
+    for_each(threads_for(count * size, num_threads), count, [&](int64_t r) {
       for (int64_t k = 0; k < size; ++k) ordered[r * size + k] = x[(row + r) * x_stride + w.input_order[k]];
+    });
     kernel(w, ordered, count, size, bias, out + row * out_stride, out_stride, accumulate != 0, num_threads);
   }
 }

@@ -2,6 +2,7 @@
 // file of its subject.
 #pragma once
 #include "abi.h"
+#include "threads.h"
 
 namespace pagemill {
 

@@ -1,12 +1,11 @@
 // From row-major weights to the panel layouts that linear.cpp describes. Runs once, at load. Rows past the last output
 // are zero, so that a partial panel computes nothing wrong.
-#include <omp.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "abi.h"
 #include "codes.h"
+#include "threads.h"
 
 namespace pagemill {
 namespace {
@@ -15,29 +14,27 @@ int64_t num_panels(int64_t out_features) { return (out_features + kPanel - 1) / 
 
 template <typename Element>
 void pack_plain(const Element* weight, int64_t out_features, int64_t in_features, Element* packed, int num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+  for_each(num_threads, num_panels(out_features), [&](int64_t panel) {
     Element* to = packed + panel * in_features * kPanel;
     for (int64_t n = 0; n < kPanel; ++n) {
       const int64_t row = panel * kPanel + n;
       for (int64_t k = 0; k < in_features; ++k)
         to[k * kPanel + n] = row < out_features ? weight[row * in_features + k] : Element{};
     }
-  }
+  });
 }
 
 // Two neighbouring inputs side by side; a last odd one beside zeros.
 void pack_pairs(const uint16_t* weight, int64_t out_features, int64_t in_features, uint16_t* packed, int num_threads) {
   const int64_t panel_size = pairs_in(in_features) * 2 * kPanel;
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+  for_each(num_threads, num_panels(out_features), [&](int64_t panel) {
     uint16_t* to = packed + panel * panel_size;
     std::memset(to, 0, panel_size * sizeof *to);
     for (int64_t n = 0; n < std::min<int64_t>(kPanel, out_features - panel * kPanel); ++n) {
       const uint16_t* row = weight + (panel * kPanel + n) * in_features;
       for (int64_t k = 0; k < in_features; ++k) to[pair_place(k, n)] = row[k];
     }
-  }
+  });
 }
 
 struct Codes {
@@ -53,8 +50,7 @@ void pack_codes(const Codes& from, uint8_t* packed, float* packed_scales, int nu
   const int64_t scale_floats = from.offsets ? 2 * kPanel : kPanel;
   std::memset(packed, 0, num_panels(from.out_features) * num_groups * bytes);
   std::memset(packed_scales, 0, num_panels(from.out_features) * num_groups * scale_floats * sizeof(float));
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels(from.out_features); ++panel) {
+  for_each(num_threads, num_panels(from.out_features), [&](int64_t panel) {
     const int64_t real = std::min<int64_t>(kPanel, from.out_features - panel * kPanel);
     for (int64_t g = 0; g < num_groups; ++g) {
       uint8_t* to = packed + (panel * num_groups + g) * bytes;
@@ -70,7 +66,7 @@ void pack_codes(const Codes& from, uint8_t* packed, float* packed_scales, int nu
         }
       }
     }
-  }
+  });
 }
 
 constexpr int kBlock = 32;  // inputs of a stored block
@@ -130,8 +126,7 @@ void pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_feature
   const int64_t num_groups = in_features / kBlock, bytes = group_bytes(Code, kBlock);
   const int64_t head_bytes = stored_offsets ? 4 : 2, block_bytes = head_bytes + kBlock / (kOffsets ? 2 : 1);
   static const uint8_t nothing[4 + kBlock] = {};
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t panel = 0; panel < num_panels(out_features); ++panel) {
+  for_each(num_threads, num_panels(out_features), [&](int64_t panel) {
     for (int64_t g = 0; g < num_groups; ++g) {
       const uint8_t* codes[kPanel];
       float* scale = packed_scales + (panel * num_groups + g) * kScaleFloats;
@@ -144,7 +139,7 @@ void pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_feature
       }
       pack_group<Code>(codes, packed + (panel * num_groups + g) * bytes);
     }
-  }
+  });
 }
 
 template <int32_t Code>

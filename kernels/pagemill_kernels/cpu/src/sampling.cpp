@@ -1,9 +1,6 @@
 // One token for each row of logits: masks, edits and penalties, the filters, the seeded draw, and what is reported of a
 // row. Mirrors pagemill_kernels/sampling (arithmetic, randomness, filters, reference), whose tokens these are bit by bit:
-// each product and each sum is rounded once, so nothing here may be contracted. Rows share nothing; threads take rows.
-#pragma GCC optimize("fp-contract=off")
-#include <omp.h>
-
+// each product and each sum is rounded once, so the build contracts nothing here. Rows share nothing; threads take rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -166,7 +163,7 @@ void change(const SamplingArgs& a, int64_t at, const float* raw, float* row) {
   for (int64_t i = 0; i < a.vocab_size; ++i) {
     const float value = row[i], repeated = value > 0 ? value / repetition : value * repetition;
     const int32_t count = in_output[i];
-    float changed = (in_prompt[i] != 0) | (count > 0) ? repeated : value;
+    float changed = ((in_prompt[i] != 0) | (count > 0)) ? repeated : value;
     changed = changed - frequency * static_cast<float>(count);
     row[i] = changed - presence * static_cast<float>(count > 0);
   }
@@ -414,12 +411,10 @@ template <typename Work>
 void each_row(const SamplingArgs& a, Work work) {
   const int threads =
       static_cast<int>(std::min<int64_t>(a.num_rows, threads_for(a.num_rows * a.vocab_size, a.num_threads)));
-#pragma omp parallel num_threads(threads)
-  {
+  share(threads, a.num_rows, kSingly, [&](Pieces pieces) {
     thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t at = 0; at < a.num_rows; ++at) work(at, scratch);
-  }
+    pieces.each([&](int64_t at) { work(at, scratch); });
+  });
 }
 
 }  // namespace

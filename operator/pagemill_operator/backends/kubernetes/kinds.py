@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pagemill_crds import GROUP, KIND, PLURAL, STORED_VERSION
 from pagemill_kube.kinds import Kind
 
-LLM_DEPLOYMENT = Kind("LLMDeployment", "pagemill.dev", "v1alpha1", "llmdeployments")
+LLM_DEPLOYMENT = Kind(KIND, GROUP, STORED_VERSION, PLURAL)
 POD = Kind("Pod", "", "v1", "pods")
 SECRET = Kind("Secret", "", "v1", "secrets")
 CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")

@@ -18,6 +18,7 @@ from pagemill_operator.backends.local.supervisor import Launch, Supervisor
 from pagemill_operator.plan.types import Probe
 from pagemill_protocol.catalog import Catalog, Endpoint
 from pagemill_protocol.engine_ports import CONTROL_PORT
+from pagemill_protocol.versions import protocol_headers
 
 LOOPBACK = "127.0.0.1"
 NAME = "gateway"
@@ -193,7 +194,7 @@ class Gateway:
             self.supervisor.warn(complaint)
 
     def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}"}
+        return {"Authorization": f"Bearer {self.token}", **protocol_headers()}
 
 
 def _host_in_url(host: str) -> str:

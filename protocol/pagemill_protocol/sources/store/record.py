@@ -6,6 +6,7 @@ modification is the last use.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import hashlib
 import os
@@ -57,8 +58,15 @@ class Holds:
             self._held[folder] = file
             os.utime(folder / NAME)
 
+    def release(self) -> None:
+        with self._lock:
+            for file in self._held.values():
+                file.close()
+            self._held.clear()
+
 
 HOLDS = Holds()
+atexit.register(HOLDS.release)
 # Made by the thread that imports this: several may be the first to read a record, which msgspec 0.22 does not survive.
 _decoder = msgspec.json.Decoder(Record)
 

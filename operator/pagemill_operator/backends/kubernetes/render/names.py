@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+from pagemill_crds import KIND, STORED_API_VERSION
 from pagemill_operator.backends.kubernetes.snapshot import (
     COMPONENT_LABEL,
     MANAGED_BY_LABEL,
@@ -71,8 +72,8 @@ def labels(name: str, component: str = ENGINE) -> dict[str, str]:
 def child(api_version: str, kind: str, name: str, owner: Owner, component: str = ENGINE, **content: Any) -> Manifest:
     """A manifest with our labels and the owner that takes it along when it is deleted."""
     reference = {
-        "apiVersion": "pagemill.dev/v1alpha1",
-        "kind": "LLMDeployment",
+        "apiVersion": STORED_API_VERSION,
+        "kind": KIND,
         "name": owner.name,
         "uid": owner.uid,
         "controller": True,

@@ -1,0 +1,166 @@
+"""Scaling policies against two bounds, for many kinds of traffic at light, middle and heavy load.
+
+`clairvoyant` knows every request and searches schedules of replicas in the simulation; `informed` learns of each change
+of the traffic when it happens. Light: one replica suffices; middle and heavy: some two and four at the height. A row
+says the share of requests within the SLO, pod-seconds, and both against the bounds. Figures are simulated: they depend
+on no machine. `--seed` draws other traffic, other starts and another search.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+from report import emit, markdown_table
+from scaling import BOUNDS, COLD_START, ENGINE, FAST_STEP_TIME, SLO, policies, shape
+
+from pagemill_engine.config import EngineConfig
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
+from pagemill_operator.autoscaler.settings import Slo
+from pagemill_operator.autoscaler.slo import meets
+from pagemill_simulator.bounds.capacity import SteadyCapacity
+from pagemill_simulator.bounds.clairvoyant import search
+from pagemill_simulator.bounds.informed import Informed
+from pagemill_simulator.bounds.trials import Trials
+from pagemill_simulator.fleet.figures import Figures, figures_of
+from pagemill_simulator.fleet.fleet import simulate_fleet
+from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
+from pagemill_simulator.scaling.policy import Bounds, FleetScaler
+from pagemill_simulator.workloads.agentic import Agentic
+from pagemill_simulator.workloads.clusters import Clusters
+from pagemill_simulator.workloads.generator import Generator
+from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights, Weekly
+from pagemill_simulator.workloads.request import computed_tokens
+from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Steady
+
+LOADS = {"light": 0.6, "middle": 1.8, "heavy": 3.6}
+"""Replicas that the height of the traffic needs."""
+MOST_REPLICAS = 8
+SLOW, SLOW_SLO = 10.0, Slo(ttft_ms=20_000.0, tpot_ms=1000.0)
+COLUMNS = [
+    "policy",
+    "SLO met %",
+    "pod-s",
+    "of informed",
+    "best for it %",
+    "of clairvoyant",
+    "ups",
+    "flaps",
+    "refused",
+]
+
+
+class Kind(NamedTuple):
+    make: Callable[[float], Generator]
+    """Of the traffic at its height, in requests (agents: sessions) per second."""
+    engine: EngineConfig = ENGINE
+    slowness: tuple[float, ...] = (1.0,)
+    slo: Slo = SLO
+    lowest: int = 1
+
+
+KINDS = {
+    "steady": Kind(lambda rate: Steady(rate=rate, duration_s=900)),
+    "ramp": Kind(lambda rate: Ramp(from_rate=rate / 5, to_rate=rate, before_s=120, over_s=300, after_s=480)),
+    "burst": Kind(lambda rate: Burst(rate=rate / 6, factor=6, at_s=300, for_s=120, duration_s=900)),
+    "flash crowd": Kind(lambda rate: FlashCrowd(rate=rate / 6, duration_s=900)),
+    "day": Kind(lambda rate: Diurnal(low_rate=rate / 20, high_rate=rate, compress=72)),
+    "week with a Monday": Kind(lambda rate: Weekly(low_rate=rate / 40, high_rate=rate, days=2, compress=96)),
+    "silent nights": Kind(lambda rate: SilentNights(high_rate=rate, days=2, compress=72), lowest=0),
+    "clusters of long prompts": Kind(
+        lambda rate: Clusters(rate=rate, cluster_requests=15, duration_s=900),
+        engine=msgspec.structs.replace(ENGINE, step_time=FAST_STEP_TIME),
+    ),
+    "retrieval": Kind(lambda rate: Retrieval(rate=rate, duration_s=900)),
+    "agents": Kind(lambda rate: Agentic(sessions_per_s=rate, duration_s=900)),
+    "a slow model": Kind(
+        lambda rate: Ramp(from_rate=rate / 5, to_rate=rate, before_s=300, over_s=900, after_s=1800),
+        engine=FleetSettings(engine=ENGINE, bounds=BOUNDS).engine_of(SLOW),
+        slo=SLOW_SLO,
+    ),
+    "replicas that differ": Kind(
+        lambda rate: Ramp(from_rate=rate / 5, to_rate=rate, before_s=120, over_s=300, after_s=480), slowness=(1.0, 1.6)
+    ),
+}
+
+
+def per_replica(kind: Kind) -> float:
+    """What one replica holds by the autoscaler's own prediction: only a unit for the loads."""
+    requests = kind.make(1.0).steady(1.0, 600.0).workload(0).requests
+    prompts, outputs = ([each[place] for each in requests] for place in (1, 2))
+    computed = fmean(computed_tokens(requests))
+    load = OfferedLoad(1.0, fmean(prompts), computed, 2 * computed, fmean(outputs))
+    held = Predictor(shape(kind.engine), 0.95).highest_rate(load, 1, lambda found: meets(found, kind.slo))
+    return 600.0 * held / len(requests)
+
+
+def compare(
+    kind: Kind, load: str, cold_start: ColdStart, seed: int, names: list[str], changes: int
+) -> tuple[list[Figures], Trials]:
+    """Of the bounds first; and what the search has tried out."""
+    unit = per_replica(kind)
+    traffic = kind.make(unit * LOADS[load])
+    workload = traffic.workload(seed)
+    bounds = Bounds(kind.lowest, MOST_REPLICAS)
+    settings = FleetSettings(
+        engine=kind.engine, slowness=kind.slowness, bounds=bounds, cold_start=cold_start, seed=seed, start_replicas=1
+    )
+    offered = policies(workload, kind.engine, bounds=bounds, slo=kind.slo)
+    scalers: dict[str, FleetScaler] = {name: offered[name]() for name in names or offered}
+    if changes >= 0:
+        capacity = SteadyCapacity(traffic, settings, kind.slo, guess=unit, seed=seed + 1)
+        scalers["informed"] = Informed(traffic, capacity, cold_start.total_s, MOST_REPLICAS)
+    outcomes = {name: simulate_fleet(workload, settings, each, fast=True) for name, each in scalers.items()}
+    trials = Trials("clairvoyant", workload, settings, kind.slo)
+    if changes >= 0:
+        best = search(trials, others=outcomes.values(), num_changes=changes, seed=seed)
+        outcomes["clairvoyant"] = trials.simulate(best.schedule)
+    limits = {"slo_ttft_ms": kind.slo.ttft_ms, "slo_tpot_ms": kind.slo.tpot_ms}
+    figures = [msgspec.structs.replace(figures_of(each, **limits), policy=name) for name, each in outcomes.items()]
+    return sorted(figures, key=lambda each: each.policy not in ("informed", "clairvoyant")), trials
+
+
+def rows(figures: list[Figures], trials: Trials) -> list[list[str]]:
+    cost = {each.policy: each.pod_seconds for each in figures}
+    return [
+        [
+            each.policy,
+            f"{100 * (each.slo_attained or 0.0):.1f}",
+            f"{each.pod_seconds:.0f}",
+            f"{each.pod_seconds / cost['informed']:.2f}" if "informed" in cost else "-",
+            f"{100 * trials.best_share(each.pod_seconds):.1f}" if trials.frontier else "-",
+            f"{each.pod_seconds / cost['clairvoyant']:.2f}" if "clairvoyant" in cost else "-",
+            *map(str, (each.num_scale_ups, each.num_flaps, each.num_refused)),
+        ]
+        for each in figures
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="KIND")
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
+    parser.add_argument("--policies", nargs="+", default=[], help="in place of all")
+    parser.add_argument("--cold-start", type=float, default=COLD_START.total_s, help="seconds")
+    parser.add_argument("--changes", type=int, default=16, help="that the search tries out; -1: no bounds")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
+    args = parser.parse_args()
+    share = args.cold_start / COLD_START.total_s
+    phases = ("schedule_s", "pull_s", "load_s", "warm_s")
+    cold_start = msgspec.structs.replace(COLD_START, **{name: share * getattr(COLD_START, name) for name in phases})
+    for name in args.kinds:
+        for load in args.loads:
+            figures, trials = compare(KINDS[name], load, cold_start, args.seed, args.policies, args.changes)
+            case = {"kind": name, "load": load, "cold_start_s": args.cold_start, "seed": args.seed}
+            found = rows(figures, trials)
+            emit("scaling_bounds", COLUMNS, found, {**case, "figures": msgspec.to_builtins(figures)})
+            if args.markdown:
+                print(markdown_table(COLUMNS, found))
+
+
+if __name__ == "__main__":
+    main()

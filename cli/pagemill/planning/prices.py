@@ -1,0 +1,44 @@
+"""What a replica costs by the hour: `--price-per-hour`, or what the deployment's file says of its GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagemill.planning.accelerators import NAMES, find_accelerator
+from pagemill.planning.choosing import Subject
+from pagemill.planning.errors import PlanError
+from pagemill.planning.forecast import is_positive
+
+Prices = dict[str | None, float]
+"""Of one replica for one hour by the accelerator's name; under `None` that of every other one."""
+
+
+def prices_of(texts: Sequence[str]) -> Prices:
+    """From `2.5` and `l4=0.8`. Raises `PlanError`."""
+    prices: Prices = {}
+    for text in texts:
+        name, separator, number = text.rpartition("=")
+        accelerator = find_accelerator(name) if separator else None
+        if separator and accelerator is None:
+            raise PlanError(f"--price-per-hour {text}: {name} is not known here; name one of {NAMES}")
+        key = None if accelerator is None else accelerator.name
+        try:
+            price = float(number)
+        except ValueError:
+            price = 0.0
+        if not is_positive(price):
+            raise PlanError(f"--price-per-hour {text}: must be a number above 0, or one for an accelerator as l4=0.8")
+        if key in prices:
+            raise PlanError(f"--price-per-hour {text}: is a second price of the same; give one")
+        prices[key] = price
+    return prices
+
+
+def price_of(subject: Subject, prices: Prices) -> float | None:
+    """Of one replica for one hour; `None`: not known."""
+    name = None if subject.accelerator is None else subject.accelerator.name
+    price = prices.get(name, prices.get(None))
+    spec = subject.loaded.deployment.spec
+    if price is not None or spec.cost is None or spec.cost.gpu_hour is None or not spec.resources.gpus:
+        return price
+    return spec.cost.gpu_hour * spec.resources.gpus

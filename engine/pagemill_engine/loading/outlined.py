@@ -1,0 +1,111 @@
+"""Weights of which only their index is here: names and settings say in what form each matrix of the declaration lies.
+
+A `WeightSource` for sizes alone, as `pagemill plan` wants them of a model that this machine does not hold: shapes are
+those that the family declares, and the forms are read from the names by the packed formats (`packed.formats`). An
+engine opens files (`weights`); reading one of these tensors is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+from pagemill_engine.loading.codes import CODE_KINDS, CodeKind
+from pagemill_engine.loading.declared import declared_names
+from pagemill_engine.loading.errors import LoadError
+from pagemill_engine.loading.packed.formats import FORMATS
+from pagemill_engine.loading.packed.matrix import Settings
+from pagemill_engine.loading.safetensors_folder import BLOCKS
+from pagemill_engine.loading.source import stored_bytes
+from pagemill_kernels.arrays import Array, FloatType
+from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
+from pagemill_protocol.model_spec import ModelSpec
+from pagemill_protocol.models.declaration import DecoderSpec, Shapes
+from pagemill_protocol.safetensors_header import INDEX_FILE, read_index
+
+
+class OutlinedWeights:
+    """Raises `LoadError` where names do not say what a tensor is."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, settings: Settings, keeps_floats8: bool) -> None:
+        """`settings`: `quantization_config`. `keeps_floats8`: as for `weights.open_weights`."""
+        self._folder = folder
+        if spec.decoder.by_transformers:
+            raise self._absent(f"`{spec.architecture}` is computed by a class that knows its tensors by their files")
+        names = frozenset(declared_names(sorted(read_index(folder).names), spec.decoder))
+        self._shapes: Shapes = spec.decoder.shapes()
+        self._kinds = _kinds(names, settings, self._shapes, keeps_floats8)
+        self._kinds |= dict.fromkeys(_mxfp4(names, spec.decoder, self._shapes), CODE_KINDS["MXFP4"])
+        self._floats = _float_names(spec.decoder)
+        self._is_bfloat16 = spec.dtype == "bfloat16"
+
+    @property
+    def shapes(self) -> Shapes:
+        return self._shapes
+
+    def code_kind(self, name: str) -> CodeKind | None:
+        return None if name in self._floats else self._kinds.get(name)
+
+    def is_bfloat16(self, name: str) -> bool:
+        is_matrix = len(self._shapes[name]) == 2 and name not in self._kinds
+        return self._is_bfloat16 and is_matrix
+
+    def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
+        return sum(stored_bytes(self, name, dtype, keep_stored) for name in self._shapes)
+
+    def read_into(self, name: str, out: Array) -> NoReturn:
+        raise self._absent(f"`{name}` is to be read")
+
+    def read_codes(self, name: str) -> GroupCodes | None:
+        raise self._absent(f"`{name}` is to be read")
+
+    def read_blocks(self, name: str) -> CodeBlocks | None:
+        raise self._absent(f"`{name}` is to be read")
+
+    def digest(self) -> str:
+        raise self._absent("a digest is to be taken")
+
+    def _absent(self, why: str) -> LoadError:
+        message = f"`{self._folder}` holds `{INDEX_FILE}` without the files that it names, and {why}. Fetch them."
+        return LoadError("ModelUnreadable", message)
+
+
+def _kinds(
+    names: frozenset[str], settings: Settings, shapes: Shapes, keeps_floats8: bool
+) -> dict[str, CodeKind | None]:
+    """Of the matrices that another project's quantizer packed."""
+    found = FORMATS.get(str(settings.get("quant_method")))
+    if found is None:
+        return {}
+    kinds = {}
+    for name, shape in shapes.items():
+        base = name.removesuffix(".weight")
+        if len(shape) == 2 and base != name and found.is_packed(settings, names, base):
+            kind = found.kind(settings, names, base, (shape[0], shape[1]))
+            kinds[name] = None if kind is not None and kind.is_float and not keeps_floats8 else kind
+    return kinds
+
+
+def _mxfp4(names: frozenset[str], decoder: DecoderSpec, shapes: Shapes) -> set[str]:
+    """Matrices of experts that are stored for all of them at once, in blocks."""
+    packed = {
+        name.removesuffix(ending) + decoder.stacked[ending]
+        for name in names
+        for ending in decoder.stacked
+        if ending.endswith(BLOCKS) and name.endswith(ending)
+    }
+    parts = [name.partition("*")[::2] for name in packed]
+    by_layer = {(before, after) for before, after in parts}
+    return {
+        name
+        for name in shapes
+        for before, after in by_layer
+        if name.startswith(before) and name.endswith(after) and name[len(before) : len(name) - len(after)].isdecimal()
+    }
+
+
+def _float_names(decoder: DecoderSpec) -> set[str]:
+    """Matrices that are stored the other way round or normalized: read as floats, whatever they lie in."""
+    transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
+    head = decoder.head
+    return transposed | ({f"{head.name}.weight"} if head is not None and head.normalized else set())

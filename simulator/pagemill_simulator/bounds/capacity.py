@@ -1,0 +1,86 @@
+"""How much traffic of one kind a number of replicas holds within the SLO, found by simulating it while it stays.
+
+What an operator could find out with load tests of its deployment, and all that `informed` knows of its engines.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_operator.autoscaler.settings import Slo
+from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
+from pagemill_simulator.fleet.figures import is_within_slo
+from pagemill_simulator.fleet.fleet import simulate_fleet
+from pagemill_simulator.fleet.settings import FleetSettings
+from pagemill_simulator.scaling.policy import Bounds
+from pagemill_simulator.workloads.generator import Generator
+
+HALVINGS = 4
+MOST_SIMULATED = 4
+"""More replicas are taken to hold no more each, which is nearly so."""
+SHARE = 0.98
+"""Of the requests of a load that is held: within the SLO."""
+
+
+class SteadyCapacity:
+    def __init__(
+        self,
+        kind: Generator,
+        settings: FleetSettings,
+        slo: Slo,
+        *,
+        guess: float,
+        duration_s: float = 240.0,
+        seed: int = 0,
+    ) -> None:
+        """`guess`: what one replica might hold, within a factor of two. `duration_s`: of each simulation."""
+        self._kind = kind
+        self._settings = settings
+        self._slo = slo
+        self._guess = guess
+        self._duration_s = duration_s
+        self._seed = seed
+        self._held: dict[int, float] = {}
+
+    def held(self, replicas: int) -> float:
+        """The intensity that so many replicas hold; where it is not simulated, in proportion."""
+        if replicas <= 0:
+            return 0.0
+        if replicas > MOST_SIMULATED:
+            return self.held(MOST_SIMULATED) * replicas / MOST_SIMULATED
+        lower = 1 << (replicas.bit_length() - 1)
+        if lower == replicas:
+            return self._power_of_two(replicas)
+        low, high = self._power_of_two(lower), self._power_of_two(2 * lower)
+        return low + (high - low) * (replicas - lower) / lower
+
+    def needed(self, intensity: float) -> int:
+        """The fewest replicas that hold it, within the bounds."""
+        low, high = self._settings.bounds
+        if intensity <= 0:
+            return low
+        return next((each for each in range(max(1, low), high) if self.held(each) >= intensity), high)
+
+    def _power_of_two(self, replicas: int) -> float:
+        if replicas not in self._held:
+            self._held[replicas] = self._find(replicas)
+        return self._held[replicas]
+
+    def _find(self, replicas: int) -> float:
+        """By halves, from what half as many hold for each."""
+        each = self._power_of_two(replicas // 2) / (replicas // 2) if replicas > 1 else self._guess
+        low, high = (1.0, 1.5) if replicas > 1 else (0.25, 2.0)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._holds(replicas, middle * each * replicas) else (low, middle)
+        return low * each * replicas
+
+    def _holds(self, replicas: int, intensity: float) -> bool:
+        settings = msgspec.structs.replace(
+            self._settings, bounds=Bounds(replicas, replicas), start_replicas=replicas, crash_mean_s=0.0
+        )
+        workload = self._kind.steady(intensity, self._duration_s).workload(self._seed)
+        scaler = ScheduledReplicas("steady", Schedule.constant(replicas))
+        requests = simulate_fleet(workload, settings, scaler, fast=True).requests
+        met = sum(is_within_slo(each, self._slo.ttft_ms, self._slo.tpot_ms) for each in requests)
+        return met >= SHARE * len(requests)

@@ -1,0 +1,138 @@
+"""The schedules that are best for traffic that is known ahead: a search against the simulation itself.
+
+First as many replicas as there may be are held constantly, one number after the other, which says for each stretch of
+time how many requests miss the SLO with how many replicas. Of that the cheapest course of replicas is computed for
+several prices of a missed request, by dynamic programming: a start costs its loading, keeping costs its time. What it
+leaves out, what waits from one stretch to the next, is put right by changes that are tried out: a stretch with one
+replica more or fewer, or a change that comes earlier or later. Neighbour: `informed`, which does not see ahead.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
+from pagemill_simulator.bounds.trials import Trial, Trials
+from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.settings import ColdStart
+
+NUM_CHANGES = 24
+"""That are tried out."""
+NUM_WINDOWS = 60
+LEAST_WINDOW_S = 10.0
+PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Of a missed request, in pod-seconds times what a request takes on average."""
+AHEAD = 1.15
+"""Starts differ: a replica is ordered so many median starts ahead."""
+TOLERANCE = 0.005
+"""Of the requests: what a share within the SLO may lack of the best one for a lower cost."""
+
+
+def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int = NUM_CHANGES, seed: int = 0) -> Trial:
+    """The cheapest schedule whose share within the SLO is within half a point of the best that was found.
+
+    `others`: outcomes of policies on the same workload and fleet, whose orders are schedules too. All that was tried
+    out stays in `trials`.
+    """
+    for other in others:
+        trials.add(Schedule.ordered(other.timeline), other)
+    missed, window_s = _constant(trials)
+    for price in PRICES:
+        ready = cheapest_course(missed, window_s, price * _pod_seconds_each(trials), trials.settings.cold_start)
+        trials.try_out(Schedule.ready_at(ready, window_s, AHEAD * trials.settings.cold_start.total_s))
+    draw = random.Random(f"changes {seed}")
+    for _ in range(num_changes):
+        start = draw.choice(_near_best(trials))
+        trials.try_out(_changed(start.schedule, trials, draw))
+    return trials.cheapest(trials.best_share() - TOLERANCE)
+
+
+def _near_best(trials: Trials) -> Sequence[Trial]:
+    """Those of the frontier that are worth a change: the cheapest misses half of all."""
+    most = max(10, len(trials.workload.requests) // 2)
+    return [each for each in trials.frontier if each.missed <= most] or trials.frontier
+
+
+def _pod_seconds_each(trials: Trials) -> float:
+    """What a request costs where nearly all are within the SLO."""
+    return trials.cheapest(0.95).pod_seconds / max(1, len(trials.workload.requests))
+
+
+def _constant(trials: Trials) -> tuple[dict[int, list[int]], float]:
+    """Missed requests of each window by the number of replicas, and the length of a window."""
+    low, high = trials.settings.bounds
+    duration_s = max(GRID_S, trials.workload.duration_s)
+    window_s = max(LEAST_WINDOW_S, duration_s / NUM_WINDOWS)
+    num_windows = math.ceil(duration_s / window_s)
+    missed = {}
+    if low == 0:
+        arrived = [0] * num_windows
+        for request in trials.workload.requests:
+            arrived[min(int(request.arrival_s / window_s), num_windows - 1)] += 1
+        missed[0] = arrived
+    fewest = math.inf
+    for replicas in _numbers(max(1, low), high):
+        schedule, found = Schedule.constant(replicas), [0] * num_windows
+        outcome = trials.simulate(schedule)
+        trials.add(schedule, outcome)
+        for served in outcome.requests:
+            found[min(int(served.arrival_s / window_s), num_windows - 1)] += trials.missed(served)
+        missed[replicas] = found
+        if fewest - sum(found) <= len(outcome.requests) // 2000:
+            break
+        fewest = sum(found)
+    return missed, window_s
+
+
+def _numbers(low: int, high: int) -> Iterable[int]:
+    """From low to high, each at most a third more than the one before."""
+    number = low
+    while number < high:
+        yield number
+        number = max(number + 1, number * 4 // 3)
+    yield high
+
+
+def cheapest_course(missed: Mapping[int, Sequence[int]], window_s: float, price: float, start: ColdStart) -> list[int]:
+    """Replicas in each window, at `price` pod-seconds for each missed request.
+
+    `missed`: of each window, by the numbers of replicas to choose from. A replica that is added costs the time of its
+    loading as well.
+    """
+    loading = start.total_s - start.schedule_s
+    numbers = list(missed)
+    costs = {number: price * missed[number][0] + number * window_s for number in numbers}
+    came_from: list[dict[int, int]] = []
+    for window in range(1, len(missed[numbers[0]])):
+        best = {
+            number: min((costs[before] + loading * max(0, number - before), before) for before in numbers)
+            for number in numbers
+        }
+        came_from.append({number: before for number, (_, before) in best.items()})
+        costs = {number: best[number][0] + price * missed[number][window] + number * window_s for number in numbers}
+    course = [min(numbers, key=lambda number: costs[number])]
+    for before in reversed(came_from):
+        course.append(before[course[-1]])
+    return course[::-1]
+
+
+def _changed(schedule: Schedule, trials: Trials, draw: random.Random) -> Schedule:
+    """With one change that was drawn: of a number, or of a time."""
+    low, high = trials.settings.bounds
+    orders = list(schedule.orders)
+    place = draw.randrange(len(orders))
+    at_s, replicas = orders[place]
+    if place and draw.random() < 0.5:
+        by_s = draw.choice((-1, 1)) * trials.settings.cold_start.total_s * draw.choice((0.25, 0.5, 1.0))
+        orders[place] = Order(max(GRID_S, at_s + by_s), replicas)
+        return Schedule.of(sorted(orders))
+    ends = [order.at_s for order in orders[place + 1 : place + 2]] or [trials.workload.duration_s]
+    other = max(low, min(high, replicas + draw.choice((-1, 1))))
+    begin_s, end_s = at_s, ends[0]
+    if draw.random() < 0.5:
+        middle_s = draw.uniform(begin_s, end_s)
+        begin_s, end_s = draw.choice(((begin_s, middle_s), (middle_s, end_s)))
+    changed = [order for order in orders if not begin_s <= order.at_s < end_s]
+    return Schedule.of(sorted([*changed, Order(begin_s, other), *([Order(end_s, schedule.at(end_s))])]))

@@ -1,0 +1,75 @@
+"""Simulates schedules of replicas, and keeps those that no other beats in both: requests within the SLO, and cost.
+
+One object for one workload on one fleet; every schedule is simulated once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagemill_operator.autoscaler.settings import Slo
+from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
+from pagemill_simulator.fleet.figures import is_within_slo
+from pagemill_simulator.fleet.fleet import simulate_fleet
+from pagemill_simulator.fleet.outcome import Outcome, Served
+from pagemill_simulator.fleet.settings import FleetSettings
+from pagemill_simulator.workloads.request import Workload
+
+
+class Trial(NamedTuple):
+    schedule: Schedule
+    missed: int
+    """Requests that were not served within the SLO."""
+    pod_seconds: float
+
+
+class Trials:
+    def __init__(self, name: str, workload: Workload, settings: FleetSettings, slo: Slo) -> None:
+        """`name`: of the scaler, in outcomes."""
+        self._name = name
+        self._slo = slo
+        self._known: dict[Schedule, Trial] = {}
+        self.workload = workload
+        self.settings = settings
+        self.frontier: list[Trial] = []
+        """None of them is beaten in both; by pod-seconds, rising."""
+
+    @property
+    def num_simulated(self) -> int:
+        return len(self._known)
+
+    def try_out(self, schedule: Schedule) -> Trial:
+        if schedule not in self._known:
+            self.add(schedule, self.simulate(schedule))
+        return self._known[schedule]
+
+    def simulate(self, schedule: Schedule) -> Outcome:
+        return simulate_fleet(self.workload, self.settings, ScheduledReplicas(self._name, schedule), fast=True)
+
+    def add(self, schedule: Schedule, outcome: Outcome) -> None:
+        """What came of it."""
+        missed = sum(map(self.missed, outcome.requests))
+        trial = self._known[schedule] = Trial(schedule, missed, outcome.pod_seconds)
+        if not any(each.missed <= missed and each.pod_seconds <= trial.pod_seconds for each in self.frontier):
+            kept = [each for each in self.frontier if each.missed < missed or each.pod_seconds < trial.pod_seconds]
+            self.frontier = sorted([*kept, trial], key=lambda each: each.pod_seconds)
+
+    def missed(self, served: Served) -> bool:
+        return not is_within_slo(served, self._slo.ttft_ms, self._slo.tpot_ms)
+
+    def best_share(self, pod_seconds: float = math.inf) -> float:
+        """The highest share within the SLO that was reached at no more than this cost."""
+        reached = [each.missed for each in self.frontier if each.pod_seconds <= pod_seconds]
+        return share(min(reached), self.workload.requests) if reached else 0.0
+
+    def cheapest(self, least_share: float) -> Trial:
+        """With at least this share, or else with the highest."""
+        aim = min(least_share, self.best_share())
+        return next(each for each in self.frontier if share(each.missed, self.workload.requests) >= aim)
+
+
+def share(missed: int, requests: Sequence[object]) -> float:
+    """Of the requests, those within the SLO."""
+    return 1.0 - missed / len(requests) if requests else 1.0

@@ -1,0 +1,372 @@
+"""Accelerators and models in one table, users in place of a rate, and what a device does not carry."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import Result
+from outlines import PUBLISHED, QWEN_7B, QWEN_14B, write_outline
+from scaling_world import BLOCK_SIZE, STEP_TIME
+from typer.testing import CliRunner
+
+from pagemill.main import app
+from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
+from pagemill.planning.forecast import Workload, forecast, of_users
+from pagemill.planning.replica import Replica
+from pagemill.planning.users import MEAN, Cycles, Users
+from pagemill_kernels.gpu.launch import FP8_CAPABILITY, OLDEST_CAPABILITY
+from pagemill_operator.autoscaler.prediction import Predictor
+from pagemill_operator.autoscaler.settings import Slo
+from pagemill_operator.autoscaler.signals import Shape
+
+REPLICA = Replica(Shape(4000, BLOCK_SIZE, 64, 512, STEP_TIME), 4096, 10**8, 1024, None, "cpu", "given")
+LENGTHS = Workload(0.0, 256, 100)
+SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_outline(tmp_path_factory.mktemp("models") / "seven", QWEN_7B)
+
+
+@pytest.fixture(scope="module")
+def fourteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_outline(tmp_path_factory.mktemp("models") / "fourteen", QWEN_14B)
+
+
+def plan(*arguments: Any, rps: float | None = 2, input: int = 1000, output: int = 300) -> Result:
+    rate = [] if rps is None else ["--rps", rps]
+    words = ["plan", "--input", input, "--output", output, *rate, *arguments]
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def plans(*arguments: Any, **load: Any) -> list[dict[str, Any]]:
+    result = plan(*arguments, "-o", "json", **load)
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)["plans"]
+    return found
+
+
+# Several at once
+
+
+def test_each_row_is_the_plan_of_its_accelerator_alone(seven: Path) -> None:
+    devices = ("l4", "a100-80gb", "h200")
+    together = plans("--model", seven, *(word for name in devices for word in ("--accelerator", name)))
+    assert [each["accelerator"] for each in together] == list(devices)
+    for each in together:
+        alone = json.loads(plan("--model", seven, "--accelerator", each["accelerator"], "-o", "json").stdout)
+        for field in ("replicas", "replicasKept", "utilization", "candidates", "replica", "stepTime"):
+            assert each[field] == alone[field]
+
+
+def test_every_accelerator_has_a_price_of_its_own_and_others_the_plain_one(seven: Path) -> None:
+    l4, a100 = plans(
+        *("--model", seven, "--accelerator", "l4", "--accelerator", "a100-80gb"),
+        *("--price-per-hour", "l4=0.8", "--price-per-hour", "3.5"),
+    )
+    for each, price in ((l4, 0.8), (a100, 3.5)):
+        chosen = next(row for row in each["candidates"] if row["replicas"] == each["replicas"])
+        assert chosen["cost"]["per_hour"] == pytest.approx(price * each["replicas"])
+        tokens = 2 * 3600 * 1300
+        assert chosen["cost"]["per_million_tokens"] == pytest.approx(price * each["replicas"] / tokens * 1e6)
+
+
+def test_the_table_has_replicas_utilization_and_costs_of_each(seven: Path) -> None:
+    result = plan("--model", seven, "--accelerator", "l4", "--accelerator", "a100-80gb", "--price-per-hour", "l4=0.8")
+    assert result.exit_code == 0, result.output
+    head, l4, a100 = result.stdout.splitlines()[2:5]
+    assert head.split("  ")[0] == "ACCELERATOR"
+    for column in ("REPLICAS", "GPUS EACH", "UTILIZATION", "COST/H", "PER 1M TOKENS", "TPOT P95"):
+        assert column in head
+    assert l4.startswith("l4 ")
+    assert a100.rstrip().endswith("-"), "a price that is not known is no price"
+
+
+def test_models_are_compared_on_the_same_device_and_what_does_not_fit_says_so(seven: Path, fourteen: Path) -> None:
+    small, large = plans("--model", seven, "--model", fourteen, "--accelerator", "l4")
+    assert small["replicas"] >= 1
+    assert large["error"].startswith("l4 does not carry this; the engine would refuse it: ModelTooLarge: ")
+    table = plan("--model", seven, "--model", fourteen, "--accelerator", "l4")
+    assert table.exit_code == 0
+    assert f"{fourteen} on l4: l4 does not carry this" in table.stdout
+
+
+def test_where_none_carries_the_load_the_exit_code_is_1(fourteen: Path) -> None:
+    result = plan("--model", fourteen, "--accelerator", "l4", "--accelerator", "a100-40gb", "--tpot", "1ms")
+    assert result.exit_code == 1
+    assert "a100-40gb: No number of replicas will do within TPOT 1 ms" in result.stdout
+
+
+def test_utilization_is_the_load_over_what_the_chosen_replicas_carry() -> None:
+    found = forecast(REPLICA, LENGTHS.at(20.0), SLO, 50, None)
+    assert found.needed is not None
+    assert found.utilization == pytest.approx(20.0 / (found.needed * found.capacity))
+    assert 0 < found.utilization <= 1
+
+
+# What a device does not carry
+
+
+def test_what_does_not_fit_names_devices_that_hold_it_and_the_bits_that_would(fourteen: Path) -> None:
+    result = plan("--model", fourteen, "--accelerator", "l4")
+    assert result.exit_code == 2
+    known = result.stderr.partition(" As known here, it fits on ")[2]
+    devices, _, remedy = known.partition("; ")
+    assert {"a100-80gb", "h200"} <= set(devices.split(", "))
+    assert "mi300x" not in devices, "no pod runs there"
+    assert remedy.startswith("spec.engine.quantization int8 or int4 makes it fit on l4")
+    for name in devices.split(", "):
+        assert plan("--model", fourteen, "--accelerator", name).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"quantization": "fp8"}, "spec.engine.quantization fp8 needs hardware for floats of 8 bits"),
+        ({"kvCacheDtype": "fp8"}, "spec.engine.kvCacheDtype fp8 needs hardware for floats of 8 bits"),
+    ],
+)
+def test_fp8_without_hardware_names_device_field_and_remedy(
+    write: Any, simulated: Any, seven: Path, engine: dict[str, str], words: str
+) -> None:
+    resources = {"gpus": 1, "gpuProduct": "NVIDIA-A100-SXM4-80GB"}
+    document = simulated(engine={"extraArgs": [], "maxModelLen": 2048, **engine}, resources=resources)
+    file = write("gpu.yaml", document)
+    result = plan("-f", file, "--model", seven)
+    assert result.exit_code == 2, result.output
+    assert f"a100-80gb does not carry this: {words}" in result.stderr
+    assert "compute capability 8.0" in result.stderr
+    assert "take one of b200, h100-80gb, h200, l4, l40s" in result.stderr
+    assert plan("-f", file, "--model", seven, "--accelerator", "h100-80gb").exit_code == 0
+
+
+def test_fp8_products_take_half_the_time_where_arithmetic_bounds_them(write: Any, simulated: Any, seven: Path) -> None:
+    def prompt_ms(quantization: str) -> float:
+        engine = {"extraArgs": [], "maxModelLen": 4096, "quantization": quantization}
+        file = write("gpu.yaml", simulated(engine=engine, resources={"gpus": 1}))
+        found = json.loads(plan("-f", file, "--model", seven, "--accelerator", "h100-80gb", "-o", "json").stdout)
+        return float(found["stepTime"]["knot_ms"][-1])
+
+    assert prompt_ms("fp8") == pytest.approx(prompt_ms("int8") / 2, rel=0.1)
+
+
+def test_another_makers_device_is_reckoned_with_and_said_to_run_no_pod(seven: Path) -> None:
+    result = plan("--model", seven, "--accelerator", "mi300x")
+    assert result.exit_code == 0, result.output
+    assert "its figures compare data sheets, and no pod runs there" in result.stdout
+
+
+@pytest.mark.parametrize("accelerator", ACCELERATORS, ids=lambda each: each.name)
+def test_a_data_sheet_agrees_with_what_the_kernels_ask_of_a_device(accelerator: Any) -> None:
+    capability = accelerator.capability
+    assert capability is None or capability >= OLDEST_CAPABILITY
+    assert capability is None or accelerator.has_fp8 == (capability >= FP8_CAPABILITY)
+    assert 1.9 < accelerator.operations8_per_s / accelerator.operations_per_s < 2.1
+    assert all(find_accelerator(product) is accelerator for product in accelerator.products)
+
+
+# Users
+
+
+@pytest.mark.parametrize(("num_users", "think_s"), [(1, 30.0), (40, 5.0), (100, 30.0), (400, 2.0)])
+def test_littles_law_holds_for_users_who_think(num_users: int, think_s: float) -> None:
+    """N = X (Z + R), with the mean time of an answer at that very rate."""
+    users = Users(num_users, think_s)
+    workload = of_users(REPLICA, LENGTHS, users, SLO, 50)
+    found = forecast(REPLICA, workload, SLO, 50, None)
+    assert found.needed is not None
+    mean = Predictor(REPLICA.shape, MEAN).predict(workload.offered, found.needed)
+    answer_s = (mean.ttft_ms + (LENGTHS.output_tokens - 1) * mean.tpot_ms) / 1000
+    assert workload.requests_per_s * (think_s + answer_s) == pytest.approx(num_users, rel=0.01)
+    assert workload.answering == pytest.approx(workload.requests_per_s * answer_s, rel=0.02)
+
+
+def test_the_fewest_replicas_of_users_are_the_fewest() -> None:
+    users = Users(400, 5.0)
+    cycles = Cycles(REPLICA, LENGTHS.offered, users)
+    found = cycles.fewest(SLO, 50)
+    assert found is not None
+    needed, asking = found
+    assert forecast(REPLICA, LENGTHS.at(asking.requests_per_s), SLO, 50, None).needed == needed
+    for fewer in range(1, needed):
+        less = cycles.asking(fewer)
+        assert less is None or not forecast(REPLICA, LENGTHS.at(less.requests_per_s), SLO, fewer, None).needed
+
+
+def test_a_saturated_replica_is_no_answer_even_without_an_slo() -> None:
+    workload = of_users(REPLICA, LENGTHS, Users(5000, 1.0), Slo(), 1)
+    assert forecast(REPLICA, workload, Slo(), 1, None).needed is None
+
+
+def test_a_replica_serves_as_many_users_as_it_says() -> None:
+    workload = of_users(REPLICA, LENGTHS, Users(100, 5.0), SLO, 50)
+    supported = forecast(REPLICA, workload, SLO, 50, None).users_supported
+    assert supported is not None
+
+    def needed(num_users: int) -> int | None:
+        asked = of_users(REPLICA, LENGTHS, Users(num_users, 5.0), SLO, 50)
+        return forecast(REPLICA, asked, SLO, 50, None).needed
+
+    assert needed(round(supported * 0.97)) == 1
+    assert needed(round(supported * 1.05)) == 2
+
+
+def test_who_thinks_longer_asks_less() -> None:
+    rates = [of_users(REPLICA, LENGTHS, Users(100, think), SLO, 50).requests_per_s for think in (0.0, 5.0, 60.0)]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rps", "words"),
+    [
+        ([], None, "give either --rps with requests per second, or --users with --think"),
+        (["--users", "3", "--think", "1s"], 2, "give either --rps with requests per second, or --users"),
+        (["--users", "3"], None, "--users and --think go together: --users 100 --think 30s"),
+        (["--think", "3s"], 2, "--users and --think go together"),
+        (["--users", "3", "--think", "long"], None, "--think 'long' is not a duration"),
+        (["--price-per-hour", "l5=1"], 2, "--price-per-hour l5=1: l5 is not known here; name one of a100-40gb"),
+        (["--price-per-hour", "l4=free"], 2, "--price-per-hour l4=free: must be a number above 0"),
+        (["--price-per-hour", "1", "--price-per-hour", "2"], 2, "--price-per-hour 2: is a second price of the same"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(
+    seven: Path, arguments: list[str], rps: float | None, words: str
+) -> None:
+    result = plan("--model", seven, "--accelerator", "l4", *arguments, rps=rps)
+    assert result.exit_code == 2, result.output
+    assert words in result.stderr
+
+
+def test_without_file_and_model_both_are_named() -> None:
+    result = plan("--accelerator", "l4")
+    assert result.exit_code == 2
+    assert "give --file with an LLMDeployment, or --model with a model's source" in result.stderr
+
+
+def test_step_times_of_one_device_are_not_those_of_two(seven: Path, tmp_path: Path) -> None:
+    fit = tmp_path / "fit.json"
+    fit.write_bytes(msgspec.json.encode(STEP_TIME))
+    result = plan("--model", seven, "--accelerator", "l4", "--accelerator", "h200", "--fit", fit)
+    assert result.exit_code == 2
+    assert "holds the step times of one model on one device; plan them one by one" in result.stderr
+
+
+# The exercises of the page
+
+
+def test_what_fits_on_a_card_of_24_gb(tmp_path: Path) -> None:
+    """7B in bfloat16 fits with a few long contexts, 14B does not, and 14B in 4 bits does."""
+    folders = [write_outline(tmp_path / str(at), config) for at, config in enumerate(PUBLISHED.values())]
+    models = [word for folder in folders for word in ("--model", folder)]
+    seven, fourteen, packed = plans(*models, "--accelerator", "l4", rps=0.2, input=4000, output=300)
+    assert "error" in fourteen
+    assert 13 < seven["replica"]["weightBytes"] / 1024**3 < 15
+    assert 8 < packed["replica"]["weightBytes"] / 1024**3 < 13
+    for each in (seven, packed):
+        replica = each["replica"]
+        held = replica["numBlocks"] * replica["blockSize"]
+        assert replica["requestsAtOnce"] == min(replica["maxNumSeqs"], held // 4300)
+        assert replica["longestRequestsAtOnce"] == held // replica["maxModelLen"]
+
+
+def test_7b_on_l4_is_cheaper_by_the_hour_and_slower_than_on_a100(seven: Path) -> None:
+    l4, a100 = plans(
+        *("--model", seven, "--accelerator", "l4", "--accelerator", "a100-80gb"),
+        *("--price-per-hour", "l4=0.8", "--price-per-hour", "a100-80gb=3.7"),
+        rps=0.2,
+    )
+    assert l4["candidates"][0]["cost"]["per_hour"] < a100["candidates"][0]["cost"]["per_hour"]
+    assert l4["idle"]["tpot_ms"] > 4 * a100["idle"]["tpot_ms"]
+
+
+def test_100_users_who_think_30_s_ask_less_than_three_times_a_second(seven: Path) -> None:
+    result = plan(
+        *("--model", seven, "--accelerator", "l4", "--users", 100, "--think", "30s", "--tpot", "120ms", "-o", "json"),
+        rps=None,
+    )
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.stdout)
+    assert 1 < body["workload"]["requests_per_s"] < 100 / 30
+    assert body["workload"]["users"] == {"num_users": 100, "think_s": 30.0}
+    assert body["replica"]["users"] * body["replicas"] >= 100
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "how-to" / "plan-capacity.md").read_text()
+LINES = re.findall(r"^\.venv/bin/pagemill (plan .*hf://.*)$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_what_the_page_says_of_published_models_is_what_their_headers_give(line: str, tmp_path: Path) -> None:
+    """A folder of the same shape stands for each source, since nothing is fetched in tests."""
+    folders = {f"hf://{name}": write_outline(tmp_path / name, config) for name, config in PUBLISHED.items()}
+    result = CliRunner().invoke(app, [str(folders.get(word, word)) for word in shlex.split(line)])
+    assert result.exit_code == 0, result.output
+    shown = PAGE.partition(line)[2].partition("```bash")[0]
+    table = re.search(r"```text\n(.*?)```", shown, re.DOTALL)
+    assert table is None or table[1] in result.stdout
+    for rows, words in (
+        ("AWQ", r"Instruct +l4 .* 26 +3 x 32,768"),
+        ("AWQ", r"AWQ +l4 .* 13 +1 x 32,768"),
+        ("--users", r"1\.78 requests/s; 46\.5 of 100 wait for an answer"),
+        ("--users", r"3 replicas are needed .* 47 such users"),
+    ):
+        assert rows not in line or re.search(words, result.stdout), words
+
+
+def keys_of(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return set(value) | {key for each in value.values() for key in keys_of(each)}
+    return {key for each in value for key in keys_of(each)} if isinstance(value, list) else set()
+
+
+def simulate(seven: Path, *arguments: Any) -> dict[str, Any]:
+    traffic = ("--workload", "steady", "--rps", 1, "--duration", "30s", "--max-replicas", 2, "--fast")
+    words = ["simulate", "--model", seven, "--accelerator", "l4", *traffic, *arguments, "-o", "json"]
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    body: dict[str, Any] = json.loads(result.stdout)
+    return body
+
+
+def test_a_simulation_of_several_devices_is_that_of_each_with_its_costs(seven: Path) -> None:
+    prices = ("--price-per-hour", "l4=0.8", "--price-per-hour", "2")
+    both = simulate(seven, "--accelerator", "l40s", *prices)
+    l4, l40s = both["devices"]
+    assert [each["replica"]["device"] for each in (l4, l40s)] == ["l4", "l40s"]
+    alone = simulate(seven, *prices)
+    for each, price in ((l4, 0.8), (l40s, 2.0)):
+        (policy,) = each["policies"]
+        assert policy["cost"]["total"] == pytest.approx(policy["pod_seconds"] / 3600 * price)
+        tokens = both["workload"]["promptTokens"] + both["workload"]["outputTokens"]
+        assert policy["cost"]["per_million_tokens"] == pytest.approx(policy["cost"]["total"] / tokens * 1e6)
+    (same,) = alone["policies"]
+    assert {**l4["policies"][0], "wall_s": 0} == {**same, "wall_s": 0}
+
+
+def test_the_fields_of_a_simulations_json_are_on_the_page(seven: Path) -> None:
+    found = simulate(seven, "--accelerator", "l40s", "--price-per-hour", "1")
+    for each in found["devices"]:
+        del each["stepTime"]
+        each["policies"] = [{"cost": policy["cost"]} for policy in each["policies"]]
+    assert keys_of(found) <= words_of_page()
+
+
+def words_of_page() -> set[str]:
+    page = (DOCS / "reference" / "plan.md").read_text()
+    return set(re.findall(r"[A-Za-z_]+", " ".join(re.findall(r"`([^`]+)`", page))))
+
+
+def test_every_field_of_a_plans_json_is_on_its_page(seven: Path) -> None:
+    arguments = ("--model", seven, "--accelerator", "l4", "--users", 9, "--think", "9s", "--price-per-hour", 1)
+    one = json.loads(plan(*arguments, "-o", "json", rps=None).stdout)
+    several = json.loads(plan(*arguments, "--accelerator", "h200", "-o", "json", rps=None).stdout)
+    del one["stepTime"], several["plans"]
+    assert keys_of(one) | keys_of(several) <= words_of_page()

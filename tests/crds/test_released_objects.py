@@ -1,0 +1,116 @@
+"""Objects of the last release stay valid in every version that is served, and mean the same; the schema only grew."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import miniature_api_server as server
+import pytest
+import yaml
+from freeze import OBJECTS, RELEASED, ROOT, SCHEMA, SERVED, fields_of, used
+
+from pagemill_crds import GROUP, KIND, SERVED_VERSIONS, STORED_VERSION, VERSION
+from pagemill_crds.additive import breaks
+from pagemill_crds.generate import custom_resource_definition
+from pagemill_crds.models import LLMDeployment
+from pagemill_crds.schema import structural_schema
+from pagemill_gateway.discovery.kubernetes.discovery import LLM_DEPLOYMENTS
+from pagemill_operator.backends.kubernetes.kinds import LLM_DEPLOYMENT
+from pagemill_operator.plan import make_plan
+
+BEFORE: dict[str, Any] = json.loads((RELEASED / SCHEMA).read_text("utf-8"))
+NOW = structural_schema()
+RELEASED_VERSIONS: list[str] = json.loads((RELEASED / SERVED).read_text("utf-8"))
+RELEASED_OBJECTS: list[dict[str, Any]] = [
+    json.loads(line) for line in (RELEASED / OBJECTS).read_text("utf-8").splitlines()
+]
+
+REVIEWED: dict[tuple[str, str], str] = {}
+"""(field, keyword) of a break of the rule -> why everything that was accepted still is and means the same."""
+
+
+def in_version(document: dict[str, Any], version: str) -> dict[str, Any]:
+    return {**copy.deepcopy(document), "apiVersion": f"{GROUP}/{version}"}
+
+
+def test_the_schema_only_grew_since_the_last_release() -> None:
+    found = {(each.path, each.keyword): str(each) for each in breaks(BEFORE, NOW)}
+    assert [message for key, message in found.items() if key not in REVIEWED] == []
+    assert REVIEWED.keys() <= found.keys(), "reviewed breaks that are none (any more)"
+
+
+def test_all_versions_have_one_schema_and_one_is_stored() -> None:
+    for text in ("crds/llmdeployments.yaml", "charts/pagemill/templates/crds/llmdeployments.yaml"):
+        lines = [line for line in (ROOT / text).read_text("utf-8").splitlines() if "{{" not in line]
+        spec = yaml.safe_load("\n".join(lines))["spec"]
+        assert spec == custom_resource_definition()["spec"]
+        assert [each["name"] for each in spec["versions"]] == list(SERVED_VERSIONS)
+        assert [each["name"] for each in spec["versions"] if each["storage"]] == [STORED_VERSION]
+        assert spec["conversion"] == {"strategy": "None"}
+        parts = [{key: each[key] for key in each if key not in ("name", "storage")} for each in spec["versions"]]
+        assert all(each == parts[0] for each in parts)
+
+
+def test_what_the_last_release_served_is_served() -> None:
+    assert set(RELEASED_VERSIONS) <= set(SERVED_VERSIONS)
+
+
+def test_what_is_stored_was_served_by_the_last_release() -> None:
+    """Otherwise its definition would be refused when the release is rolled back."""
+    assert STORED_VERSION in RELEASED_VERSIONS
+
+
+def test_programs_read_what_the_last_release_served() -> None:
+    assert (LLM_DEPLOYMENT.version, LLM_DEPLOYMENTS.version) == (STORED_VERSION, STORED_VERSION)
+    assert LLM_DEPLOYMENT[:2] == LLM_DEPLOYMENTS[:2] == (KIND, GROUP)
+
+
+def test_the_released_objects_use_every_field_that_was_there() -> None:
+    assert {field for each in RELEASED_OBJECTS for field in used(each, BEFORE)} >= fields_of(BEFORE)
+
+
+def test_released_objects_stay_valid_in_every_version(admit: Any) -> None:
+    for document in RELEASED_OBJECTS:
+        assert server.admit(copy.deepcopy(document), BEFORE) == [], document
+        for version in SERVED_VERSIONS:
+            assert admit(in_version(document, version)) == [], (version, document)
+
+
+def test_released_objects_are_stored_with_the_values_they_had() -> None:
+    for document in RELEASED_OBJECTS:
+        before = server.stored(document, BEFORE)
+        assert as_known(server.stored(document, NOW), BEFORE) == before, document
+
+
+def as_known(value: Any, schema: dict[str, Any]) -> Any:
+    """Without the fields that a schema does not have."""
+    if isinstance(value, list):
+        return [as_known(item, schema.get("items", {})) for item in value]
+    properties = schema.get("properties")
+    if not properties or not isinstance(value, dict) or "metadata" in value.keys() - properties.keys():
+        return value
+    return {name: as_known(each, properties[name]) for name, each in value.items() if name in properties}
+
+
+def test_an_object_means_the_same_in_every_version() -> None:
+    for document in RELEASED_OBJECTS:
+        first, *others = (LLMDeployment.model_validate(in_version(document, each)) for each in SERVED_VERSIONS)
+        plan = make_plan(first, "kubernetes")
+        for other in others:
+            assert (other.spec, other.status, other.metadata) == (first.spec, first.status, first.metadata)
+            assert make_plan(other, "kubernetes") == plan
+
+
+def test_examples_name_the_newest_version() -> None:
+    for path in (ROOT / "examples").rglob("*.yaml"):
+        for document in yaml.safe_load_all(path.read_text("utf-8")):
+            if document.get("kind") == KIND:
+                assert document["apiVersion"] == f"{GROUP}/{VERSION}", path
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha2"])
+def test_a_version_that_was_never_served_is_refused(version: str) -> None:
+    with pytest.raises(ValueError, match=r"pagemill\.dev/v1beta1"):
+        LLMDeployment.model_validate(in_version(RELEASED_OBJECTS[0], version))

@@ -1,0 +1,97 @@
+"""Messages may only grow, so that peers of this release and of the last one understand each other."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from wire_messages import MESSAGES, RELEASED, breaks, schemas
+
+Schemas = dict[str, Any]
+
+BEFORE: Schemas = json.loads(RELEASED.read_text("utf-8"))
+
+REVIEWED: dict[str, str] = {}
+"""A break as `breaks` names it -> why peers of the last release take it all the same."""
+
+
+def test_messages_only_grew_since_the_last_release() -> None:
+    found = list(breaks(BEFORE, schemas()))
+    assert [each for each in found if each not in REVIEWED] == []
+    assert REVIEWED.keys() <= set(found), "reviewed breaks that are none (any more)"
+
+
+def structs(kind: msgspec.inspect.Type, seen: set[type] | None = None) -> Iterator[msgspec.inspect.StructType]:
+    seen = set() if seen is None else seen
+    if isinstance(kind, msgspec.inspect.StructType):
+        if kind.cls in seen:
+            return
+        seen.add(kind.cls)
+        yield kind
+        for field in kind.fields:
+            yield from structs(field.type, seen)
+    for name in ("types", "item_type", "item_types", "key_type", "value_type"):
+        inner = getattr(kind, name, ())
+        for each in inner if isinstance(inner, tuple) else (inner,):
+            yield from structs(each, seen)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__name__)
+def test_what_a_later_release_adds_to_a_message_is_ignored(message: type[msgspec.Struct]) -> None:
+    found = list(structs(msgspec.inspect.type_info(message)))
+    assert found[0].cls is message
+    assert [each.cls for each in found if each.forbid_unknown_fields] == []
+
+
+FRAME: Schemas = {
+    "Frame": {
+        "type": "object",
+        "properties": {"sequence": {"type": "integer"}, "reason": {"enum": ["stop", "length"], "default": "stop"}},
+        "required": ["sequence"],
+    },
+    "Held": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer", "default": 0}], "minItems": 1},
+    "Kind": {"enum": [1, 2]},
+}
+Change = Callable[[Schemas], object]
+
+
+def fields(schemas: Schemas) -> Schemas:
+    properties: Schemas = schemas["Frame"]["properties"]
+    return properties
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "field removed": (lambda s: fields(s).pop("reason"), "Frame.reason: the field is gone"),
+    "message renamed": (lambda s: s.update(Chunk=s.pop("Frame")), "Frame: the message is gone"),
+    "a value more": (lambda s: fields(s)["reason"]["enum"].append("abort"), "Frame.reason: changed from {'enum'"),
+    "default": (lambda s: fields(s)["reason"].update(default="length"), "Frame.reason: changed from"),
+    "type": (lambda s: fields(s)["sequence"].update(type="number"), "Frame.sequence: changed from {'type': 'integer'}"),
+    "left out": (lambda s: s["Frame"]["required"].clear(), "Frame.sequence: the field may be left out now"),
+    "required": (
+        lambda s: (fields(s).update(fresh={"type": "integer"}), s["Frame"]["required"].append("fresh")),
+        "Frame.fresh: the field is required now",
+    ),
+    "order": (lambda s: s["Held"]["prefixItems"].reverse(), "Held: its fields were"),
+    "position required": (lambda s: s["Held"].update(minItems=2), "Held: its fields were"),
+    "other enumeration": (lambda s: s["Kind"]["enum"].append(3), "Kind: changed from {'enum': [1, 2]}"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_break_is_named(change: Change, message: str) -> None:
+    after = copy.deepcopy(FRAME)
+    change(after)
+    (found,) = breaks(FRAME, after)
+    assert found.startswith(message)
+
+
+def test_new_messages_and_fields_with_a_default_are_no_break() -> None:
+    after = copy.deepcopy(FRAME)
+    fields(after)["fresh"] = {"type": "integer", "default": 0}
+    after["Held"]["prefixItems"].append({"type": "integer", "default": 0})
+    after["New"] = {"type": "object", "properties": {}, "required": ["x"]}
+    assert list(breaks(FRAME, after)) == []

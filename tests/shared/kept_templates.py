@@ -1,0 +1,58 @@
+"""Processes that render chats, kept from one gateway of a test to the next: each start takes as long as a test."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pagemill_protocol.text import chat_template
+from pagemill_protocol.text.template_process import TemplateLimits, TemplateProcess
+
+
+class KeptTemplates:
+    def __init__(self) -> None:
+        self._kept: defaultdict[str, deque[TemplateProcess]] = defaultdict(deque)
+        self._kinds: dict[TemplateProcess, str] = {}
+        self._is_closed = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """What begins to render in the block takes a process that was kept, if there is one for its templates."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chat_template, "TemplateProcess", self._take)
+            patch.setattr(chat_template, "_close_all", self._keep)
+            yield
+
+    def close(self) -> None:
+        self._is_closed = True
+        for processes in self._kept.values():
+            self._keep(processes)
+
+    def _take(self, templates: dict[str, str], limits: TemplateLimits) -> TemplateProcess:
+        kind = repr((templates, limits))
+        kept = self._kept[kind]
+        while kept:
+            process = kept.popleft()
+            if process.is_alive:
+                return process
+            self._end(process)
+        process = TemplateProcess(templates, limits)
+        self._kinds[process] = kind
+        return process
+
+    def _keep(self, processes: deque[TemplateProcess]) -> None:
+        """Of a template that is closed: those that render nothing."""
+        while processes:
+            process = processes.popleft()
+            kind = self._kinds.get(process)
+            if kind is None or self._is_closed:
+                self._end(process)
+            else:
+                self._kept[kind].append(process)
+
+    def _end(self, process: TemplateProcess) -> None:
+        self._kinds.pop(process, None)
+        process.close()

@@ -1,0 +1,91 @@
+"""The packages of the release before this one, to run beside today's: from its wheels, else from the history.
+
+`make previous-wheels` fetches the wheels. Without them the files of the last tag are taken out of git; until a first
+release is tagged, of the commit that stands for it. Kernels are compiled, so those of a checkout stay today's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEELS = ROOT / ".uv" / "previous-wheels"
+STANDS_FOR_A_RELEASE = "b33137ab3801c88d71b60c60aaa7f6e76d7d32f7"
+"""The last commit whose LLMDeployments were v1alpha1 only, and whose protocol named no version."""
+FOLDERS = ("protocol", "crds", "engine", "gateway", "operator", "cli")
+
+
+@dataclass(frozen=True)
+class Release:
+    """One side of a conversation."""
+
+    name: str
+    paths: tuple[Path, ...] = ()
+    """Where its packages are, before those of the environment; none: today's."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, self.paths))} if self.paths else {**os.environ}
+
+    def run(self, program: str, *arguments: str, stdin: bytes = b"", timeout_s: float = 60.0) -> bytes:
+        """What a short program prints that imports this release's packages."""
+        command = [sys.executable, "-c", program, *arguments]
+        done = subprocess.run(command, env=self.environment, input=stdin, capture_output=True, timeout=timeout_s)
+        assert done.returncode == 0, f"{self.name}: {done.stderr.decode(errors='replace')}"
+        return done.stdout
+
+
+TODAY = Release("today")
+
+
+@pytest.fixture(scope="session")
+def previous_release(request: pytest.FixtureRequest) -> Release:
+    """Skips where neither wheels nor history are there."""
+    cache: Path = request.config.cache.mkdir("previous-release")  # type: ignore[union-attr]
+    if wheels := sorted(WHEELS.glob("*.whl")):
+        digest = hashlib.sha256(b"".join(wheel.read_bytes() for wheel in wheels)).hexdigest()
+        folder = cache / digest[:40]
+        return Release("the previous release's wheels", (_unpacked_wheels(wheels, folder),))
+    commit = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^") or STANDS_FOR_A_RELEASE
+    commit = _git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}")
+    if not commit:
+        pytest.skip(
+            "the previous release is neither in .uv/previous-wheels (`make previous-wheels`) nor in the history of "
+            "this checkout (`git fetch --unshallow --tags`)"
+        )
+    root = _unpacked_commit(commit, cache / commit)
+    return Release(f"commit {commit[:12]}", tuple(root / name for name in FOLDERS))
+
+
+def _unpacked_wheels(wheels: list[Path], folder: Path) -> Path:
+    if not (folder / "complete").exists():
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder)
+        (folder / "complete").touch()
+    return folder
+
+
+def _unpacked_commit(commit: str, folder: Path) -> Path:
+    if not (folder / "complete").exists():
+        done = subprocess.run(["git", "archive", commit, *FOLDERS], cwd=ROOT, capture_output=True, check=True)
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        (folder / "complete").touch()
+    return folder
+
+
+def _git(*arguments: str) -> str:
+    """Empty where git fails."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
