@@ -13,7 +13,7 @@ STORED_VERSION = "v1alpha1"
 """
 What etcd holds, and what operator, gateway and command line read and write. The release before serves it too, so that a
 release can be rolled back: the API server refuses a definition without a version in which objects may be stored. It
-becomes `VERSION` one minor version after that one was first served (docs/adr/0068-versions-of-the-resource.md).
+becomes `VERSION` one minor version after that one was first served (docs/adr/0066-versions-of-the-resource.md).
 """
 KIND = "LLMDeployment"
 PLURAL = "llmdeployments"

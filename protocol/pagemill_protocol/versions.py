@@ -3,7 +3,7 @@
 Engine, gateway and operator of releases N and N-1 run side by side in every upgrade and rollback. Each names its
 version in the header `x-pagemill-protocol` of requests and answers, and refuses peers older than `OLDEST_VERSION`. A
 newer one is never refused: that one knows us, we cannot know it. What may change without another version is said in
-docs/adr/0069-versions-of-the-protocol.md. The messages are `generate`'s, `state`'s, `load`'s and `catalog`'s.
+docs/adr/0067-versions-of-the-protocol.md. The messages are `generate`'s, `state`'s, `load`'s and `catalog`'s.
 """
 
 from __future__ import annotations
