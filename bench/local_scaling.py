@@ -58,7 +58,7 @@ REQUEST_TIMEOUT_S = 120.0
 SETTLE_S = 120.0
 """After the traffic, for the replicas to be one again."""
 DEPLOYMENT = """\
-apiVersion: pagemill.dev/v1alpha1
+apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
 metadata:
   name: {name}

@@ -90,9 +90,10 @@ KINDS = {
 def per_replica(kind: Kind) -> float:
     """What one replica holds by the autoscaler's own prediction: only a unit for the loads."""
     requests = kind.make(1.0).steady(1.0, 600.0).workload(0).requests
-    prompts, outputs = ([each[place] for each in requests] for place in (1, 2))
+    prompt = fmean(each.num_prompt_tokens for each in requests)
+    output = fmean(each.num_output_tokens for each in requests)
     computed = fmean(computed_tokens(requests))
-    load = OfferedLoad(1.0, fmean(prompts), computed, 2 * computed, fmean(outputs))
+    load = OfferedLoad(1.0, prompt, computed, 2 * computed, output)
     held = Predictor(shape(kind.engine), 0.95).highest_rate(load, 1, lambda found: meets(found, kind.slo))
     return 600.0 * held / len(requests)
 
@@ -118,8 +119,12 @@ def compare(
     if changes >= 0:
         best = search(trials, others=outcomes.values(), num_changes=changes, seed=seed)
         outcomes["clairvoyant"] = trials.simulate(best.schedule)
-    limits = {"slo_ttft_ms": kind.slo.ttft_ms, "slo_tpot_ms": kind.slo.tpot_ms}
-    figures = [msgspec.structs.replace(figures_of(each, **limits), policy=name) for name, each in outcomes.items()]
+    figures = [
+        msgspec.structs.replace(
+            figures_of(each, slo_ttft_ms=kind.slo.ttft_ms, slo_tpot_ms=kind.slo.tpot_ms), policy=name
+        )
+        for name, each in outcomes.items()
+    ]
     return sorted(figures, key=lambda each: each.policy not in ("informed", "clairvoyant")), trials
 
 

@@ -54,19 +54,19 @@ class Answer:
         self.stream_end = http_chunk(render.SSE_DONE) + END_OF_BODY
 
     def frame(self, number: int, request: GenerateRequest) -> bytes:
-        """Of one token, for a gateway; one HTTP chunk."""
+        """Of one token, for a gateway."""
         payload = self._events[number].render(request.response_id or request.request_id, request.created_unix_s)
         meta = self._metas[number]
-        return http_chunk(b"".join((_FRAME_HEADER.pack(len(meta), len(payload)), meta, payload)))
+        return b"".join((_FRAME_HEADER.pack(len(meta), len(payload)), meta, payload))
 
     def frame_end(self, request: GenerateRequest, cached_tokens: int) -> bytes:
-        """The last frame, and the end of the body."""
+        """The last frame."""
         usage = Usage(len(request.prompt_token_ids), self.num_tokens, cached_tokens)
         payload = render.SSE_DONE
         if request.include_usage:
             head = render.head(request, render.fingerprint("simulated"))
             payload = render.sse(render.usage_chunk(head, self._chunk_object, usage)) + payload
-        return http_chunk(encode_frame(FrameMeta(last=True, usage=usage), payload)) + END_OF_BODY
+        return encode_frame(FrameMeta(last=True, usage=usage), payload)
 
     def body(self) -> bytes:
         """The whole answer, to those who do not stream."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, block_hashes, prefix_chunk_blocks, root_hash
+from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.state import Digests, EngineLoad, StateFrame, StepTimeParams
 from routers.answers import Answer
 
@@ -35,6 +36,7 @@ class Kind(NamedTuple):
     step_s: float
     num_blocks: int
     bundle_digest: str
+    link_version: int = LINK_VERSION
 
     @property
     def prefix_chunk_blocks(self) -> int:
@@ -44,10 +46,11 @@ class Kind(NamedTuple):
 class Stream:
     """One streamed answer under way."""
 
-    __slots__ = ("answer", "cached_tokens", "number", "request", "transport")
+    __slots__ = ("answer", "cached_tokens", "number", "request", "write")
 
-    def __init__(self, transport: asyncio.Transport, answer: Answer, request: GenerateRequest | None) -> None:
-        self.transport = transport
+    def __init__(self, write: Callable[[bytes, bool], None], answer: Answer, request: GenerateRequest | None) -> None:
+        """`write`: data, and whether they are the last."""
+        self.write = write
         self.answer = answer
         self.request = request
         """`None`: an OpenAI stream, else one of frames."""
@@ -62,7 +65,7 @@ class Stream:
         data = answer.stream[number] if request is None else answer.frame(number, request)
         if done:
             data += answer.stream_end if request is None else answer.frame_end(request, self.cached_tokens)
-        self.transport.write(data)
+        self.write(data, done)
         return done
 
 
@@ -123,10 +126,12 @@ class Pod:
         self._removed += removed
         self._touch()
 
+    def snapshot(self) -> StateFrame:
+        return self._frame(snapshot=True, added=list(self._prefix_chunks))
+
     def subscribe(self, transport: asyncio.Transport, write: Callable[[bytes], None]) -> None:
         """A gateway follows the state: everything now, then every change."""
-        frame = self._frame(snapshot=True, added=list(self._prefix_chunks))
-        write(encode_state(frame))
+        write(encode_state(self.snapshot()))
         self._readers[transport] = write
 
     def unsubscribe(self, transport: asyncio.Transport) -> None:
@@ -222,6 +227,7 @@ class Pod:
             max_num_batched_tokens=512,
             max_num_seqs=kind.num_blocks,
             prefix_chunk_blocks=kind.prefix_chunk_blocks,
+            link_version=kind.link_version,
             models=[kind.model],
             prefixes_added=added or [],
             prefixes_removed=removed or [],

@@ -22,15 +22,18 @@ import uvloop
 
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL, LINK_VERSION, RecordDecoder, encode_record
+from pagemill_protocol.link import Kind as RecordKind
 from pagemill_protocol.openai import render
 from pagemill_protocol.text.bundle import bundle_digest
-from routers.answers import Answer, http_chunk
+from routers.answers import END_OF_BODY, Answer, http_chunk
 from routers.busy import Busy, Habit
 from routers.pod import WEIGHTS, Kind, Pod, Stream
 
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n%bTransfer-Encoding: chunked\r\n\r\n"
 SSE_HEAD = _STREAM_HEAD % (render.SSE_CONTENT_TYPE.encode(), b"Cache-Control: no-cache\r\n")
 FRAMES_HEAD = _STREAM_HEAD % (FRAMES_CONTENT_TYPE.encode(), f"{WEIGHTS_HEADER}: {WEIGHTS}\r\n".encode())
+LINK_HEAD = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {LINK_PROTOCOL}\r\n\r\n".encode()
 STATE_HEAD = _STREAM_HEAD % (STATE_CONTENT_TYPE.encode(), b"")
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
@@ -79,6 +82,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the link has begun
         except httptools.HttpParserError:
             self._transport.close()
 
@@ -105,6 +110,10 @@ class Connection(asyncio.Protocol):
             self._answer(model.chat, body)
         elif path == b"/v1/completions":
             self._answer(model.completion, body)
+        elif path == LINK_PATH.encode():
+            self._transport.write(LINK_HEAD)
+            successor = Link(self._pod, model, self._transport)
+            self._transport.set_protocol(successor)
         elif path == b"/internal/state":
             self._transport.write(STATE_HEAD)
             self._pod.subscribe(self._transport, self._write_chunk)
@@ -115,14 +124,17 @@ class Connection(asyncio.Protocol):
         request = _generate.decode(body)
         answer = self._model.chat if request.dialect == "chat" else self._model.completion
         self._transport.write(FRAMES_HEAD)
-        self._begin(Stream(self._transport, answer, request))
+        self._begin(Stream(self._write_frames, answer, request))
 
     def _answer(self, answer: Answer, body: bytes) -> None:
         if not _asked.decode(body).stream:
             self._send(200, b"application/json", answer.body())
             return
         self._transport.write(SSE_HEAD)
-        self._begin(Stream(self._transport, answer, None))
+        self._begin(Stream(lambda data, done: self._transport.write(data), answer, None))
+
+    def _write_frames(self, data: bytes, done: bool) -> None:
+        self._transport.write(http_chunk(data) + END_OF_BODY if done else http_chunk(data))
 
     def _begin(self, stream: Stream) -> None:
         self._stream = stream
@@ -157,6 +169,56 @@ class Connection(asyncio.Protocol):
         self._transport.write(http_chunk(data))
 
 
+class Link(asyncio.Protocol):
+    """All requests of one gateway process."""
+
+    def __init__(self, pod: Pod, model: Model, transport: asyncio.Transport) -> None:
+        self._pod = pod
+        self._model = model
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._decoder = RecordDecoder()
+        self._parts: dict[int, bytes] = {}
+        self._streams: dict[int, Stream] = {}
+        self._records: list[bytes] = []
+        """To be written when this turn of the event loop is over."""
+
+    def data_received(self, data: bytes) -> None:
+        for kind, number, body in self._decoder.feed(data):
+            if kind == RecordKind.REQUEST:
+                self._generate(number, self._parts.pop(number, b"") + body)
+            elif kind == RecordKind.REQUEST_PART:
+                self._parts[number] = self._parts.get(number, b"") + body
+            elif kind == RecordKind.CANCEL and number in self._streams:
+                self._pod.drop(self._streams.pop(number))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        for stream in self._streams.values():
+            self._pod.drop(stream)
+
+    def _generate(self, number: int, body: bytes) -> None:
+        request = _generate.decode(body)
+        answer = self._model.chat if request.dialect == "chat" else self._model.completion
+        self._write(encode_record(RecordKind.ACCEPTED, number, WEIGHTS.encode()))
+        stream = self._streams[number] = Stream(partial(self._write_frames, number), answer, request)
+        self._pod.begin(stream)
+
+    def _write_frames(self, number: int, data: bytes, done: bool) -> None:
+        self._write(encode_record(RecordKind.DATA, number, data))
+        if done:
+            self._write(encode_record(RecordKind.END, number))
+            self._streams.pop(number, None)
+
+    def _write(self, record: bytes) -> None:
+        if not self._records:
+            self._loop.call_soon(self._flush)
+        self._records.append(record)
+
+    def _flush(self) -> None:
+        records, self._records = self._records, []
+        self._transport.write(b"".join(records))
+
+
 async def serve(num_pods: int, kind: Kind, model: Model, habit: Habit) -> None:
     """Listen on `num_pods` free ports, tell them, and serve until the process is ended."""
     loop = asyncio.get_running_loop()
@@ -184,6 +246,7 @@ def main() -> None:
     parser.add_argument("--bundle", type=Path, required=True, help="file of an encoded tokenizer bundle")
     parser.add_argument("--tokens", type=int, default=32, help="of every answer")
     parser.add_argument("--step-ms", type=float, default=10.0, help="between two tokens of an answer")
+    parser.add_argument("--http", action="store_true", help="offer no link: every request on a connection of its own")
     parser.add_argument("--blocks", type=int, default=16_384, help="KV blocks of a pod")
     parser.add_argument("--prefix-chunks", type=int, default=0, help="in each pod's prefix cache from the start")
     parser.add_argument("--shared-prefix-chunks", type=int, default=0, help="of these, the same in all pods")
@@ -193,6 +256,7 @@ def main() -> None:
     habit = Habit(args.prefix_chunks, args.shared_prefix_chunks, args.steps_per_s, args.churn)
     bundle = args.bundle.read_bytes()
     kind = Kind(args.model, args.step_ms / 1000, args.blocks, bundle_digest(bundle))
+    kind = kind._replace(link_version=0 if args.http else LINK_VERSION)
     uvloop.run(serve(args.pods, kind, Model(kind, args.tokens, bundle), habit))
 
 

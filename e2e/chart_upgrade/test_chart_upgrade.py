@@ -75,7 +75,9 @@ def test_upgrade_and_rollback_interrupt_no_stream(
 
 def _forget_versions(kubectl: Kubectl) -> None:
     """kubectl keeps for hours which versions a cluster serves, unless it is asked for them."""
-    kubectl.ok("api-resources", "--api-group=pagemill.dev")
+    newest = kubectl.json("get", "crd/llmdeployments.pagemill.dev")["spec"]["versions"][0]["name"]
+    asked = ("api-resources", "--api-group=pagemill.dev")
+    until("kubectl knows the newest version", lambda: newest in kubectl.ok(*asked), timeout_s=30)
 
 
 def test_the_definition_is_upgraded_with_the_release(own: Release, previous: Previous) -> None:

@@ -22,6 +22,7 @@ RESOURCE = "llmdeployments.pagemill.dev"
 STORED, NEWEST = "v1alpha1", "v1beta1"
 MIGRATE = "kubectl get llmdeployments.pagemill.dev --all-namespaces --output json | kubectl replace --filename -"
 """As docs/how-to/upgrade.md has it."""
+API_RESOURCES = ("api-resources", "--api-group=pagemill.dev")
 Definition = dict[str, Any]
 
 
@@ -40,9 +41,10 @@ def today() -> Definition:
 def define(kubectl: Kubectl, definition: Definition) -> None:
     """As Helm does it: a whole new definition in place of the old one."""
     kubectl.ok("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=definition)
-    names = {each["name"] for each in definition["spec"]["versions"]}
-    until("the API server serves these versions", lambda: served(kubectl) == names, timeout_s=30)
-    kubectl.ok("api-resources", "--api-group=pagemill.dev")  # forgets what kubectl knew of the group
+    names = [each["name"] for each in definition["spec"]["versions"]]
+    until("the API server serves these versions", lambda: served(kubectl) == set(names), timeout_s=30)
+    # Asks anew, as a plain `kubectl get` does not: of which version objects are, unless one is named.
+    until("kubectl knows the newest", lambda: names[0] in kubectl.ok(*API_RESOURCES), timeout_s=30)
 
 
 def served(kubectl: Kubectl) -> set[str]:

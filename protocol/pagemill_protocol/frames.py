@@ -120,19 +120,20 @@ class FrameDecoder:
 
     def __init__(self) -> None:
         self._buffer = _Buffer()
-        self._failed = False
+        self._has_rest = self._failed = False
 
     def feed(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
         """The frames that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
-        _refuse_failed(self._failed)
         frames: list[tuple[FrameMeta, bytes]] = []
         try:
-            if len(self._buffer):
+            if self._failed or self._has_rest:
+                _refuse_failed(self._failed)
                 self._buffer.append(data)
+                while (frame := self._next()) is not None:
+                    frames.append(frame)
+                self._has_rest = len(self._buffer) > 0
             else:
                 self._take_whole(data, frames)
-            while (frame := self._next()) is not None:
-                frames.append(frame)
         except FrameError:
             self._failed = True
             raise
@@ -147,18 +148,24 @@ class FrameDecoder:
 
         Engines usually write whole frames.
         """
-        start, end = 0, len(data)
-        while end - start >= _FRAME_HEADER.size:
+        start, end, header_bytes = 0, len(data), _FRAME_HEADER.size
+        while end - start >= header_bytes:
             meta_bytes, payload_bytes = _FRAME_HEADER.unpack_from(data, start)
-            payload_at = start + _FRAME_HEADER.size + meta_bytes
+            meta_at = start + header_bytes
+            payload_at = meta_at + meta_bytes
+            if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+                _check_frame(meta_bytes, payload_bytes)
             if payload_at + payload_bytes > end:
                 break
-            _check_frame(meta_bytes, payload_bytes)
-            meta = _decode_meta(data[start + _FRAME_HEADER.size : payload_at])
+            try:
+                meta = _meta_decoder.decode(data[meta_at:payload_at])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise _no_meta(error) from error
             start = payload_at + payload_bytes
             frames.append((meta, data[payload_at:start]))
         if start < end:
             self._buffer.append(memoryview(data)[start:])
+            self._has_rest = True
 
     def _next(self) -> tuple[FrameMeta, bytes] | None:
         buffer = self._buffer
@@ -233,7 +240,11 @@ def _decode_meta(data: bytes) -> FrameMeta:
     try:
         return _meta_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FrameError(f"A frame's meta is not a FrameMeta: {error}") from error
+        raise _no_meta(error) from error
+
+
+def _no_meta(error: Exception) -> FrameError:
+    return FrameError(f"A frame's meta is not a FrameMeta: {error}")
 
 
 def _check_frame(meta_bytes: int, payload_bytes: int) -> None:

@@ -12,14 +12,15 @@ import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from pagemill_protocol.ggml_types import GGMLType as GGMLType
 from pagemill_protocol.gguf_split import part_names
 from pagemill_protocol.source_errors import UnreadableModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
@@ -161,6 +162,8 @@ class GGUFFile:
 
     def data_of(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """As `data`, also of a part of a tensor."""
+        import numpy as np
+
         return np.frombuffer(self._parts[tensor.part], dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:

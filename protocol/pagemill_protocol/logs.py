@@ -49,6 +49,9 @@ class JsonLines(logging.Formatter):
 
 
 def configure(level: int | str, *, process: str = "", structured: frozenset[str] = frozenset()) -> None:
+    # No line shows where it was written, or by which thread: that costs more than the line itself.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process, structured))
     logging.basicConfig(level=level, handlers=[handler], force=True)

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from pagemill_protocol.rope_scaling import (
     POSITIVE,
     RopeError,
@@ -149,4 +147,8 @@ def _check_partial(name: str, values: Mapping[str, Any]) -> None:
 
 def _decimal(value: Any) -> Any:
     """The shortest decimal that is the same float32, which is what the file's author wrote."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    import numpy as np
+
+    return float(str(np.float32(value)))

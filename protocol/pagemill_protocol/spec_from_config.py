@@ -32,16 +32,17 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
         pooling = read_pooling(folder, values, decoder)
         decoder = msgspec.structs.replace(decoder, max_position_embeddings=most_tokens(folder, decoder))
     quantization = quantization_of(values)
-    # One stored element may hold several codes, and an index says nothing of shapes.
-    num_parameters = sum(math.prod(shape) for shape in decoder.shapes().values())
     if by_index:
-        weight_bytes = read_index(folder).num_bytes
+        counted, weight_bytes = None, read_index(folder).num_bytes
     else:
-        tensors = read_folder_headers(folder)
-        counted = [tensor for tensor in tensors.values() if not decoder.is_ignored(tensor.name)]
+        tensors = read_folder_headers(folder).values()
+        counted = [tensor for tensor in tensors if not decoder.is_ignored(tensor.name)]
         weight_bytes = sum(tensor.num_bytes for tensor in counted)
-        if quantization is None:
-            num_parameters = sum(tensor.num_elements for tensor in counted)
+    if counted is None or quantization is not None:
+        # An index says nothing of shapes, and one stored element may hold several codes.
+        num_parameters = sum(math.prod(shape) for shape in decoder.shapes().values())
+    else:
+        num_parameters = sum(tensor.num_elements for tensor in counted)
     return ModelSpec(
         decoder=decoder,
         dtype=_dtype(values),

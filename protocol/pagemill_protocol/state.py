@@ -122,6 +122,8 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pools: bool = False
     """It answers with vectors or scores, not with text."""
     adapters: AdapterSlots = AdapterSlots()
+    link_version: int = 0
+    """Of `pagemill_protocol.link`, over which its requests may come; 0: it takes them over HTTP only."""
     draining: bool = False
     sleeping: bool = False
     """Accepts no requests until it is woken: its weights are loaded, but it has no KV cache."""

@@ -327,11 +327,46 @@ def keys_of(value: Any) -> set[str]:
     return {key for each in value for key in keys_of(each)} if isinstance(value, list) else set()
 
 
+def simulate(seven: Path, *arguments: Any) -> dict[str, Any]:
+    traffic = ("--workload", "steady", "--rps", 1, "--duration", "30s", "--max-replicas", 2, "--fast")
+    words = ["simulate", "--model", seven, "--accelerator", "l4", *traffic, *arguments, "-o", "json"]
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    body: dict[str, Any] = json.loads(result.stdout)
+    return body
+
+
+def test_a_simulation_of_several_devices_is_that_of_each_with_its_costs(seven: Path) -> None:
+    prices = ("--price-per-hour", "l4=0.8", "--price-per-hour", "2")
+    both = simulate(seven, "--accelerator", "l40s", *prices)
+    l4, l40s = both["devices"]
+    assert [each["replica"]["device"] for each in (l4, l40s)] == ["l4", "l40s"]
+    alone = simulate(seven, *prices)
+    for each, price in ((l4, 0.8), (l40s, 2.0)):
+        (policy,) = each["policies"]
+        assert policy["cost"]["total"] == pytest.approx(policy["pod_seconds"] / 3600 * price)
+        tokens = both["workload"]["promptTokens"] + both["workload"]["outputTokens"]
+        assert policy["cost"]["per_million_tokens"] == pytest.approx(policy["cost"]["total"] / tokens * 1e6)
+    (same,) = alone["policies"]
+    assert {**l4["policies"][0], "wall_s": 0} == {**same, "wall_s": 0}
+
+
+def test_the_fields_of_a_simulations_json_are_on_the_page(seven: Path) -> None:
+    found = simulate(seven, "--accelerator", "l40s", "--price-per-hour", "1")
+    for each in found["devices"]:
+        del each["stepTime"]
+        each["policies"] = [{"cost": policy["cost"]} for policy in each["policies"]]
+    assert keys_of(found) <= words_of_page()
+
+
+def words_of_page() -> set[str]:
+    page = (DOCS / "reference" / "plan.md").read_text()
+    return set(re.findall(r"[A-Za-z_]+", " ".join(re.findall(r"`([^`]+)`", page))))
+
+
 def test_every_field_of_a_plans_json_is_on_its_page(seven: Path) -> None:
     arguments = ("--model", seven, "--accelerator", "l4", "--users", 9, "--think", "9s", "--price-per-hour", 1)
     one = json.loads(plan(*arguments, "-o", "json", rps=None).stdout)
     several = json.loads(plan(*arguments, "--accelerator", "h200", "-o", "json", rps=None).stdout)
     del one["stepTime"], several["plans"]
-    page = (DOCS / "reference" / "plan.md").read_text()
-    words = set(re.findall(r"[A-Za-z_]+", " ".join(re.findall(r"`([^`]+)`", page))))
-    assert keys_of(one) | keys_of(several) <= words
+    assert keys_of(one) | keys_of(several) <= words_of_page()

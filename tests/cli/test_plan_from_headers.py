@@ -55,6 +55,22 @@ class WholeFiles(Asked):
             self.close_connection = True
 
 
+class Moved(Asked):
+    """Large files lie elsewhere, as those of hubs do."""
+
+    def _answer(self, *, body: bool) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith("/elsewhere/"):
+            self._file(name, body=body)
+        elif name.endswith(".safetensors"):
+            self.send_response(302)
+            self.send_header("Location", f"/elsewhere/{name}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            super()._answer(body=body)
+
+
 Serve = Callable[..., dict[str, int]]
 
 
@@ -135,9 +151,12 @@ def test_of_shards_the_index_suffices(model: Path, serve: Serve) -> None:
     assert set(sent) == {"config.json", INDEX_FILE}
 
 
-def test_a_hub_that_knows_no_ranges_is_read_as_well(model: Path, serve: Serve) -> None:
+@pytest.mark.parametrize("handler", [WholeFiles, Moved])
+def test_a_hub_without_ranges_and_one_that_keeps_files_elsewhere_are_read_as_well(
+    handler: type[Asked], model: Path, serve: Serve
+) -> None:
     whole = replica_of(plan(model, "-o", "json"))
-    serve(model, WholeFiles)
+    serve(model, handler)
     assert replica_of(plan(f"hf://{REPOSITORY}", "-o", "json")) == whole
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from pagemill.main import LazyCommand, app
 from pagemill.planning.errors import PlanError
 from pagemill.simulation.fleet import cold_start_of
-from pagemill.simulation.policies import FLOOR, OWN, own_settings
+from pagemill.simulation.policies import BOUND, OWN, own_settings
 from pagemill.simulation.traffic import Traffic, workload_of
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.registry import BUILT_IN
@@ -207,7 +207,7 @@ def test_the_own_settings_without_an_slo_goes_by_targets(section: dict[str, Any]
 def test_the_help_and_the_page_name_all_workloads_and_policies() -> None:
     options = {name: " ".join(str(each.help).split()) for name, each in _options().items()}
     page = PAGE.read_text()
-    for name in (OWN, *BUILT_IN, *RIVALS, FLOOR):
+    for name in (OWN, *BUILT_IN, *RIVALS, BOUND):
         assert name in options["policy"]
         assert f"`{name}" in page
     for name in GENERATORS:

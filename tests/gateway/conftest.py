@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from byte_bundle import byte_bundle
+from fake_link import FakeLink
 from gateway_layouts import LAYOUTS
 from generating import answer_frames, generates
 from http_reply import Reply
@@ -32,6 +33,7 @@ from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.engine_token import derive_token
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, STATE_CONTENT_TYPE, WEIGHTS_HEADER, encode_state
 from pagemill_protocol.generate import AllowanceRaise, GenerateRequest
+from pagemill_protocol.link import LINK_PATH, LINK_VERSION
 from pagemill_protocol.state import AdapterSlots, Digests, EngineLoad, StateFrame
 
 MODEL = "tiny"
@@ -54,11 +56,17 @@ BUNDLE = byte_bundle(CHAT_TEMPLATE)
 class FakeEngine:
     """Data and control routes on one port. What it answers is `behaviours` in order, then `behaviour` for ever."""
 
+    offers_link = True
+    """Else requests come over HTTP, as to an engine of the version before."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.requests: list[GenerateRequest] = []
         self.http_request_ids: list[str | None] = []
         self.num_aborted = 0
+        self.refuses_link = False
+        self.num_links = 0
+        """Opened so far."""
         self.num_state_streams = self.num_drained = self.num_unauthorized = 0
         self.token = TOKEN
         """Of acknowledged drains."""
@@ -114,6 +122,7 @@ class FakeEngine:
     async def start(self) -> FakeEngine:
         app = web.Application(client_max_size=2**26)
         app.router.add_post("/internal/generate", self._generate)
+        app.router.add_get(LINK_PATH, self._link)
         app.router.add_post("/internal/allowance", self._allowance)
         app.router.add_get("/internal/state", self._state)
         app.router.add_post("/internal/drained", self._drained)
@@ -173,18 +182,33 @@ class FakeEngine:
             pools=self.pools,
             adapters=self.adapters,
             draining=self.draining,
+            link_version=LINK_VERSION if self.offers_link else 0,
         )
+
+    async def _link(self, http: web.Request) -> web.StreamResponse:
+        if http.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response({"error": {"message": "no"}}, status=401)
+        if self.refuses_link:
+            return web.json_response({"error": {"message": "no such route"}}, status=404)
+        self.num_links += 1
+        link = FakeLink(http, self._answer, self._answer_headers)
+        await link.over.wait()
+        return web.Response()
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if http.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": {"message": "no"}}, status=401)
         request = msgspec.msgpack.decode(await http.read(), type=GenerateRequest)
-        self.requests.append(request)
         self.http_request_ids.append(http.headers.get("X-Request-Id"))
+        return await self._answer(request, web.StreamResponse(headers=self._answer_headers()), http)
+
+    def _answer_headers(self) -> dict[str, str]:
+        return {"Content-Type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: self.weights_digest}
+
+    async def _answer(self, request: GenerateRequest, response: Any, http: Any) -> Any:
+        """Over HTTP or a link."""
+        self.requests.append(request)
         behaviour = self.behaviours.popleft() if self.behaviours else self.behaviour
-        response = web.StreamResponse(
-            headers={"Content-Type": FRAMES_CONTENT_TYPE, WEIGHTS_HEADER: self.weights_digest}
-        )
         self.num_inside += 1
         self.most_inside = max(self.most_inside, self.num_inside)
         if request.token_allowance is not None:
@@ -519,6 +543,16 @@ async def engines() -> AsyncIterator[list[FakeEngine]]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "gateways" in metafunc.fixturenames and metafunc.definition.get_closest_marker("layouts") is not None:
         metafunc.parametrize("gateways", list(LAYOUTS), indirect=True)
+    if metafunc.definition.get_closest_marker("wires") is not None:
+        metafunc.fixturenames.insert(0, "wire")
+        metafunc.parametrize("wire", ["link", "http"], indirect=True)
+
+
+@pytest.fixture
+def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How requests go to fake engines, for the tests that `wires` marks."""
+    monkeypatch.setattr(FakeEngine, "offers_link", request.param == "link")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

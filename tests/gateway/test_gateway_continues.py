@@ -13,6 +13,8 @@ from pagemill_protocol.generate import FrameMeta
 from pagemill_protocol.http.auth import hash_key
 from pagemill_protocol.openai import render
 
+pytestmark = pytest.mark.wires
+
 
 def num_requests(engines) -> list[int]:
     return [len(engine.requests) for engine in engines]

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.sinks import StreamSink
-from pagemill_gateway.relay.upstream import UpstreamFailure
 from pagemill_protocol.catalog import Catalog
 from pagemill_protocol.dialects.transport import NDJSON
 from pagemill_protocol.frames import encode_frame

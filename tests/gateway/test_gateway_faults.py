@@ -17,6 +17,8 @@ from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, encode_frame
 from pagemill_protocol.generate import FrameMeta
 from pagemill_protocol.openai import render
 
+pytestmark = pytest.mark.wires
+
 
 def num_requests(engines) -> list[int]:
     return [len(engine.requests) for engine in engines]

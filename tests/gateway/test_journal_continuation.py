@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -36,12 +35,12 @@ from pagemill_gateway.brain.interface import (
     Target,
 )
 from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.relay.answer_stream import AskLiveness, FrameStream
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.journal import Journal, JournalCapacity, JournalGap
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
-from pagemill_gateway.relay.upstream import AskLiveness, FrameStream
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
@@ -120,15 +119,20 @@ class Engines:
 
     # The network.
 
-    @asynccontextmanager
-    async def generate(
-        self, choice: Assignment, body: bytes, request_id: str, liveness: AskLiveness
-    ) -> AsyncIterator[FrameStream]:
+    async def open(
+        self,
+        choice: Assignment,
+        body: bytes,
+        request_id: str,
+        liveness: AskLiveness,
+        on_accepted: Callable[[], None],
+    ) -> FrameStream:
         request = msgspec.msgpack.decode(body, type=GenerateRequest)
         self.requests.append(request)
         digest = self.weights_digests.pop(0) if self.weights_digests else "w"
         network_break = self._breaks.pop(0) if self._breaks else None
-        yield FrameStream(_Network(self._answer(request), network_break), digest, 10.0, liveness)
+        on_accepted()
+        return FrameStream(_Network(self._answer(request), network_break), digest, 10.0, liveness)
 
     def _answer(self, request: GenerateRequest) -> list[bytes]:
         processor = OutputProcessor(request, self._tokenizer, "fp")

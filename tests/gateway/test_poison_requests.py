@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -24,11 +23,12 @@ from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.brain.interface import Assignment, EngineFailureKind, RoutingRequest
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.metrics.worker import WorkerMetrics
+from pagemill_gateway.relay.answer_stream import AskLiveness, FrameStream
+from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_gateway.relay.delivery import AnswerBroken
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.relay import Relay
 from pagemill_gateway.relay.sinks import BodySink, StreamSink
-from pagemill_gateway.relay.upstream import AskLiveness, FrameStream, UpstreamFailure
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
@@ -207,14 +207,19 @@ class Cluster:
         else:
             self.outcomes[outcome] += 1
 
-    @asynccontextmanager
-    async def generate(
-        self, choice: Assignment, body: bytes, request_id: str, liveness: AskLiveness
-    ) -> AsyncIterator[Any]:
+    async def open(
+        self,
+        choice: Assignment,
+        body: bytes,
+        request_id: str,
+        liveness: AskLiveness,
+        on_accepted: Callable[[], None],
+    ) -> FrameStream:
         """The relay's `Upstream`."""
         await asyncio.sleep(0.001)
         content = self.engines[choice.endpoint_id].take(msgspec.msgpack.decode(body, type=GenerateRequest))
-        yield FrameStream(content, "w", 10.0, liveness)
+        on_accepted()
+        return FrameStream(content, "w", 10.0, liveness)
 
     async def play(self, asked: list[Any], *others: Any) -> None:
         """Until all who asked have their answer."""

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
+from s3_server import KEY, LEASED_KEY, LEASED_SECRET, SECRET, CuttingProxy, S3Server, running_s3_server
 from tiny_files import gguf_file, model_files, safetensors
 from waiting import wait_until
 
@@ -270,10 +271,32 @@ def test_wrong_credentials_are_not_a_missing_model(
     assert "wrong-one" not in error.message
 
 
+def test_a_credential_whose_time_is_over_is_refused_with_its_expiry_among_the_causes(
+    signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """SeaweedFS answers `AccessDenied`, as to one without the right."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", LEASED_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", LEASED_SECRET)
+
+    def refused() -> FetchError | None:
+        anew = ModelCache(Path(tempfile.mkdtemp(dir=tmp_path)))
+        try:
+            anew.fetch(find_kind("s3://models/tiny"), "s3://models/tiny", lambda **_: None)
+        except FetchError as error:
+            return error
+        return None
+
+    error = wait_until(refused, every_s=0.2)
+    assert error.reason == "Unauthorized"
+    assert "AccessDenied" in error.message
+    assert "have not expired: spec.model.credentialsSecretRef" in error.message
+    assert LEASED_SECRET not in error.message
+
+
 def test_an_expired_credential_is_called_expired(
     load: Load, signed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As Amazon answers; the server of these tests knows no session that ends."""
+    """As Amazon answers to a session that is over."""
 
     class Expired(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -23,7 +23,8 @@ from pagemill_protocol.text.template_process import MAX_UNWAITED_BYTES, Template
 LIMITS = TemplateLimits(cpu_limit_s=0.3, wall_limit_s=5.0, max_output_chars=100_000, memory_bytes=512 * 1024 * 1024)
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG_WHEN_SEVERAL = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}fine"
-BY_LAST = "{{ messages[-1].content }}"
+BY_LAST = "{% set last = messages[-1] %}{{ last.content }}"
+"""It needs its process: a plain template would be run without one."""
 
 
 def said(text: str) -> list[dict[str, Any]]:

@@ -18,6 +18,9 @@ import pytest
 from waiting import wait_until
 
 KEY, SECRET = "key", "secret"
+LEASED_KEY, LEASED_SECRET = "leased", "until-soon"
+"""Of an account whose credentials end a moment after the server has begun."""
+LEASE_S = 2
 PORTS: tuple[str, ...] = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port")
 PORTS += ("volume.port.grpc", "filer.port", "filer.port.grpc")
 IDENTITIES = {
@@ -76,7 +79,13 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
             pytest.fail(reason)
         pytest.skip(reason)
     (folder / "data").mkdir()
-    (folder / "s3.json").write_text(json.dumps(IDENTITIES))
+    leased = {
+        "id": "sa:owner:leased",
+        "parentUser": "owner",
+        "credential": {"accessKey": LEASED_KEY, "secretKey": LEASED_SECRET},
+        "expiration": int(time.time()) + LEASE_S,
+    }
+    (folder / "s3.json").write_text(json.dumps({**IDENTITIES, "serviceAccounts": [leased]}))
     ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
     command = [weed, "server", f"-dir={folder / 'data'}", "-s3", f"-s3.config={folder / 's3.json'}"]
     command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-master.volumeSizeLimitMB=256"]

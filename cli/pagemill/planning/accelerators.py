@@ -111,7 +111,7 @@ ACCELERATORS = (
     ),
     Accelerator(
         "mi300x",
-        ("AMD-Instinct-MI300X-OAM", "AMD_Instinct_MI300X_OAM"),
+        (),
         192 * GIB,
         5.3 * _TERA,
         1307.4 * _TERA,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 from pagemill_protocol.sampling import SamplingParams
 
-Mask = NDArray[np.int32]
-"""A bit for each token, 32 a word, the lowest first; 1: it may follow."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Mask: TypeAlias = NDArray[np.int32]
+    """A bit for each token, 32 a word, the lowest first; 1: it may follow."""
 
 
 class Restriction:
@@ -38,6 +40,8 @@ def restriction_of(sampling: SamplingParams, vocab_size: int) -> Restriction | N
 
 
 def _bits(token_ids: Sequence[int], vocab_size: int) -> Mask:
+    import numpy as np
+
     chosen = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
     chosen[np.asarray(token_ids)] = True
     return np.packbits(chosen, bitorder="little").view(np.int32)
@@ -45,6 +49,8 @@ def _bits(token_ids: Sequence[int], vocab_size: int) -> Mask:
 
 def without(mask: Mask, token_ids: Iterable[int]) -> Mask:
     """A copy."""
+    import numpy as np
+
     left = mask.copy()
     words = left.view(np.uint32)
     for token_id in token_ids:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from pagemill_engine.grammar.token_state import TokenState
 
 

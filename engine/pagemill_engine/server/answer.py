@@ -2,12 +2,13 @@
 
 `output.processor` renders before frames get here, so the buffer holds finished bytes. A slow reader never blocks the
 engine: the engine client checks `too_far_behind` before it adds a frame, and ends a stream whose reader is. Only the
-engine client adds frames; only the request's task takes them.
+engine client adds frames; only the request's task takes them, or the link that the request came over.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pagemill_engine.output.processor import Frame, Processor
@@ -35,6 +36,8 @@ class Answer:
         """Its prompts' names inside the engine."""
         self.parts: list[Part] = []
         """Of the prompts that the engine took."""
+        self.on_change: Callable[[], None] | None = None
+        """Called when frames have come, for a reader that waits in no task."""
         self._num_unfinished = num_prompts
         self._closed = False
         self._frames: list[Frame] = []
@@ -47,6 +50,11 @@ class Answer:
         return self._num_unfinished == 0 or self.error is not None or self._closed
 
     @property
+    def is_read(self) -> bool:
+        """Ended, and all frames were taken."""
+        return self.ended and not self._frames
+
+    @property
     def too_far_behind(self) -> bool:
         """More waits for the reader than a stream may hold."""
         return self._num_unread_bytes > MAX_UNREAD_BYTES
@@ -57,7 +65,7 @@ class Answer:
         self._frames += frames
         self._num_unread_bytes += sum(len(frame.payload) for frame in frames)
         self._num_unfinished -= sum(frame.meta.last for frame in frames)
-        self._arrived.set()
+        self._changed()
 
     def fail(self, error: PagemillError, frame: Frame) -> None:
         """The last frame: `error` in the client's dialect."""
@@ -65,7 +73,7 @@ class Answer:
             return
         self.error = error
         self._frames.append(frame)
-        self._arrived.set()
+        self._changed()
 
     def close(self) -> None:
         """The client is gone: drop all frames and wake the waiting task."""
@@ -80,6 +88,15 @@ class Answer:
                 return []
             self._arrived.clear()
             await self._arrived.wait()
+        return self.take_now()
+
+    def take_now(self) -> list[Frame]:
+        """All frames that are there."""
         frames, self._frames = self._frames, []
         self._num_unread_bytes = 0
         return frames
+
+    def _changed(self) -> None:
+        self._arrived.set()
+        if self.on_change is not None:
+            self.on_change()

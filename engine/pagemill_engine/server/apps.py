@@ -25,6 +25,7 @@ from pagemill_protocol.http.docs_page import DOCS_PATH, docs_page
 from pagemill_protocol.http.door import Door, install_error_handlers
 from pagemill_protocol.http.errors import ErrorBody, openai_shape, with_errors
 from pagemill_protocol.http.guard import ControlGuard, HostGuard
+from pagemill_protocol.link import LINK_PATH
 from pagemill_protocol.openapi import OPENAPI_PATH, document
 from pagemill_protocol.versions import PROTOCOL_VERSION
 
@@ -96,6 +97,7 @@ DATA_ROUTES = [
     ),
     *(Route(each.path, keyed(openai_routes.count_route(each)), methods=["POST"]) for each in TOKEN_COUNTS),
     Route("/detokenize", keyed(openai_routes.detokenize), methods=["POST"]),
+    Route(LINK_PATH, internal_routes.link),
     Route("/internal/generate", internal_routes.generate, methods=["POST"]),
     Route("/internal/allowance", internal_routes.allowance, methods=["POST"]),
 ]
@@ -112,7 +114,7 @@ CONTROL_ROUTES = [
 
 
 def data_app(context: ServerContext) -> ASGIApp:
-    """`/internal/generate` guards itself: all other routes are for clients."""
+    """What gateways call guards itself: all other routes are for clients."""
     server = context.settings.server
     is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
     app = _app(

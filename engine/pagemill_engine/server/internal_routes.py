@@ -1,7 +1,8 @@
-"""What gateways and the operator call: generate, its allowance, the state stream, the tokenizer bundle, drain.
+"""What gateways and the operator call: the link, generate, its allowance, the state stream, the bundle, drain.
 
-`/internal/generate` and `/internal/allowance` live on the data port and check the internal token themselves; the others
-live on the control port, whose guard (`pagemill_protocol.http.guard`) has checked it before.
+`/internal/link`, `/internal/generate` and `/internal/allowance` live on the data port and check the internal token
+themselves; the others live on the control port, whose guard (`pagemill_protocol.http.guard`) has checked it before.
+Gateways of the version before this one know no link and call `/internal/generate`.
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagemill_engine.server.context import ServerContext
+from pagemill_engine.server.gateway_link import GatewayLink, decode_request
 from pagemill_engine.server.openai_routes import abort, submit
 from pagemill_engine.server.responses import FramesResponse
 from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.frames import MSGPACK_CONTENT_TYPE, STATE_CONTENT_TYPE
-from pagemill_protocol.generate import AllowanceRaise, GenerateRequest
+from pagemill_protocol.generate import AllowanceRaise
+from pagemill_protocol.http.direct import TakeOver, offered_upgrade
 from pagemill_protocol.http.door import header, read_body
 from pagemill_protocol.http.guard import require_control
+from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 from pagemill_protocol.state import GATEWAY_HEADER
 from pagemill_protocol.versions import protocol_headers, require_protocol
 
 MAX_WAIT_S = 60.0
 GATEWAY = "The gateway"
 BUNDLE_DIGEST_HEADER = "x-pagemill-digest"
-_decoder = msgspec.msgpack.Decoder(GenerateRequest)
 _raise_decoder = msgspec.msgpack.Decoder(AllowanceRaise)
 
 
@@ -40,10 +43,25 @@ async def generate(request: Request) -> FramesResponse:
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     require_protocol(request.scope["headers"], GATEWAY)
-    generate_request = _decode(await read_body(request.receive))
+    generate_request = decode_request(await read_body(request.receive))
     answer = submit(context, [generate_request])
     _, ready = context.ready_engine()
     return FramesResponse([generate_request], answer, lambda: abort(context, answer), ready.weights_digest)
+
+
+async def link(request: Request) -> LinkResponse:
+    """Become a link, over which a gateway sends all its requests."""
+    context = context_of(request)
+    require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
+    require_protocol(request.scope["headers"], GATEWAY)
+    take_over = offered_upgrade(request.scope)
+    if take_over is None:
+        raise PagemillError(
+            f"Send this request with the headers `Connection: Upgrade` and `Upgrade: {LINK_PROTOCOL}`.",
+            status=426,
+            code="upgrade_required",
+        )
+    return LinkResponse(context, take_over)
 
 
 async def allowance(request: Request) -> Response:
@@ -97,6 +115,18 @@ async def drained(request: Request) -> Response:
     return Response(status_code=204)
 
 
+class LinkResponse:
+    """Hands the connection over, and is done."""
+
+    def __init__(self, context: ServerContext, take_over: TakeOver) -> None:
+        self._context = context
+        self._take_over = take_over
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._context.metrics.http_request(LINK_PATH, 101)
+        self._take_over(GatewayLink(self._context, scope))
+
+
 class StateResponse:
     """An endless stream of state frames, until the reader leaves or the server ends."""
 
@@ -144,18 +174,6 @@ def seconds(text: str, name: str) -> float:
     if not 0 <= seconds <= MAX_WAIT_S:
         raise invalid_field(name, f"{name} must be a number of seconds from 0 to {MAX_WAIT_S:g}, got {text[:40]!r}.")
     return seconds
-
-
-def _decode(raw: bytes) -> GenerateRequest:
-    try:
-        request = _decoder.decode(raw)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
-        raise PagemillError(f"The body is no GenerateRequest: {error}", code="invalid_request") from None
-    if not request.request_id or len(request.request_id) > 256:
-        raise invalid_field("request_id", "request_id must have 1 to 256 characters.")
-    # Before anything is made for each of its choices; what only the model knows is checked at its admission.
-    request.sampling.validate()
-    return request
 
 
 def _decode_raise(raw: bytes) -> AllowanceRaise:

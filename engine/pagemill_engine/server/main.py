@@ -44,6 +44,7 @@ from pagemill_protocol.answers.registry import ParserSettings, check_parsers
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError, unavailable
 from pagemill_protocol.http.connection import bounded_protocol
 from pagemill_protocol.http.tls import ServerTLS, TLSError
+from pagemill_protocol.link import LINK_PROTOCOL
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.settings import SettingsError
 from pagemill_protocol.sources import SourceError, default_name, resolve_source
@@ -296,7 +297,7 @@ class _HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(server.max_header_bytes),
+                http=bounded_protocol(server.max_header_bytes, upgrades=(LINK_PROTOCOL,)),
                 ws="none",
                 lifespan="off",
                 log_config=None,

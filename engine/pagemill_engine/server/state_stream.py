@@ -22,6 +22,7 @@ from pagemill_engine.ipc.messages import PrefixEvents, Ready
 from pagemill_protocol.frames import encode_state
 from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.hashes import HASH_VERSION, NO_HASHES, prefix_chunk_blocks
+from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.state import WAKE, Digests, EngineLoad, StateFrame, StepTimeParams
 from pagemill_protocol.versions import PROTOCOL_VERSION
 
@@ -47,7 +48,7 @@ class StatePublisher:
     """Collects what changed; `run` turns it into numbered frames for all subscribers."""
 
     def __init__(self, models: list[str]) -> None:
-        self._frame = StateFrame(sequence=0, models=models)
+        self._frame = StateFrame(sequence=0, models=models, link_version=LINK_VERSION)
         """The latest published frame, without prefixes."""
         self._prefixes: dict[bytes, None] = {}
         """Published prefix chunks, oldest first."""

@@ -7,8 +7,9 @@ is no queue here; a request beyond the bounds is refused with `Retry-After`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 
 from pagemill_protocol.errors import PagemillError, deadline_exceeded, unavailable
 
@@ -112,20 +113,9 @@ class RunningRequests:
         self._limits: set[asyncio.Timeout] = set()
         self._ending = False
 
-    @asynccontextmanager
-    async def limited(self, timeout_s: float | None) -> AsyncIterator[None]:
-        """Run the block for at most `timeout_s`, or until `end_all`. Raises `PagemillError` when it was cut short."""
-        try:
-            async with asyncio.timeout(0 if self._ending else timeout_s) as limit:
-                self._limits.add(limit)
-                try:
-                    yield
-                finally:
-                    self._limits.discard(limit)
-        except TimeoutError:
-            if limit.expired():
-                raise self._cause() from None
-            raise
+    def limited(self, timeout_s: float | None) -> RunningRequest:
+        """Run a block for at most `timeout_s`, or until `end_all`. Raises `PagemillError` when it was cut short."""
+        return RunningRequest(self._limits, asyncio.timeout(0 if self._ending else timeout_s), self._cause)
 
     def end_all(self) -> None:
         """Cut every block short, now and in future."""
@@ -140,3 +130,29 @@ class RunningRequests:
         if self._ending:
             return unavailable("The gateway is shutting down and cut the answer short.", 1, code="draining")
         return deadline_exceeded()
+
+
+class RunningRequest:
+    """An asynchronous context manager: the block of `RunningRequests.limited`."""
+
+    def __init__(
+        self, limits: set[asyncio.Timeout], limit: asyncio.Timeout, cause: Callable[[], PagemillError]
+    ) -> None:
+        self._limits = limits
+        self._limit = limit
+        self._cause = cause
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._limits.add(self._limit)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._limits.discard(self._limit)
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise self._cause() from None
+        if isinstance(error, TimeoutError) and self._limit.expired():
+            raise self._cause() from None

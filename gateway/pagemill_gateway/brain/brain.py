@@ -217,7 +217,11 @@ class LocalBrain:
         deployment = self.registry.deployments.get(record.deployment)
         if deployment is None:
             return ""
-        return deployment.model.engine_token or self._made_token(record.endpoint.control_url)
+        if deployment.model.engine_token:
+            return deployment.model.engine_token
+        if record.made_token is None or not record.reports.connected:
+            record.made_token = self._made_token(record.endpoint.control_url)
+        return record.made_token
 
     # Calls of relays.
 
@@ -483,6 +487,7 @@ class LocalBrain:
             prefix_chunk_tokens=to_place.request.prefix_chunk_tokens,
             predicted_ttft_ms=placed.predicted_ttft_ms,
             probe=to_place.probe,
+            has_link=record.has_link,
         )
 
     def _release(self, assignment: Assignment, *, failed: bool) -> InFlightRequest | None:

@@ -174,6 +174,8 @@ class Assignment(NamedTuple):
     queued_s: float = 0.0
     """How long the request waited for capacity; 0: it did not."""
     probe: Probe = "none"
+    has_link: bool = False
+    """The endpoint takes requests over a link (`pagemill_protocol.link`), else over HTTP only."""
 
 
 class RequestOutcome(NamedTuple):

@@ -14,7 +14,7 @@ from pagemill_gateway.brain.interface import RoutingRequest
 from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.relay.preparation import Prepared
 from pagemill_gateway.relay.relay import Relay
-from pagemill_gateway.relay.sinks import BodySink, Sink, StreamSink, Write
+from pagemill_gateway.relay.sinks import BodySink, Direct, Sink, StreamSink, Write
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.dialects.registry import dialect_of
 from pagemill_protocol.generate import GenerateRequest, Usage
@@ -27,12 +27,19 @@ Allowances = Sequence[Allowance | None]
 """One for each prompt; `None`: the caller has no limits of tokens."""
 
 
-async def stream(relay: Relay, prepared: Prepared, write: Write, record: RequestRecord, allowances: Allowances) -> None:
-    """Write the whole answer as SSE events. Raises as `Relay.run`."""
+async def stream(
+    relay: Relay,
+    prepared: Prepared,
+    write: Write,
+    record: RequestRecord,
+    allowances: Allowances,
+    direct: Direct | None = None,
+) -> None:
+    """Write the whole answer as SSE events. `direct`: the same client, for plain streams. Raises as `Relay.run`."""
     requests = prepared.requests
     dialect = dialect_of(requests[0].dialect)
     if len(requests) == 1:
-        await _run_all(relay, prepared, [StreamSink(write, dialect.transport)], record, allowances)
+        await _run_all(relay, prepared, [StreamSink(write, dialect.transport, direct=direct)], record, allowances)
         return
     turn = asyncio.Lock()
 
@@ -58,6 +65,11 @@ async def _run_all(
     relay: Relay, prepared: Prepared, sinks: Sequence[Sink], record: RequestRecord, allowances: Allowances
 ) -> None:
     """All requests, or the first error; the others are aborted then."""
+    jobs = list(zip(prepared.requests, prepared.routing_requests, sinks, allowances, strict=True))
+    if len(jobs) == 1:
+        request, routing_request, sink, allowance = jobs[0]
+        record.add_usage(await relay.run(prepared.target, request, routing_request, sink, record, allowance))
+        return
     places = asyncio.Semaphore(MAX_CONCURRENT_PROMPTS)
 
     async def run_one(
@@ -66,10 +78,6 @@ async def _run_all(
         async with places:
             return await relay.run(prepared.target, request, routing_request, sink, record, allowance)
 
-    jobs = list(zip(prepared.requests, prepared.routing_requests, sinks, allowances, strict=True))
-    if len(jobs) == 1:
-        record.add_usage(await run_one(*jobs[0]))
-        return
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run_one(*job)) for job in jobs]

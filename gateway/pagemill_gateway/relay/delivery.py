@@ -10,11 +10,12 @@ import msgspec
 
 from pagemill_gateway.admission.attempts import Attempts
 from pagemill_gateway.brain.interface import Assignment, FailureKind, RoutingRequest, Target
+from pagemill_gateway.relay.answer_stream import AnswerStream, Frame
+from pagemill_gateway.relay.attempt_failures import DECLINES, UpstreamFailure, parse_error
 from pagemill_gateway.relay.engine_failures import EngineFailures
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalGap
 from pagemill_gateway.relay.sinks import Sink
-from pagemill_gateway.relay.upstream import DECLINES, Frame, FrameStream, UpstreamFailure, parse_error
 from pagemill_gateway.request_record import AttemptRecord, RequestRecord
 from pagemill_protocol.errors import ENGINE_CRASHED, ENGINE_FAILED, PagemillError
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
@@ -51,6 +52,8 @@ class Delivery:
         """`growth`: of the allowance, where the caller has limits of tokens."""
         self.target = target
         self.request = request
+        self.num_choices = (request.prompt_index + 1) * request.sampling.n
+        """Frames belong to choices below it."""
         self.routing_request = routing_request
         self.sink = sink
         self.record = record
@@ -93,10 +96,34 @@ class Delivery:
         self.journal.begin_anew()
 
 
-async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) -> Usage | None:
+async def pass_on(frames: list[Frame], stream: AnswerStream, delivery: Delivery) -> Usage | None:
     """Pass on and note the payloads of one group of frames; returns the usage if the last frame is among them."""
     metas = [meta for meta, _ in frames]
     failed = metas.pop() if metas[-1].error is not None else None
+    payloads, closing = _checked(frames, metas, delivery)
+    if payloads or closing is not None:
+        await delivery.sink.take(payloads, closing)
+    _note(metas, stream, delivery)
+    if failed is not None:
+        await _pass_on_error(failed, frames[-1][1], delivery.sink)
+    return (metas[-1].usage or Usage()) if closing is not None else None
+
+
+def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> bool:
+    """As `pass_on` at once; `False`, and nothing was done, at the end and while the client must be waited for."""
+    end = frames[-1][0]
+    if end.last or end.error is not None or not delivery.sink.takes_now:
+        return False
+    metas = [meta for meta, _ in frames]
+    payloads, _ = _checked(frames, metas, delivery)
+    if payloads:
+        delivery.sink.take_now(payloads)
+    _note(metas, stream, delivery)
+    return True
+
+
+def _checked(frames: list[Frame], metas: list[FrameMeta], delivery: Delivery) -> tuple[list[bytes], bytes | None]:
+    """The payloads of the frames with these metas, and the closing one. Raises `UpstreamFailure`."""
     try:
         delivery.journal.check(metas)
     except JournalGap as gap:
@@ -105,20 +132,23 @@ async def pass_on(frames: list[Frame], stream: FrameStream, delivery: Delivery) 
         delivery.growth.saw(frames)  # before the client has them: it may be slow
     payloads: list[bytes] = []
     closing: bytes | None = None
+    num_choices = delivery.num_choices
     for meta, payload in frames[: len(metas)]:
-        _check_choice(meta, delivery.request)
+        if not 0 <= meta.choice < num_choices:
+            raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")
         if meta.last:
             closing = payload
         elif payload:
             payloads.append(payload)
-    if payloads or closing is not None:
-        await delivery.sink.take(payloads, closing)
+    return payloads, closing
+
+
+def _note(metas: list[FrameMeta], stream: AnswerStream, delivery: Delivery) -> None:
+    """The client has them."""
+    record, attempt, journal, digest = delivery.record, delivery.attempt, delivery.journal, stream.weights_digest
     for meta in metas:
-        delivery.record.saw(meta, delivery.attempt)
-        delivery.journal.note(meta, stream.weights_digest)
-    if failed is not None:
-        await _pass_on_error(failed, frames[-1][1], delivery.sink)
-    return (metas[-1].usage or Usage()) if closing is not None else None
+        record.saw(meta, attempt)
+        journal.note(meta, digest)
 
 
 async def _pass_on_error(meta: FrameMeta, payload: bytes, sink: Sink) -> None:
@@ -149,8 +179,3 @@ def _kind_of(error: PagemillError) -> FailureKind:
     if error.code == ENGINE_FAILED:
         return "killed"
     return "declined" if error.code in DECLINES else "refused"
-
-
-def _check_choice(meta: FrameMeta, request: GenerateRequest) -> None:
-    if not 0 <= meta.choice < (request.prompt_index + 1) * request.sampling.n:
-        raise UpstreamFailure("broken", f"The engine sent choice {meta.choice}, which was not asked for.")

@@ -8,15 +8,10 @@ connection works: `engine_connection`.
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
-import socket
 import ssl
 from contextlib import suppress
-from functools import lru_cache
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
+from pagemill_gateway.relay.connecting import Connector, Origin
 from pagemill_gateway.relay.engine_connection import EngineConnection
 
 MAX_IDLE_PER_ORIGIN = 256
@@ -24,41 +19,12 @@ SWEEPS_PER_IDLE_TIME = 4
 CLOSING_TIMEOUT_S = 1.0
 
 
-class CannotConnect(Exception):
-    """Nothing was sent. `refused`: no process listens there; else there was no answer in time, or an invalid one."""
-
-    def __init__(self, *, refused: bool) -> None:
-        super().__init__("An engine cannot be reached.")
-        self.refused = refused
-
-
-class Origin(NamedTuple):
-    host: str
-    port: int
-    is_tls: bool
-    host_header: str
-
-
-@lru_cache(maxsize=4096)
-def origin_of(base_url: str) -> Origin:
-    """Raises `ValueError` if it is not the URL of a server."""
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{base_url!r} is no address of a server")
-    is_tls = parts.scheme == "https"
-    host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode("ascii")
-    named = f"[{host}]" if ":" in host else host
-    host_header = named if parts.port is None else f"{named}:{parts.port}"
-    return Origin(host, parts.port or (443 if is_tls else 80), is_tls, host_header)
-
-
 class EnginePool:
     """Create inside a running event loop; `close` ends every connection."""
 
     def __init__(self, connect_timeout_s: float, idle_s: float, trust: ssl.SSLContext) -> None:
         """`trust`: for engines by `https://`."""
-        self._trust = trust
-        self._connect_timeout_s = connect_timeout_s
+        self._connector = Connector(connect_timeout_s, trust)
         self._idle_s = idle_s
         self._loop = asyncio.get_running_loop()
         self._idle: dict[Origin, list[EngineConnection]] = {}
@@ -108,34 +74,10 @@ class EnginePool:
                     await self._all_gone.wait()
 
     async def _connect(self, origin: Origin) -> EngineConnection:
-        """To the first address of the host that accepts."""
-        is_refused = True
-        for address in await self._addresses(origin):
-            try:
-                async with asyncio.timeout(self._connect_timeout_s):
-                    return await self._connect_to(address, origin)
-            except OSError as error:  # including time-outs and TLS errors
-                is_refused = is_refused and error.errno == errno.ECONNREFUSED
-        raise CannotConnect(refused=is_refused)
-
-    async def _connect_to(self, address: str, origin: Origin) -> EngineConnection:
-        context = self._trust if origin.is_tls else None
-        server_hostname = origin.host if origin.is_tls else None
-        _, connection = await self._loop.create_connection(
-            lambda: EngineConnection(self._lost), address, origin.port, ssl=context, server_hostname=server_hostname
-        )
+        connection = await self._connector.connect(origin, lambda: EngineConnection(self._lost))
         if not connection.is_lost:
             self._open.add(connection)
         return connection
-
-    async def _addresses(self, origin: Origin) -> list[str]:
-        if _is_address(origin.host):
-            return [origin.host]
-        try:
-            found = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise CannotConnect(refused=False) from error
-        return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
     def _lost(self, connection: EngineConnection) -> None:
         self._open.discard(connection)
@@ -155,11 +97,3 @@ class EnginePool:
                 del self._idle[origin]
         if self._idle:
             self._sweeping = self._loop.call_later(self._idle_s / SWEEPS_PER_IDLE_TIME, self._sweep)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

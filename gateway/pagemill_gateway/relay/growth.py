@@ -11,7 +11,8 @@ import logging
 
 from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.limits.allowance import Allowance
-from pagemill_gateway.relay.upstream import Frame, Upstream
+from pagemill_gateway.relay.answer_stream import Frame
+from pagemill_gateway.relay.upstream import Upstream
 from pagemill_protocol.errors import PagemillError
 
 RETRY_S = 0.25

@@ -27,12 +27,14 @@ from pagemill_gateway.brain.interface import (
 )
 from pagemill_gateway.limits.allowance import Allowance
 from pagemill_gateway.metrics.worker import WorkerMetrics
-from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, pass_on
+from pagemill_gateway.relay.answer_stream import Frame
+from pagemill_gateway.relay.attempt_failures import TOO_SHORT, UpstreamFailure
+from pagemill_gateway.relay.delivery import AnswerBroken, Delivery, pass_now, pass_on
 from pagemill_gateway.relay.growth import Growth
 from pagemill_gateway.relay.journal import Journal, JournalCapacity
 from pagemill_gateway.relay.keep_alive import KeepAlive
 from pagemill_gateway.relay.sinks import Sink
-from pagemill_gateway.relay.upstream import Frame, Upstream, UpstreamFailure
+from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.request_record import RequestRecord
 from pagemill_protocol.errors import PagemillError, bad_upstream
 from pagemill_protocol.generate import GenerateRequest, Usage
@@ -161,25 +163,37 @@ class Relay:
     async def _attempt(self, assignment: Assignment, delivery: Delivery) -> tuple[Usage, CompletedRequest]:
         body = delivery.begin(assignment)
         liveness = partial(self._brain.liveness, assignment.endpoint_id)
-        sent_at = time.perf_counter()
-        async with self._upstream.generate(assignment, body, delivery.record.request_id, liveness) as stream:
+
+        def accepted() -> None:
             self._brain.accepted(assignment)
             delivery.is_accepted = True
+
+        sent_at = time.perf_counter()
+        stream = await self._upstream.open(assignment, body, delivery.record.request_id, liveness, accepted)
+        try:
             frames = await stream.read()
             if frames[0][0].error is None:
-                ttft_s = time.perf_counter() - sent_at if delivery.request.stream else None
-                self._brain.started(assignment, 1000 * ttft_s if ttft_s is not None else None)
-                if ttft_s is not None:
-                    self._metrics.first_token(delivery.record.model, assignment, ttft_s)
+                self._started(assignment, delivery, time.perf_counter() - sent_at)
             num_tokens, waited_s = delivery.journal.num_tokens + _count_tokens(frames), stream.waited_s
+            take = partial(pass_now, stream, delivery)
             while frames:
                 usage = await pass_on(frames, stream, delivery)
                 if usage is not None:
                     ms_per_token = _ms_per_token(delivery.journal.num_tokens - num_tokens, stream.waited_s - waited_s)
                     await stream.finish()
                     return usage, CompletedRequest(usage.completion_tokens, ms_per_token)
-                frames = await stream.read()
-        raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
+                frames = await stream.read(take)
+        finally:
+            stream.close()
+        raise UpstreamFailure("lost", TOO_SHORT)
+
+    def _started(self, assignment: Assignment, delivery: Delivery, ttft_s: float) -> None:
+        """The first frame is there."""
+        if not delivery.request.stream:
+            self._brain.started(assignment)
+            return
+        self._brain.started(assignment, 1000 * ttft_s)
+        self._metrics.first_token(delivery.record.model, assignment, ttft_s)
 
     def _judge(
         self, failure: UpstreamFailure, assignment: Assignment, delivery: Delivery, *, got_tokens: bool

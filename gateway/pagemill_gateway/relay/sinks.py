@@ -11,10 +11,23 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from pagemill_gateway.relay.upstream import UpstreamFailure
+from pagemill_gateway.relay.attempt_failures import UpstreamFailure
 from pagemill_protocol.dialects.transport import SSE, Transport
 
 Write = Callable[[bytes], Awaitable[None]]
+
+
+class Direct(Protocol):
+    """A client that can be written to without waiting."""
+
+    @property
+    def may_write(self) -> bool:
+        """It has got the beginning of the stream, and takes what it is sent."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Whole events; only while `may_write`."""
+        ...
 
 
 class Sink(Protocol):
@@ -35,12 +48,25 @@ class Sink(Protocol):
         """
         ...
 
+    @property
+    def takes_now(self) -> bool:
+        """Whether `take_now` may be called."""
+        ...
+
+    def take_now(self, payloads: list[bytes]) -> None:
+        """As `take`, without waiting."""
+        ...
+
 
 class StreamSink:
-    """Writes events to the client as they come. `closes`: the closing payload too."""
+    """Writes events to the client as they come."""
 
-    def __init__(self, write: Write, transport: Transport = SSE, *, closes: bool = True) -> None:
+    def __init__(
+        self, write: Write, transport: Transport = SSE, *, closes: bool = True, direct: Direct | None = None
+    ) -> None:
+        """`closes`: the closing payload too. `direct`: the same client, where a plain stream needs no `write`."""
         self._write = write
+        self._direct = direct
         self._transport = transport
         self._closes = closes
         self._delivered = False
@@ -55,13 +81,28 @@ class StreamSink:
 
     async def take(self, payloads: list[bytes], closing: bytes | None) -> None:
         events = [*payloads, closing] if closing and self._closes else payloads
-        if not events:
-            return
-        for event in events:
+        if events:
+            for event in events:
+                if not self._transport.is_whole(event):
+                    raise _incomplete()
+            self._delivered = True
+            await self._write(events[0] if len(events) == 1 else b"".join(events))
+
+    @property
+    def takes_now(self) -> bool:
+        return self._direct is not None and self._direct.may_write
+
+    def take_now(self, payloads: list[bytes]) -> None:
+        assert self._direct is not None
+        for event in payloads:
             if not self._transport.is_whole(event):
-                raise UpstreamFailure("broken", "The engine sent an incomplete event.")
+                raise _incomplete()
         self._delivered = True
-        await self._write(events[0] if len(events) == 1 else b"".join(events))
+        self._direct.write(payloads[0] if len(payloads) == 1 else b"".join(payloads))
+
+
+def _incomplete() -> UpstreamFailure:
+    return UpstreamFailure("broken", "The engine sent an incomplete event.")
 
 
 class BodySink:
@@ -69,6 +110,7 @@ class BodySink:
 
     delivered = False
     comment = None
+    takes_now = True
 
     def __init__(self) -> None:
         self.body = b""
@@ -79,3 +121,6 @@ class BodySink:
         if not closing.startswith((b"{", b"[")):
             raise UpstreamFailure("broken", "The engine sent something else than a JSON body.")
         self.body = closing
+
+    def take_now(self, payloads: list[bytes]) -> None:
+        """The body is the closing payload."""

@@ -1,143 +1,38 @@
-"""The client side of `/internal/generate` and `/internal/allowance`: one attempt at one engine, its frames checked, its
-failures classified.
+"""The client side of an engine's internal routes: one attempt at one engine, by the link that all requests share or
+over HTTP, and the raise of an allowance.
 
-It neither retries nor chooses (`relay.relay` does) and does not parse payloads beyond their framing: it passes on
-either complete frames of a well-formed answer, or an `UpstreamFailure`.
+It neither retries nor chooses (`relay.relay` does) and does not parse payloads beyond their framing. An engine that
+offers no link, or refuses it, gets its requests over HTTP, each on a connection of its own (`engine_pool`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from http import HTTPStatus
-from typing import Protocol
 
 import msgspec
 
-from pagemill_gateway.brain.interface import Assignment, FailureKind, Liveness
+from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AnswerStream, AskLiveness, FrameStream
+from pagemill_gateway.relay.attempt_failures import BROKE, MAX_ERROR_BYTES, SILENT, UpstreamFailure, refusal
+from pagemill_gateway.relay.connecting import CannotConnect, Origin, origin_of
 from pagemill_gateway.relay.engine_connection import EngineConnection
-from pagemill_gateway.relay.engine_pool import CannotConnect, EnginePool, Origin, origin_of
-from pagemill_gateway.repeated_timeout import RepeatedTimeout
-from pagemill_protocol.errors import PagemillError
-from pagemill_protocol.frames import (
-    FRAMES_CONTENT_TYPE,
-    MSGPACK_CONTENT_TYPE,
-    WEIGHTS_HEADER,
-    FrameDecoder,
-    FrameError,
-)
-from pagemill_protocol.generate import AllowanceRaise, FrameMeta
+from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, EngineLink, Patience
+from pagemill_gateway.relay.engine_pool import EnginePool
+from pagemill_gateway.relay.links import Links
+from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, WEIGHTS_HEADER
+from pagemill_protocol.generate import AllowanceRaise
 from pagemill_protocol.http.tls import EngineTrust
 from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
-MAX_ERROR_BYTES = 64 * 1024
-MAX_DIGEST_CHARS = 256
 ERROR_BODY_TIMEOUT_S = 5.0
-END_OF_BODY_TIMEOUT_S = 0.5
 ALLOWANCE_TIMEOUT_S = 2.0
-SILENCE_CHECKS = 4
-"""In one silence timeout, and as many in a row must find the engine silent: a time in which this process itself did not
-run counts as one."""
-REFUSALS = frozenset({409, 429, 503})
-DECLINES = frozenset({"draining", "not_ready"})
-"""Codes of refusals that hold for every request: the engine is shutting down, or has restarted and still loads."""
-CLIENT_FAULTS = frozenset({400, 413, 422})
-SILENT = "An engine fell silent."
-BROKE = "The connection to an engine broke."
 
 _encoder = msgspec.msgpack.Encoder()
-
-Frame = tuple[FrameMeta, bytes]
-AskLiveness = Callable[[], Awaitable[Liveness]]
-"""What is known of the engine, which sends nothing here."""
-
-
-class UpstreamFailure(Exception):
-    """The attempt failed and brings no answer; another engine may serve the request."""
-
-    def __init__(self, kind: FailureKind, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.kind: FailureKind = kind
-        self.message = message
-        self.retry_after_s = retry_after_s
-
-
-class Body(Protocol):
-    """The body of an answer, as `EngineConnection` gives it."""
-
-    async def receive(self) -> bytes:
-        """The next bytes; none after the last. Raises `OSError` when the connection breaks."""
-        ...
-
-
-class FrameStream:
-    """The frames of one answer in the groups in which the network brought them."""
-
-    def __init__(self, body: Body, weights_digest: str, silence_timeout_s: float, liveness: AskLiveness) -> None:
-        self.weights_digest = weights_digest
-        """Of the weights that make the answer; empty: the engine does not report it."""
-        self.waited_s = 0.0
-        """In `read`, for the engine."""
-        self._body = body
-        self._loop = asyncio.get_running_loop()
-        self._liveness = liveness
-        self._timeout = RepeatedTimeout(silence_timeout_s / SILENCE_CHECKS)
-        self._decoder = FrameDecoder()
-        self._complete = False
-
-    async def read(self) -> list[Frame]:
-        """The next frames, at least one; an empty list after the last. Raises `UpstreamFailure`."""
-        try:
-            while data := await self._receive():
-                frames = self._decoder.feed(data)
-                self._check(frames)
-                if frames:
-                    return frames
-            self._decoder.close()
-        except FrameError as error:
-            raise UpstreamFailure("broken", f"The engine sent garbage: {error}") from error
-        except TimeoutError as error:
-            raise UpstreamFailure("stalled", SILENT) from error
-        except OSError as error:
-            raise UpstreamFailure("lost", BROKE) from error
-        if not self._complete:
-            raise UpstreamFailure("lost", "The engine's answer ended before its last frame.")
-        return []
-
-    def close(self) -> None:
-        self._timeout.close()
-
-    async def finish(self) -> None:
-        """After the last frame: take the end of the body, so that the connection can be used again."""
-        with suppress(OSError):  # a time-out is one too
-            async with asyncio.timeout(END_OF_BODY_TIMEOUT_S):
-                await self._body.receive()
-
-    async def _receive(self) -> bytes:
-        """The next bytes. Raises `TimeoutError` once the engine has sent nothing for too long, here and on its state
-        stream.
-        """
-        started = self._loop.time()
-        num_silent = 0
-        try:
-            while True:
-                try:
-                    return await self._timeout.wait(self._body.receive())
-                except TimeoutError:
-                    liveness = await self._liveness()
-                    num_silent = num_silent + 1 if liveness == "silent" else 0
-                    if liveness == "stuck" or num_silent >= SILENCE_CHECKS:
-                        raise
-        finally:
-            self.waited_s += self._loop.time() - started
-
-    def _check(self, frames: list[Frame]) -> None:
-        for meta, _ in frames:
-            if self._complete:
-                raise FrameError("a frame follows the last one")
-            self._complete = meta.last
 
 
 class Upstream:
@@ -146,34 +41,66 @@ class Upstream:
     def __init__(self, config: GatewayConfig, idle_s: float) -> None:
         """`idle_s`: how long an unused connection is kept."""
         trust = EngineTrust(config.engine_tls.ca_file, config.engine_tls.server_name)
+        patience = Patience(config.accept_timeout_s, config.silence_timeout_s)
+        self._links = Links(config.connect_timeout_s, trust, patience)
         self._pool = EnginePool(config.connect_timeout_s, idle_s, trust)
         self._accept_timeout_s = config.accept_timeout_s
         self._silence_timeout_s = config.silence_timeout_s
 
     async def close(self) -> None:
+        await self._links.close()
         await self._pool.close()
 
-    @asynccontextmanager
-    async def generate(
-        self, assignment: Assignment, body: bytes, request_id: str, liveness: AskLiveness
-    ) -> AsyncIterator[FrameStream]:
-        """Send an encoded `GenerateRequest`; the engine has accepted it once the block is entered.
+    async def open(
+        self,
+        assignment: Assignment,
+        body: bytes,
+        request_id: str,
+        liveness: AskLiveness,
+        on_accepted: Callable[[], None],
+    ) -> AnswerStream:
+        """Send an encoded `GenerateRequest`; close the stream in any case. `on_accepted` is called before the first
+        frame can be read.
 
-        Leaving the block before the last frame closes the connection, which aborts the request in the engine. Raises
-        `UpstreamFailure`, or `PagemillError` for a request that no engine would take.
+        Raises `UpstreamFailure`, or `PagemillError` for a request that no engine would take; so does the first read.
         """
+        if assignment.has_link:
+            try:
+                origin = origin_of(assignment.data_url)
+                link = self._links.ready(origin, assignment.token) or await self._open_link(origin, assignment.token)
+            except (OSError, ValueError) as error:
+                raise UpstreamFailure("lost", BROKE) from error
+            if link is not None:
+                return await link.send(body, liveness, on_accepted)
+        return await self._open_http(assignment, body, request_id, liveness, on_accepted)
+
+    async def _open_link(self, origin: Origin, token: str) -> EngineLink | None:
+        try:
+            return await self._links.open(origin, token)
+        except CannotConnect as error:
+            raise UpstreamFailure("unreachable" if error.refused else "stalled", str(error)) from error
+        except TimeoutError as error:
+            raise UpstreamFailure("stalled", SILENT) from error
+
+    async def _open_http(
+        self,
+        assignment: Assignment,
+        body: bytes,
+        request_id: str,
+        liveness: AskLiveness,
+        on_accepted: Callable[[], None],
+    ) -> AnswerStream:
         origin, connection = await self._ask(assignment, body, request_id, liveness)
+        # Keeps the connection only when the answer was read to its end.
+        give_back = partial(self._pool.give_back, origin, connection)
         try:
             await _check_accepted(connection)
-            weights_digest = connection.header(WEIGHTS_HEADER.encode())[:MAX_DIGEST_CHARS]
-            stream = FrameStream(connection, weights_digest, self._silence_timeout_s, liveness)
-            try:
-                yield stream
-            finally:
-                stream.close()
-        finally:
-            # Keeps the connection only when the answer was read to its end.
-            self._pool.give_back(origin, connection)
+        except BaseException:
+            give_back()
+            raise
+        weights_digest = connection.header(WEIGHTS_HEADER.encode())[:MAX_DIGEST_CHARS]
+        on_accepted()
+        return FrameStream(connection, weights_digest, self._silence_timeout_s, liveness, give_back)
 
     async def raise_allowance(self, choice: Assignment, request_id: str, tokens: int) -> bool:
         """Let the engine generate more for a request that it has; whether it has understood."""
@@ -251,42 +178,18 @@ def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str
 
 
 async def _check_accepted(connection: EngineConnection) -> None:
-    status = connection.status
-    if status == 200:
+    """Raises what the engine's refusal means."""
+    if connection.status == HTTPStatus.OK:
         content_type = connection.header(b"content-type").partition(";")[0].strip().lower()
         if content_type != FRAMES_CONTENT_TYPE:
             raise UpstreamFailure("broken", f"The engine answered {content_type[:80]!r} instead of frames.")
         return
-    error = await _error_of(connection)
-    if status == 503 and error.code in DECLINES:
-        raise UpstreamFailure("declined", error.message, error.retry_after_s)
-    if status in REFUSALS:
-        raise UpstreamFailure("refused", error.message, error.retry_after_s)
-    if status in CLIENT_FAULTS:
-        raise error
-    raise UpstreamFailure("broken", f"The engine answered {status}: {error.message}")
-
-
-class _ErrorFields(msgspec.Struct):
-    message: str = ""
-    type: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorFields
-
-
-async def _error_of(connection: EngineConnection) -> PagemillError:
     try:
         async with asyncio.timeout(ERROR_BODY_TIMEOUT_S):
             raw = await _bounded_body(connection)
     except OSError:  # a time-out is one too
         raw = b""
-    error = parse_error(raw, connection.status, "The engine refused the request.")
-    error.retry_after_s = _retry_after_s(connection.header(b"retry-after") or None)
-    return error
+    raise refusal(connection.status, raw, connection.header(b"retry-after") or None)
 
 
 async def _bounded_body(connection: EngineConnection) -> bytes:
@@ -297,21 +200,3 @@ async def _bounded_body(connection: EngineConnection) -> bytes:
         if len(body) > MAX_ERROR_BYTES:
             return b""
     return body
-
-
-def parse_error(raw: bytes, status: int, otherwise: str) -> PagemillError:
-    """An engine's error body as an error; a body in any other shape gives one with the message `otherwise`."""
-    try:
-        fields = msgspec.json.decode(raw, type=_ErrorBody).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        fields = _ErrorFields()
-    return PagemillError(
-        fields.message[:2000] or otherwise, status=status, type=fields.type, param=fields.param, code=fields.code
-    )
-
-
-def _retry_after_s(value: str | None) -> float | None:
-    try:
-        return min(120.0, max(0.0, float(value))) if value is not None else None
-    except ValueError:
-        return None

@@ -13,6 +13,7 @@ from starlette.types import Send
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.http.direct import DirectResponse
 
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 LAST_WRITE_TIMEOUT_S = 5.0
@@ -24,8 +25,12 @@ class ClientTooSlow(Exception):
 
 
 class ClientResponse:
-    def __init__(self, send: Send, slow_timeout_s: float, dialect: Dialect) -> None:
+    def __init__(
+        self, send: Send, slow_timeout_s: float, dialect: Dialect, direct: DirectResponse | None = None
+    ) -> None:
+        """`direct`: the same response, past the layers that look at its head only."""
         self._send = send
+        self._direct = direct
         self._dialect = dialect
         self._timeout = RepeatedTimeout(slow_timeout_s)
         self.started = False
@@ -49,6 +54,11 @@ class ClientResponse:
         if not self.started:
             await self._start_stream()
         await self._send_in_time(data, more=True)
+
+    @property
+    def direct(self) -> DirectResponse | None:
+        """For the events of a stream that has begun; `None`: something else must see them before the client."""
+        return self._direct if self.on_answer is None else None
 
     async def end(self) -> None:
         await self._send_in_time(b"", more=False)

@@ -28,6 +28,7 @@ from pagemill_gateway.worker import Worker
 from pagemill_protocol.dialects.base import Dialect
 from pagemill_protocol.dialects.transport import Place
 from pagemill_protocol.errors import PagemillError, internal_error, invalid_field
+from pagemill_protocol.http.direct import direct_response
 from pagemill_protocol.http.door import check_json_content_type, header
 from pagemill_protocol.keys.caller import Caller
 
@@ -45,7 +46,8 @@ class GenerateRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         worker = self._worker
         record = record_of(scope)
-        client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect)
+        direct = direct_response(scope)
+        client = ClientResponse(send, worker.config.slow_client_timeout_s, self._dialect, direct)
         try:
             caller = scope["state"].get("caller") or worker.keys.authenticate(scope)
             record.tenant, record.is_keyed = caller.tenant, bool(caller.key_hash)
@@ -54,7 +56,8 @@ class GenerateRoute:
             with worker.gate.enter() as slot:
                 raw = await read_counted(scope, receive, slot, worker.config.max_body_bytes)
                 place = await self._place(scope, raw, caller)
-                stayed = await while_connected(self._serve(raw, caller, place, timeout_s, client, record), receive)
+                work = self._serve(raw, caller, place, timeout_s, client, record)
+                stayed = await while_connected(work, receive, direct)
         except PagemillError as error:
             await client.fail(error)
             return
@@ -134,7 +137,7 @@ class GenerateRoute:
     ) -> None:
         worker = self._worker
         if prepared.stream:
-            await answers.stream(worker.relay, prepared, client.write, record, allowances)
+            await answers.stream(worker.relay, prepared, client.write, record, allowances, client.direct)
             record.finished = True
             await client.end()
             return

@@ -4,8 +4,8 @@
 and the connection closes; one that stays silent is closed; trailers are dropped; a malformed request gets a 400 in
 OpenAI's shape, also if its body's framing breaks before the answer has begun. When a connection ends, the request being
 answered is notified even if others were pipelined behind it. Offers of other protocols (WebSocket, h2c) are ignored, as
-HTTP specifies; HTTP/1.0 clients get no chunked encoding. Requests refused here get an id and a log line, since no app
-sees them.
+HTTP specifies, but for those that the server names, for which an app may take the connection over (`direct`); HTTP/1.0
+clients get no chunked encoding. Requests refused here get an id and a log line, since no app sees them.
 
 httptools does the parsing. Import this module only where uvicorn is installed.
 """
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 import httptools
@@ -23,23 +24,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pagemill_protocol.errors import PagemillError, headers_too_large, request_timeout
+from pagemill_protocol.http.direct import RESPONSE_EXTENSION, UPGRADE_EXTENSION, DirectResponse, Successor
 from pagemill_protocol.ids import new_id
 
 logger = logging.getLogger(__name__)
 
 
-def bounded_protocol(max_header_bytes: int = 64 * 1024, header_timeout_s: float = 15.0) -> type[asyncio.Protocol]:
-    """A uvicorn HTTP protocol class with these bounds on each request's head."""
-    return type(
-        "BoundedProtocol",
-        (_BoundedProtocol,),
-        {"max_header_bytes": max_header_bytes, "header_timeout_s": header_timeout_s},
-    )
+def bounded_protocol(
+    max_header_bytes: int = 64 * 1024, header_timeout_s: float = 15.0, upgrades: Collection[str] = ()
+) -> type[asyncio.Protocol]:
+    """A uvicorn HTTP protocol class with these bounds on each request's head. `upgrades`: protocols that the app takes
+    connections over for."""
+    bounds = {"max_header_bytes": max_header_bytes, "header_timeout_s": header_timeout_s}
+    return type("BoundedProtocol", (_BoundedProtocol,), {**bounds, "upgrades": frozenset(upgrades)})
 
 
 class _BoundedProtocol(HttpToolsProtocol):
     max_header_bytes: int
     header_timeout_s: float
+    upgrades: frozenset[str]
 
     _head_timer: asyncio.TimerHandle | None = None
     _head_open = False
@@ -47,6 +50,13 @@ class _BoundedProtocol(HttpToolsProtocol):
     """Bytes received since the parser last made progress: a growing head or trailer, or chunk extensions."""
     _current: RequestResponseCycle | None = None
     """The request that is being answered; uvicorn's `cycle` is the last one received."""
+
+    _direct: DirectResponse | None = None
+    """Of `_current`."""
+    _offer = ""
+    """The protocol that the latest head offered."""
+    _next_offer = ""
+    """Of the head that is parsed once more, without it."""
 
     _refusal: PagemillError | None = None
     """Of what follows the requests that are still being answered: sent after their answers."""
@@ -79,6 +89,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_open = True
+        self._offer, self._next_offer = self._next_offer, ""
         self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -108,7 +119,12 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._refuse(refusal)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._current = cycle
+        self._current, self._direct = cycle, DirectResponse(cycle)
+        extensions: dict[str, object] = {RESPONSE_EXTENSION: self._direct}
+        if self._offer in self.upgrades and cycle is self.cycle:
+            extensions[UPGRADE_EXTENSION] = partial(self._take_over, self._offer)
+        scope: Any = cycle.scope
+        scope["extensions"] = extensions
         answering: Any = _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app
         super()._start_asgi_task(cycle, answering)
 
@@ -125,6 +141,9 @@ class _BoundedProtocol(HttpToolsProtocol):
             except httptools.HttpParserUpgrade as offer:
                 rest = memoryview(rest)[offer.args[0] :]
                 head = self._head_without_offer()
+                self._next_offer = next(
+                    (value.decode("latin-1") for name, value in self.headers if name == b"upgrade"), ""
+                )
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(head)
@@ -135,6 +154,21 @@ class _BoundedProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("a tunnel")
         headers = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, self.parser.get_http_version().encode(), headers)
+
+    def _take_over(self, name: str, successor: Successor) -> None:
+        """Answer that the protocol is spoken from now on, by `successor`."""
+        cycle = self.cycle
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        self._stop_head_timer()
+        self.connections.discard(self)
+        self.connections.add(successor)  # type: ignore[arg-type]
+        successor.on_lost = partial(self.connections.discard, successor)
+        self.transport.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %b\r\n\r\n" % name.encode("latin-1")
+        )
+        self.transport.set_protocol(successor)
+        successor.connection_made(self.transport)
 
     @property
     def _answering(self) -> bool:
@@ -152,6 +186,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._current is not None and not self._current.response_complete:
             self._current.disconnected = True
             self._current.message_event.set()
+            if self._direct is not None and self._direct.on_leave is not None:
+                self._direct.on_leave()
 
     def _start_head_timer(self) -> None:
         if self._head_timer is None:

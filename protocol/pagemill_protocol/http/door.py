@@ -27,6 +27,7 @@ from pagemill_protocol.errors import (
 from pagemill_protocol.http.auth import bearer_token, hash_key, header, is_loopback, same_secret
 from pagemill_protocol.http.body import check_json_content_type, read_body, read_json
 from pagemill_protocol.http.coding import Inflater, accepts_gzip, compressed, inflater_of, is_compressible
+from pagemill_protocol.http.direct import DirectResponse, direct_response
 from pagemill_protocol.http.errors import ErrorBody, error_response, install_error_handlers, openai_shape
 from pagemill_protocol.ids import new_id
 
@@ -94,7 +95,7 @@ class Door:
         identity = given if given is not None and _SAFE_REQUEST_ID.fullmatch(given) else new_id()
         scope.setdefault("state", {})["request_id"] = identity
         max_bytes, timeout_s = self.uploads.get(scope["path"], (self.max_body_bytes, self.body_timeout_s))
-        body = _BoundedBody(receive, max_bytes, timeout_s)
+        body = _BoundedBody(receive, max_bytes, timeout_s, direct_response(scope))
         answer = _Answer(send, body, identity.encode("latin-1"), accepts_gzip(scope))
         try:
             self._check_headers(scope, body)
@@ -126,8 +127,12 @@ class Door:
 class _BoundedBody:
     """Wraps `receive`: counts bytes and enforces the deadline until the body is complete."""
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, receive: Receive, max_bytes: int, timeout_s: float, direct: DirectResponse | None = None
+    ) -> None:
+        """`direct` knows what has arrived already, for which there is no deadline."""
         self._receive = receive
+        self._direct = direct
         self._max_bytes = max_bytes
         self._deadline_s = asyncio.get_running_loop().time() + timeout_s
         self._num_bytes = 0
@@ -158,11 +163,14 @@ class _BoundedBody:
             raise
 
     async def _next(self) -> Message:
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise request_timeout() from None
+        if self._direct is not None and self._direct.has_body:
+            message = await self._receive()
+        else:
+            try:
+                async with asyncio.timeout_at(self._deadline_s):
+                    message = await self._receive()
+            except TimeoutError:
+                raise request_timeout() from None
         if message["type"] == "http.request":
             self._num_bytes += len(message.get("body", b""))
             self.complete = not message.get("more_body", False)

@@ -6,8 +6,6 @@ here.
 
 from __future__ import annotations
 
-import numpy as np
-
 from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
 from pagemill_protocol.models.declaration import RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
@@ -99,6 +97,8 @@ class GGUFValues:
         if tensor.shape != (rotary_dim // 2,) or tensor.ggml_type is not GGMLType.F32:
             shape = " x ".join(map(str, tensor.shape))
             raise RopeError(f"`{ROPE_FACTORS}` is {shape} {tensor.ggml_type.name}; it must be {rotary_dim // 2} F32.")
+        import numpy as np
+
         divisors = self.file.data(ROPE_FACTORS).view(np.float32)
         if not (np.isfinite(divisors) & (divisors > 0)).all():
             raise RopeError(f"`{ROPE_FACTORS}` holds {divisors.min()}; its values must be numbers greater than 0.")
@@ -110,6 +110,8 @@ class GGUFValues:
             raise UnsupportedRopeError(f"the rope scaling `longrope` of one list (tensor `{found[0]}`)")
         if not found:
             return {}
+        import numpy as np
+
         lists = {}
         for field, name in zip(("long_factor", "short_factor"), LONG_ROPE, strict=True):
             if self.file.tensors[name].ggml_type is not GGMLType.F32:
@@ -124,4 +126,6 @@ class GGUFValues:
 
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: the file's 9.9999997e-06 is what the author wrote as 1e-05."""
+    import numpy as np
+
     return float(str(np.float32(value)))

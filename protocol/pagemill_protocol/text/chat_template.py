@@ -1,12 +1,14 @@
 """Renders a chat into the prompt text that the model was trained on, with the model's own Jinja template.
 
-Checks and evens out what clients send (`chat_messages`), runs the template in a confined process (`template_process`)
-and turns every failure into a 400 that names the field. Does not tokenize.
+Checks and evens out what clients send (`chat_messages`), runs the template in a confined process (`template_process`),
+or its plain program here where it has one (`plain_template`), and turns every failure into a 400 that names the field.
+Does not tokenize.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections import deque
@@ -18,6 +20,7 @@ from pagemill_protocol.errors import PagemillError, invalid_field, unavailable
 from pagemill_protocol.source_errors import SourceError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_messages import check_template_kwargs, normalize_messages
+from pagemill_protocol.text.plain_template import PlainTemplate
 from pagemill_protocol.text.template_process import (
     MAX_UNWAITED_BYTES,
     Broke,
@@ -45,6 +48,8 @@ class ChatTemplate:
         self._templates = _sources(bundle, override)
         self._constants = {**bundle.special_tokens, "bos_token": bundle.bos_token, "eos_token": bundle.eos_token}
         self._limits = limits or TemplateLimits()
+        self._plain: dict[str, PlainTemplate] = {}
+        """By name; known once a process has read the templates."""
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
         self._idle: deque[TemplateProcess] = deque()
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
@@ -64,7 +69,8 @@ class ChatTemplate:
         name, variables = self._call(
             messages, add_generation_prompt, continue_final_message, tools, template_kwargs or {}
         )
-        return _text_of(self._run(name, variables), continue_final_message)
+        reply = self._run_plain(name, variables) or self._run(name, _to_json(variables))
+        return _text_of(reply, continue_final_message)
 
     async def render_soon(
         self,
@@ -82,8 +88,11 @@ class ChatTemplate:
         name, variables = self._call(
             messages, add_generation_prompt, continue_final_message, tools, template_kwargs or {}
         )
-        process = self._borrow_idle(name) if len(variables) <= MAX_UNWAITED_BYTES else None
-        reply = await self._run_soon(process, name, variables) if process is not None else None
+        reply = self._run_plain(name, variables)
+        if reply is None:
+            encoded = _to_json(variables)
+            process = self._borrow_idle(name) if len(encoded) <= MAX_UNWAITED_BYTES else None
+            reply = await self._run_soon(process, name, encoded) if process is not None else None
         return _text_of(reply, continue_final_message) if reply is not None else None
 
     def source(self, *, has_tools: bool) -> str:
@@ -97,7 +106,7 @@ class ChatTemplate:
         continue_final_message: bool,
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
-    ) -> tuple[str, bytes]:
+    ) -> tuple[str, dict[str, Any]]:
         """The template's name and its variables."""
         name = _TOOLS if tools and _TOOLS in self._templates else _CHAT
         if name not in self._templates:
@@ -116,11 +125,16 @@ class ChatTemplate:
             "tools": tools or None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        return name, _to_json(variables)
+        return name, variables
 
     def close(self) -> None:
         """Ends idle workers. A later render starts new ones."""
         _close_all(self._idle)
+
+    def _run_plain(self, name: str, variables: dict[str, Any]) -> dict[str, Any] | None:
+        plain = self._plain.get(name)
+        text = plain.render(variables) if plain is not None else None
+        return {"text": text} if text is not None else None
 
     def _run(self, name: str, variables: bytes) -> dict[str, Any]:
         wait_s = self._limits.wall_limit_s
@@ -193,7 +207,12 @@ class ChatTemplate:
         try:
             return self._idle.pop()
         except IndexError:
-            return TemplateProcess(self._templates, self._limits)
+            process = TemplateProcess(self._templates, self._limits)
+            for name, program in process.plain.items():
+                if name not in self._plain:
+                    with contextlib.suppress(ValueError):
+                        self._plain[name] = PlainTemplate(program, self._limits.max_output_chars)
+            return process
 
     def _check_compiles(self) -> None:
         try:

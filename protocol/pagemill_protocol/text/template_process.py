@@ -72,7 +72,10 @@ class TemplateProcess:
         )
         setup = msgspec.to_builtins(limits) | {"templates": templates}
         try:
-            self.errors: dict[str, str] = self._exchange(msgspec.json.encode(setup), _START_TIMEOUT_S)["errors"]
+            reply = self._exchange(msgspec.json.encode(setup), _START_TIMEOUT_S)
+            self.errors: dict[str, str] = reply["errors"]
+            self.plain: dict[str, list[Any]] = reply.get("plain", {})
+            """Plain programs (`plain_program`) of the templates that have one, by name."""
         except BaseException:
             self.close()
             raise

@@ -1,7 +1,7 @@
 """The process that runs chat templates, apart from the server because a template is a program from the model's author.
 
-Started by `template_process` as a plain script: imports the standard library, jinja2 and `confinement` only. Reads a
-setup frame, then answers one frame with one frame until its input ends.
+Started by `template_process` as a plain script: imports the standard library, jinja2, `confinement` and `plain_program`
+only. Reads a setup frame, then answers one frame with one frame until its input ends.
 
 It is confined before it runs anything, and each render is timed (`confinement`).
 Templates see what Hugging Face templates expect: an immutable sandbox, trimmed blocks, `raise_exception`,
@@ -25,6 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pagemill_protocol.text.confinement import confine, read_frame, timed, write_frame
+from pagemill_protocol.text.plain_program import plain_program
 
 MAX_MESSAGE_CHARS = 500
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -124,6 +125,11 @@ class Worker:
                 errors[name] = _describe(error)
         return errors
 
+    def plain_programs(self, sources: dict[str, str]) -> dict[str, Any]:
+        """By template name, of those that compile and have one."""
+        found = {name: plain_program(self._environment.parse(sources[name])) for name in self._templates}
+        return {name: program for name, program in found.items() if program is not None}
+
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             return {"text": self._render(self._templates[request["template"]], _prepared(request["variables"]))}
@@ -169,7 +175,8 @@ def main() -> None:
     worker = Worker(setup)
     with worker.timed():
         errors = worker.compile(setup["templates"])
-    write_frame(replies, {"errors": errors})
+        plain = worker.plain_programs(setup["templates"])
+    write_frame(replies, {"errors": errors, "plain": plain})
     while (request := read_frame(requests)) is not None:
         with worker.timed():
             reply = worker.render(request)

@@ -12,6 +12,7 @@ from pagemill_gateway.brain.endpoints.ttft_estimator import TtftEstimator
 from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 from pagemill_protocol.catalog import Endpoint
+from pagemill_protocol.link import LINK_VERSION
 from pagemill_protocol.state import EngineLoad, StepTimeParams
 
 
@@ -44,6 +45,8 @@ class EndpointRecord:
     """The gateway sends it nothing more, since it declined a request or drains; until it restarts or wakes up."""
     readmitted_at: int = 0
     """The latest decision when `draining` ended: refusals of earlier ones do not count."""
+    made_token: str | None = None
+    """What the engine had made for itself when its state stream was opened; `None`: to be looked for."""
     drain_acknowledged: bool = False
     """It has confirmed the end of new requests."""
     unreachable: bool = False
@@ -126,6 +129,12 @@ class EndpointRecord:
     def weights_digest(self) -> str:
         state = self.reports.latest
         return state.digests.weights if state is not None else ""
+
+    @property
+    def has_link(self) -> bool:
+        """It takes requests over a link of a version that this gateway speaks."""
+        state = self.reports.latest
+        return state is not None and state.link_version == LINK_VERSION
 
     def load_elsewhere(self, now: float) -> int:
         return self.reports.external if self.reports.fresh(now) else 0

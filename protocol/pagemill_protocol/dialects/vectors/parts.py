@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from pagemill_protocol.answers.events import Event
 from pagemill_protocol.answers.registry import ParserSettings
@@ -31,6 +29,9 @@ from pagemill_protocol.pooling import PoolingParams, PoolingSpec
 from pagemill_protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from pagemill_protocol.text.tokenizer import Tokenizer
 
 POOLED = SamplingParams(max_tokens=1, temperature=0.0)
@@ -59,6 +60,8 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def vector(self) -> NDArray[np.float32]:
+        import numpy as np
+
         return np.frombuffer(self.values, dtype="<f4")
 
 
@@ -212,6 +215,8 @@ def usage_of(parts: Sequence[Part]) -> dict[str, int]:
 
 def cosines(first: NDArray[np.float32], others: Sequence[NDArray[np.float32]]) -> list[float]:
     """Of one vector with each of the others; 0 for a vector of zeros."""
+    import numpy as np
+
     rows = np.stack(others)
     lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(first)
     products: NDArray[np.float32] = rows @ first

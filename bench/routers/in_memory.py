@@ -1,0 +1,212 @@
+"""A gateway of one process without sockets: a client and engines that are calls, so that a request's own work can be
+measured and counted, step by step, whatever else the machine does.
+
+Everything between the two is the real thing: HTTP, keys, limits, schema, template process, tokens, hashes, decision,
+journal, log and metrics. What the kernel adds is one read for each of the pieces that come in, and one write for each
+that goes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import Any, NamedTuple
+from unittest import mock
+
+import msgspec
+import uvicorn
+from uvicorn.server import ServerState
+
+from pagemill_gateway.app import data_app
+from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.relay.connecting import Connector
+from pagemill_gateway.server import Gateway, open_gateway
+from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.http.connection import bounded_protocol
+from pagemill_protocol.link import LINK_VERSION, Kind, RecordDecoder, encode_record
+from pagemill_protocol.text.bundle import TokenizerBundle
+from routers.answers import END_OF_BODY, Answer, http_chunk
+from routers.catalogue import KEY, LIMITS, MODEL
+from routers.pod import WEIGHTS, Pod
+from routers.pod import Kind as PodKind
+from routers.pods import FRAMES_HEAD, LINK_HEAD
+
+_generate = msgspec.msgpack.Decoder(GenerateRequest)
+TOKEN = "bench-internal"
+
+
+class Wire(asyncio.Transport):
+    """One end of a connection whose other end is this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.wrote = asyncio.Event()
+        self._is_closing = False
+
+    def write(self, data: Any) -> None:
+        self.written.append(data)
+        self.wrote.set()
+
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def abort(self) -> None:
+        self._is_closing = True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    async def until(self, end: bytes = b"") -> None:
+        """Something was written, or what ends with `end`."""
+        while not (self.written and self.written[-1].endswith(end)):
+            self.wrote.clear()
+            await self.wrote.wait()
+        self.written.clear()
+
+
+class EngineWire(Wire):
+    """To an engine that takes every request and sends what it is made to."""
+
+    def __init__(self, engines: Engines) -> None:
+        super().__init__()
+        self.protocol: Any = None
+        self._engines = engines
+        self._decoder = RecordDecoder()
+        self._is_link = False
+
+    def write(self, data: Any) -> None:
+        loop = asyncio.get_running_loop()
+        if self._is_link:
+            for kind, number, body in self._decoder.feed(data):
+                if kind == Kind.REQUEST:
+                    self._engines.take(Exchange(self, number, _generate.decode(body)))
+        elif data.startswith(b"GET "):
+            self._is_link = True
+            loop.call_soon(self.protocol.data_received, LINK_HEAD)
+        else:
+            self._engines.take(Exchange(self, 0, _generate.decode(data.partition(b"\r\n\r\n")[2])))
+
+
+class Exchange(NamedTuple):
+    """One request at an engine."""
+
+    wire: EngineWire
+    number: int
+    """Of its stream; 0: over HTTP."""
+    request: GenerateRequest
+
+    def accept(self, frame: bytes) -> None:
+        if self.number:
+            accepted = encode_record(Kind.ACCEPTED, self.number, WEIGHTS.encode())
+            self.wire.protocol.data_received(accepted + encode_record(Kind.DATA, self.number, frame))
+        else:
+            self.wire.protocol.data_received(FRAMES_HEAD + http_chunk(frame))
+
+    def send(self, frame: bytes) -> None:
+        self.wire.protocol.data_received(
+            encode_record(Kind.DATA, self.number, frame) if self.number else http_chunk(frame)
+        )
+
+    def end(self, frame: bytes) -> None:
+        if self.number:
+            end = encode_record(Kind.END, self.number)
+            self.wire.protocol.data_received(encode_record(Kind.DATA, self.number, frame) + end)
+        else:
+            self.wire.protocol.data_received(http_chunk(frame) + END_OF_BODY)
+
+
+class Engines:
+    def __init__(self) -> None:
+        self._taken: list[Exchange] = []
+        self._came = asyncio.Event()
+
+    async def connect(self, make: Any) -> Any:
+        wire = EngineWire(self)
+        wire.protocol = make()
+        wire.protocol.connection_made(wire)
+        return wire.protocol
+
+    def take(self, exchange: Exchange) -> None:
+        self._taken.append(exchange)
+        self._came.set()
+
+    async def next(self) -> Exchange:
+        while not self._taken:
+            self._came.clear()
+            await self._came.wait()
+        return self._taken.pop()
+
+
+class Stage(NamedTuple):
+    gateway: Gateway
+    client: Any
+    """The server's protocol of one connection."""
+    wire: Wire
+    """What it writes."""
+    engines: Engines
+    answer: Answer
+    pods: list[Pod]
+
+    def observe(self) -> None:
+        """Every pod reports."""
+        for number, pod in enumerate(self.pods):
+            self.gateway.control.brain.observe(f"pod-{number}", pod.snapshot())
+
+    @staticmethod
+    def request(body: bytes) -> bytes:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+        return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def config() -> GatewayConfig:
+    key = f"{sha256(KEY.encode()).hexdigest()} tenant=bench {LIMITS}"
+    return GatewayConfig(port=0, control_port=0, control_token=TOKEN, api_keys=[key]).checked()
+
+
+@asynccontextmanager
+async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int, has_link: bool) -> AsyncIterator[Stage]:
+    kind = PodKind(MODEL, 0.01, 16_384, bundle.digest, LINK_VERSION if has_link else 0)
+    engines, loop = Engines(), asyncio.get_running_loop()
+    with mock.patch.object(Connector, "connect", lambda connector, origin, make: engines.connect(make)):
+        gateway = await open_gateway(config())
+        try:
+            await _furnish(gateway, bundle, num_pods)
+            app = uvicorn.Config(
+                data_app(gateway.worker), http=bounded_protocol(), log_config=None, lifespan="off", access_log=False
+            )
+            app.load()
+            wire = Wire()
+            client: Any = app.http_protocol_class(config=app, server_state=ServerState(), app_state={})  # type: ignore[call-arg]
+            client.connection_made(wire)
+            pods = [Pod(kind, loop) for _ in range(num_pods)]
+            built = Stage(gateway, client, wire, engines, Answer(MODEL, "chat", num_tokens), pods)
+            built.observe()
+            yield built
+        finally:
+            await gateway.close()
+
+
+async def _furnish(gateway: Gateway, bundle: TokenizerBundle, num_pods: int) -> None:
+    """With pods that nothing else follows, and their tokenizer."""
+    urls = [f"http://127.0.0.1:{number + 1}" for number in range(num_pods)]
+    endpoints = [Endpoint(id=f"pod-{n}", data_url=url, control_url=url) for n, url in enumerate(urls)]
+    model = CatalogModel(deployment=MODEL, name=MODEL, engine_token=TOKEN, endpoints=endpoints)
+    gateway.control.brain.apply_catalog(Catalog(models=[model]))
+    bundles = gateway.worker.bundles
+
+    async def data(_: str) -> bytes:
+        return bundle.to_bytes()
+
+    bundles._source = data
+    await bundles.load(bundle.digest)

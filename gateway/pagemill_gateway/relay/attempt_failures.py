@@ -1,0 +1,73 @@
+"""Why an attempt at an engine brought no answer: what the relay has to know of it, and what an engine's refusal means.
+
+The same for requests over a link and over HTTP.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill_gateway.brain.interface import FailureKind
+from pagemill_protocol.errors import PagemillError
+
+MAX_ERROR_BYTES = 64 * 1024
+REFUSALS = frozenset({409, 429, 503})
+DECLINES = frozenset({"draining", "not_ready"})
+"""Codes of refusals that hold for every request: the engine is shutting down, or has restarted and still loads."""
+CLIENT_FAULTS = frozenset({400, 413, 422})
+MAX_RETRY_AFTER_S = 120.0
+SILENT = "An engine fell silent."
+BROKE = "The connection to an engine broke."
+TOO_SHORT = "The engine's answer ended before its last frame."
+
+
+class UpstreamFailure(Exception):
+    """The attempt failed and brings no answer; another engine may serve the request."""
+
+    def __init__(self, kind: FailureKind, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.kind: FailureKind = kind
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class _ErrorFields(msgspec.Struct):
+    message: str = ""
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorFields
+
+
+def parse_error(raw: bytes, status: int, otherwise: str) -> PagemillError:
+    """An engine's error body as an error; a body in any other shape gives one with the message `otherwise`."""
+    try:
+        fields = msgspec.json.decode(raw, type=_ErrorBody).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        fields = _ErrorFields()
+    return PagemillError(
+        fields.message[:2000] or otherwise, status=status, type=fields.type, param=fields.param, code=fields.code
+    )
+
+
+def refusal(status: int, raw: bytes, retry_after: str | None) -> UpstreamFailure | PagemillError:
+    """Of an engine that did not take a request; `PagemillError`: no engine would take it."""
+    error = parse_error(raw, status, "The engine refused the request.")
+    error.retry_after_s = _retry_after_s(retry_after)
+    if status == 503 and error.code in DECLINES:
+        return UpstreamFailure("declined", error.message, error.retry_after_s)
+    if status in REFUSALS:
+        return UpstreamFailure("refused", error.message, error.retry_after_s)
+    if status in CLIENT_FAULTS:
+        return error
+    return UpstreamFailure("broken", f"The engine answered {status}: {error.message}")
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    try:
+        return min(MAX_RETRY_AFTER_S, max(0.0, float(value))) if value is not None else None
+    except ValueError:
+        return None

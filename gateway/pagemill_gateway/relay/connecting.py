@@ -1,0 +1,87 @@
+"""How a gateway connects to an engine: by the addresses of its host in turn, with TLS where its URL says so."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+import ssl
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+Connection = TypeVar("Connection", bound=asyncio.Protocol)
+
+
+class CannotConnect(Exception):
+    """Nothing was sent. `refused`: no process listens there; else there was no answer in time, or an invalid one."""
+
+    def __init__(self, *, refused: bool) -> None:
+        super().__init__("An engine cannot be reached.")
+        self.refused = refused
+
+
+class Origin(NamedTuple):
+    host: str
+    port: int
+    is_tls: bool
+    host_header: str
+
+
+@lru_cache(maxsize=4096)
+def origin_of(base_url: str) -> Origin:
+    """Raises `ValueError` if it is not the URL of a server."""
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{base_url!r} is no address of a server")
+    is_tls = parts.scheme == "https"
+    host = parts.hostname if ":" in parts.hostname else parts.hostname.encode("idna").decode("ascii")
+    named = f"[{host}]" if ":" in host else host
+    host_header = named if parts.port is None else f"{named}:{parts.port}"
+    return Origin(host, parts.port or (443 if is_tls else 80), is_tls, host_header)
+
+
+class Connector:
+    def __init__(self, timeout_s: float, trust: ssl.SSLContext) -> None:
+        """`timeout_s`: of each address. `trust`: for engines by `https://`."""
+        self._timeout_s = timeout_s
+        self._trust = trust
+
+    async def connect(self, origin: Origin, make: Callable[[], Connection]) -> Connection:
+        """To the first address of the host that accepts. Raises `CannotConnect`."""
+        is_refused = True
+        for address in await _addresses(origin):
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await self._connect_to(address, origin, make)
+            except OSError as error:  # including time-outs and TLS errors
+                is_refused = is_refused and error.errno == errno.ECONNREFUSED
+        raise CannotConnect(refused=is_refused)
+
+    async def _connect_to(self, address: str, origin: Origin, make: Callable[[], Connection]) -> Connection:
+        context = self._trust if origin.is_tls else None
+        server_hostname = origin.host if origin.is_tls else None
+        _, connection = await asyncio.get_running_loop().create_connection(
+            make, address, origin.port, ssl=context, server_hostname=server_hostname
+        )
+        return connection
+
+
+async def _addresses(origin: Origin) -> list[str]:
+    if _is_address(origin.host):
+        return [origin.host]
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise CannotConnect(refused=False) from error
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,395 @@
+"""The gateway's end of one link: requests out, and the frames of all answers handed to their streams as they come.
+
+One read of the socket brings what an engine step made for many requests; each stream's part goes to it by a call, and
+on to its client in the same turn of the event loop (`answer_stream.Take`). No task, timer or queue belongs to a frame:
+silence is looked for by one timer for all streams. Which link a request gets is `links`', and what its answer means
+`relay`'s. The protocol is `pagemill_protocol.link`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+
+from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AskLiveness, Frame, Take, check_order
+from pagemill_gateway.relay.attempt_failures import (
+    BROKE,
+    MAX_ERROR_BYTES,
+    SILENT,
+    TOO_SHORT,
+    UpstreamFailure,
+    refusal,
+)
+from pagemill_protocol.frames import FrameDecoder, FrameError
+from pagemill_protocol.link import (
+    CREDIT_BYTES,
+    PIECE_BYTES,
+    Kind,
+    Record,
+    RecordDecoder,
+    Refusal,
+    encode_credit,
+    encode_pieces,
+    encode_record,
+)
+
+MAX_HEAD_BYTES = 32 * 1024
+MAX_DIGEST_CHARS = 256
+LEAST_TICK_S = 0.01
+MAX_STREAMS = 2**32 - 1
+"""In the life of a link."""
+_refusal_decoder = msgspec.msgpack.Decoder(Refusal)
+_DATA = int(Kind.DATA)
+_SWITCHED = (b"HTTP/1.1 101 ", b"HTTP/1.0 101 ")
+
+
+class Patience:
+    """How long a silent engine is waited for."""
+
+    def __init__(self, accept_timeout_s: float, silence_timeout_s: float) -> None:
+        self.accept_s = accept_timeout_s
+        self.silence_s = silence_timeout_s
+        self.check_s = silence_timeout_s / SILENCE_CHECKS
+
+
+class LinkStream:
+    """An `AnswerStream` over a link."""
+
+    def __init__(
+        self, link: EngineLink, number: int, liveness: AskLiveness, on_accepted: Callable[[], None], now: float
+    ) -> None:
+        self.weights_digest = ""
+        self.waited_s = 0.0
+        self._link = link
+        self._number = number
+        self._liveness = liveness
+        self._on_accepted = on_accepted
+        self._decoder = FrameDecoder()
+        self._frames: list[Frame] = []
+        """Neither taken nor read."""
+        self._num_held = 0
+        """Their bytes."""
+        self._num_owed = 0
+        """Bytes that were taken and are not credited yet."""
+        self._take: Take | None = None
+        self._waiting: asyncio.Future[None] | None = None
+        self._waiting_since = self._heard_at = self._checked_at = self._opened_at = now
+        self._is_accepted = self._is_complete = self._is_over = False
+        self._error: BaseException | None = None
+        self._num_silent = 0
+        self._asking: asyncio.Task[None] | None = None
+
+    async def read(self, take: Take | None = None) -> list[Frame]:
+        link = self._link
+        if not self._frames and not self._is_over:
+            self._credit()
+            self._take, self._waiting_since = take, link.now()
+            self._waiting = link.new_future()
+            try:
+                await self._waiting
+            finally:
+                self._take = self._waiting = None
+                self.waited_s += link.now() - self._waiting_since
+        if self._frames:
+            frames, self._frames = self._frames, []
+            self._credit()
+            return frames
+        if self._error is not None:
+            raise self._error
+        if not self._is_complete:
+            raise UpstreamFailure("lost", TOO_SHORT)
+        return []
+
+    async def finish(self) -> None:
+        """The link is free at any time."""
+
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+        self._link.forget(self._number, cancel=not self._is_complete)
+
+    # What the link calls.
+
+    def accepted(self, weights_digest: str) -> None:
+        self.weights_digest = weights_digest
+        self._is_accepted = True
+        self._on_accepted()
+
+    def received(self, data: bytes, now: float) -> None:
+        self._heard_at, self._num_silent = now, 0
+        if self._is_over:
+            return
+        try:
+            frames = self._decoder.feed(data)
+            if self._is_complete or len(frames) != 1:
+                self._is_complete = check_order(frames, self._is_complete)
+            else:
+                self._is_complete = frames[0][0].last
+        except FrameError as error:
+            self.fail(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
+            return
+        self._num_held += len(data)
+        if frames and not self._takes(frames):
+            self._frames += frames
+            self._wake()
+        elif self._num_held >= CREDIT_BYTES and self._waiting is not None and not self._frames:
+            self._credit()  # also for parts of a large frame, which a reader waits for
+
+    def ended(self) -> None:
+        try:
+            self._decoder.close()
+        except FrameError as error:
+            self.fail(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
+            return
+        self._is_over = True
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """What came before can still be read; an answer that is complete stays complete."""
+        if not self._is_over and not self._is_complete:
+            self._error = error
+        self._is_over = True
+        self._wake()
+
+    def look(self, now: float, patience: Patience) -> float:
+        """Ask whether its engine still works, if it has been silent for long; returns when to look again. While the
+        client is waited for, the engine is not asked."""
+        if self._waiting is None or self._waiting.done() or self._asking is not None:
+            return now + patience.check_s
+        due_at = max(self._heard_at, self._checked_at, self._waiting_since) + patience.check_s
+        if not self._is_accepted:
+            refused_at = self._opened_at + patience.accept_s
+            if now >= refused_at:
+                self._fall_silent()
+                return math.inf
+            due_at = min(refused_at, max(due_at, self._opened_at + patience.silence_s))
+        if now < due_at:
+            return due_at
+        self._asking = asyncio.create_task(self._ask(now))
+        return now + patience.check_s
+
+    async def _ask(self, asked_at: float) -> None:
+        liveness = await self._liveness()
+        self._asking, self._checked_at = None, asked_at
+        if self._heard_at > asked_at or self._waiting is None:
+            return
+        self._num_silent = self._num_silent + 1 if liveness == "silent" else 0
+        if not self._is_accepted:
+            if liveness != "working":
+                self._fall_silent()
+        elif liveness == "stuck" or self._num_silent >= SILENCE_CHECKS:
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        self._link.retire()
+        self._link.forget(self._number, cancel=True)
+        self.fail(UpstreamFailure("stalled", SILENT))
+
+    def _takes(self, frames: list[Frame]) -> bool:
+        take = self._take
+        if take is None or self._frames:
+            return False
+        try:
+            return take(frames)
+        except Exception as error:  # the reader's
+            self._error, self._is_over = error, True
+            self._wake()
+            return True
+
+    def _credit(self) -> None:
+        """What is held was taken."""
+        self._num_owed += self._num_held
+        self._num_held = 0
+        if self._num_owed >= CREDIT_BYTES:
+            self._link.credit(self._number, self._num_owed)
+            self._num_owed = 0
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+class EngineLink(asyncio.Protocol):
+    """Create inside a running event loop, connect, `begin`; then `send` any number of requests at once."""
+
+    def __init__(self, patience: Patience, idle_s: float) -> None:
+        """`idle_s`: a link without requests is closed after it."""
+        self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
+        self.new_future: Callable[[], asyncio.Future[None]] = self._loop.create_future
+        self._patience = patience
+        self._idle_s = idle_s
+        self._transport: asyncio.Transport
+        self._streams: dict[int, LinkStream] = {}
+        self._num_opened = 0
+        self._head = b""
+        self._switched: asyncio.Future[bool] = self._loop.create_future()
+        self._decoder = RecordDecoder()
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+        self._is_lost = self._is_retired = False
+        self._idle_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return not (self._is_lost or self._is_retired or self._transport.is_closing())
+
+    async def begin(self, head: bytes) -> bool:
+        """Send the request for the link; whether the engine speaks it. Raises `OSError` when it hangs up."""
+        self._transport.write(head)
+        if not await self._switched:
+            self._transport.abort()
+            return False
+        self._idle_since = self.now()
+        self._look()
+        return True
+
+    async def send(self, body: bytes, liveness: AskLiveness, on_accepted: Callable[[], None]) -> LinkStream:
+        """Send an encoded `GenerateRequest`. Close the stream when nothing more of its answer is wanted."""
+        if not self.is_usable:
+            raise UpstreamFailure("lost", BROKE)
+        self._num_opened += 1
+        number = self._num_opened
+        if number >= MAX_STREAMS:
+            self.retire()
+        now = self.now()
+        stream = self._streams[number] = LinkStream(self, number, liveness, on_accepted, now)
+        self._look_at(now + min(self._patience.check_s, self._patience.accept_s))
+        if len(body) <= PIECE_BYTES:
+            self._transport.write(encode_record(Kind.REQUEST, number, body))
+            return stream
+        try:
+            await self._send_in_pieces(number, body)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def forget(self, number: int, *, cancel: bool) -> None:
+        """`cancel`: the engine shall make no more of it."""
+        if self._streams.pop(number, None) is None or self._is_lost:
+            return
+        if cancel:
+            self._transport.write(encode_record(Kind.CANCEL, number))
+        if not self._streams:
+            self._idle_since = self.now()
+            if self._is_retired:
+                self._transport.close()
+
+    def credit(self, number: int, num_bytes: int) -> None:
+        if number in self._streams and not self._is_lost:
+            self._transport.write(encode_credit(number, num_bytes))
+
+    def retire(self) -> None:
+        """Further requests get another link; this one closes with its last stream."""
+        self._is_retired = True
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    async def _send_in_pieces(self, number: int, body: bytes) -> None:
+        """A large request must neither be copied into the transport at once nor hold up the others."""
+        for piece in encode_pieces(Kind.REQUEST_PART, number, body):
+            await self._may_write.wait()
+            if number not in self._streams or self._is_lost:
+                return
+            self._transport.write(piece)
+            await asyncio.sleep(0)
+        self._transport.write(encode_record(Kind.REQUEST, number))
+
+    def _look(self) -> None:
+        """For silent streams, or for a link that nothing uses."""
+        self._timer = None
+        now = self.now()
+        next_at = min([stream.look(now, self._patience) for stream in list(self._streams.values())], default=math.inf)
+        if self._streams:
+            self._look_at(max(next_at, now + LEAST_TICK_S))
+        elif now - self._idle_since >= self._idle_s:
+            self._transport.close()
+        else:
+            self._look_at(self._idle_since + self._idle_s)
+
+    def _look_at(self, when: float) -> None:
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return  # then it is seen how much is left
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._look)
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._switched.done():
+            data = self._read_head(data)
+            if not data:
+                return
+        try:
+            records = self._decoder.feed(data)
+            now, streams = self.now(), self._streams
+            for record in records:
+                if record[0] == _DATA:
+                    if (stream := streams.get(record[1])) is not None:
+                        stream.received(record[2], now)
+                else:
+                    self._dispatch(record)
+        except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._fail_all(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
+            self._transport.abort()
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._may_write.set()
+        if not self._switched.done():
+            self._switched.set_exception(ConnectionError("the engine hung up"))
+        self._fail_all(UpstreamFailure("lost", BROKE))
+
+    def _fail_all(self, error: UpstreamFailure) -> None:
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream.fail(error)
+
+    def _read_head(self, data: bytes) -> bytes:
+        """The answer to the request for the link; returns what follows it."""
+        self._head += data
+        head, end, rest = self._head.partition(b"\r\n\r\n")
+        if end:
+            self._head = b""
+            self._switched.set_result(head.startswith(_SWITCHED))
+            return rest if head.startswith(_SWITCHED) else b""
+        if len(self._head) > MAX_HEAD_BYTES:
+            self._switched.set_result(False)
+        return b""
+
+    def _dispatch(self, record: Record) -> None:
+        """Any record but data, of which there are by far the most."""
+        kind, number, data = record
+        stream = self._streams.get(number)
+        if stream is None:
+            return  # closed meanwhile
+        if kind == Kind.END:
+            del self._streams[number]
+            stream.ended()
+        elif kind == Kind.ACCEPTED:
+            stream.accepted(data.decode()[:MAX_DIGEST_CHARS])
+        elif kind == Kind.REFUSED:
+            refused = _refusal_decoder.decode(data)
+            del self._streams[number]
+            stream.fail(refusal(refused.status, refused.body[:MAX_ERROR_BYTES], refused.retry_after))
+        else:
+            raise FrameError(f"A record has the kind {kind}, which no engine sends.")

@@ -1,0 +1,88 @@
+"""The links of one gateway process: one to each engine, opened with its first request, shared by all that follow."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import suppress
+
+from pagemill_gateway.relay.connecting import Connector, Origin
+from pagemill_gateway.relay.engine_link import EngineLink, Patience
+from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
+from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
+
+IDLE_S = 300.0
+"""A link that nothing used for so long is closed: its engine may be gone from the catalogue."""
+HANDSHAKE_TIMEOUT_S = 5.0
+Key = tuple[Origin, str]
+"""An engine, and the token that opens it."""
+
+
+class Links:
+    """Create inside a running event loop; `close` ends every link."""
+
+    def __init__(self, connect_timeout_s: float, trust: ssl.SSLContext, patience: Patience) -> None:
+        self._connector = Connector(connect_timeout_s, trust)
+        self._patience = patience
+        self._links: dict[Key, EngineLink] = {}
+        self._opening: dict[Key, asyncio.Task[EngineLink | None]] = {}
+
+    @property
+    def num_open(self) -> int:
+        return sum(link.is_usable for link in self._links.values())
+
+    def ready(self, origin: Origin, token: str) -> EngineLink | None:
+        """The link that is there."""
+        link = self._links.get((origin, token))
+        return link if link is not None and link.is_usable else None
+
+    async def open(self, origin: Origin, token: str) -> EngineLink | None:
+        """A new link, the same for all that ask meanwhile; `None`: the engine speaks HTTP only, or does not accept the
+        token. Raises `CannotConnect`, or `OSError` when the engine hangs up."""
+        key = origin, token
+        opening = self._opening.get(key)
+        if opening is None:
+            opening = self._opening[key] = asyncio.create_task(self._open(key))
+            opening.add_done_callback(lambda task: self._opened(key, task))
+        return await asyncio.shield(opening)
+
+    async def close(self) -> None:
+        for opening in list(self._opening.values()):
+            opening.cancel()
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        for link in self._links.values():
+            link.abort()
+        self._links.clear()
+
+    async def _open(self, key: Key) -> EngineLink | None:
+        origin, token = key
+        head = _head(origin, token)
+        link = await self._connector.connect(origin, lambda: EngineLink(self._patience, IDLE_S))
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                is_open = await link.begin(head)
+        except BaseException:
+            link.abort()
+            raise
+        return link if is_open else None
+
+    def _opened(self, key: Key, task: asyncio.Task[EngineLink | None]) -> None:
+        del self._opening[key]
+        with suppress(Exception, asyncio.CancelledError):  # those who asked for it are told
+            if (link := task.result()) is not None:
+                self._links = {other: each for other, each in self._links.items() if each.is_usable}
+                self._links[key] = link
+
+
+def _head(origin: Origin, token: str) -> bytes:
+    """Raises `ValueError` for a token that is invalid in a header."""
+    if not token.isprintable():
+        raise ValueError("a token that is no line of text")
+    return (
+        f"GET {LINK_PATH} HTTP/1.1\r\n"
+        f"Host: {origin.host_header}\r\n"
+        f"Authorization: Bearer {token}\r\n"
+        f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
+        f"Connection: Upgrade\r\n"
+        f"Upgrade: {LINK_PROTOCOL}\r\n\r\n"
+    ).encode()

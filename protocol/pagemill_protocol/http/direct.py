@@ -1,0 +1,82 @@
+"""What an app may do with a connection past the ASGI layers: write to a response that has begun, learn at once that its
+client leaves, and take the connection over for another protocol.
+
+`connection` offers these as ASGI extensions of each request; where an extension is missing, an app uses the messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+RESPONSE_EXTENSION = "pagemill.response"
+UPGRADE_EXTENSION = "pagemill.upgrade"
+
+
+class DirectResponse:
+    """The response to one request. Its head and its end are ASGI messages; chunks between them need none."""
+
+    __slots__ = ("_cycle", "on_leave")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self.on_leave: Callable[[], None] | None = None
+        """Called when the client leaves before the response is complete."""
+
+    @property
+    def has_left(self) -> bool:
+        return self._cycle.disconnected
+
+    @property
+    def has_body(self) -> bool:
+        """The whole body of the request has arrived."""
+        return not self._cycle.more_body
+
+    @property
+    def may_write(self) -> bool:
+        """It has begun, in chunks, and the client takes what it is sent."""
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and not cycle.response_complete
+            and cycle.chunked_encoding is True
+            and not cycle.flow.write_paused
+        )
+
+    def write(self, data: bytes) -> None:
+        """One chunk, not empty; only while `may_write`."""
+        cycle = self._cycle
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class Successor(asyncio.Protocol):
+    """A protocol that takes a connection over from HTTP."""
+
+    on_lost: Callable[[], None] = staticmethod(lambda: None)
+    """Set by the server: to be called when the connection is lost."""
+
+    def shutdown(self) -> None:
+        """The server ends: close as soon as what was begun is sent."""
+        raise NotImplementedError
+
+
+TakeOver = Callable[[Successor], None]
+"""Answers 101 and hands the connection over; nothing else may be sent for the request."""
+
+
+def direct_response(scope: Scope) -> DirectResponse | None:
+    found = scope.get("extensions", {}).get(RESPONSE_EXTENSION)
+    return found if isinstance(found, DirectResponse) else None
+
+
+def offered_upgrade(scope: Scope) -> TakeOver | None:
+    """`None`: the client did not offer one of the server's protocols, or the connection has other requests."""
+    found: TakeOver | None = scope.get("extensions", {}).get(UPGRADE_EXTENSION)
+    return found

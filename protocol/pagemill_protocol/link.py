@@ -1,0 +1,116 @@
+"""The link: one connection between a gateway process and an engine that carries all requests and their answers.
+
+It begins as an HTTP request for `LINK_PATH` that offers the protocol `LINK_PROTOCOL`; after the 101 both sides send
+records, `u32 length | u32 stream | u8 kind | data`, little-endian. A stream is one request; the gateway numbers them.
+The data of an answer are frames (`frames`), cut anywhere; so a large frame does not hold up other streams. An engine
+sends at most `WINDOW_BYTES` of a stream that its gateway has not credited, so a slow client stops its own stream only.
+
+Engines that offer no link answer the same request over HTTP, `POST /internal/generate`. What a request and its frames
+say is `generate`'s.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+
+import msgspec
+
+from pagemill_protocol.frames import FrameError
+
+LINK_PATH = "/internal/link"
+LINK_PROTOCOL = "pagemill-link/1"
+"""In the headers Upgrade of request and answer."""
+LINK_VERSION = 1
+"""In `StateFrame.link_version` of engines that offer this protocol."""
+
+PIECE_BYTES = 64 * 1024
+"""The most data of one record of a request or an answer."""
+MAX_RECORD_BYTES = 128 * 1024
+WINDOW_BYTES = 256 * 1024
+"""Of a stream's answer, on its way or not taken."""
+CREDIT_BYTES = WINDOW_BYTES // 2
+"""A gateway credits what was taken as soon as it is so much."""
+
+_HEADER = struct.Struct("<IIB")
+_COUNT = struct.Struct("<I")
+
+
+class Kind(IntEnum):
+    REQUEST_PART = 1
+    """From the gateway: the beginning of a `GenerateRequest`; the rest follows."""
+    REQUEST = 2
+    """From the gateway: the end of a `GenerateRequest`, or all of it."""
+    CANCEL = 3
+    """From the gateway: the answer is not read any more."""
+    CREDIT = 4
+    """From the gateway: bytes of the answer that were taken."""
+    ACCEPTED = 5
+    """From the engine: it has taken the request; the data are the digest of its weights."""
+    REFUSED = 6
+    """From the engine: a `Refusal`; the stream is over."""
+    DATA = 7
+    """From the engine: bytes of frames."""
+    END = 8
+    """From the engine: the answer is complete; the stream is over."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What an HTTP answer would have been."""
+
+    status: int
+    body: bytes
+    retry_after: str | None = None
+
+
+Record = tuple[int, int, bytes]
+"""Kind, stream, data."""
+
+
+def encode_record(kind: Kind, stream: int, data: bytes = b"") -> bytes:
+    return _HEADER.pack(len(data), stream, kind) + data
+
+
+def encode_pieces(kind: Kind, stream: int, data: bytes) -> Iterator[bytes]:
+    """Records that hold `data`."""
+    for start in range(0, len(data), PIECE_BYTES):
+        yield encode_record(kind, stream, data[start : start + PIECE_BYTES])
+
+
+def encode_credit(stream: int, num_bytes: int) -> bytes:
+    return encode_record(Kind.CREDIT, stream, _COUNT.pack(num_bytes))
+
+
+def decode_credit(data: bytes) -> int:
+    """Raises `FrameError`."""
+    if len(data) != _COUNT.size:
+        raise FrameError(f"A credit has {len(data)} bytes.")
+    (num_bytes,) = _COUNT.unpack(data)
+    return int(num_bytes)
+
+
+class RecordDecoder:
+    """Splits what a link brings; one per connection and direction."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        """The beginning of a record whose end has not come; less than `MAX_RECORD_BYTES` and a header."""
+
+    def feed(self, data: bytes) -> list[Record]:
+        """The records that `data` completes. Raises `FrameError` on garbage; the link cannot be read any further."""
+        if self._rest:
+            data = self._rest + data
+        records: list[Record] = []
+        start, end, header_bytes = 0, len(data), _HEADER.size
+        while end - start >= header_bytes:
+            num_bytes, stream, kind = _HEADER.unpack_from(data, start)
+            data_at = start + header_bytes
+            if data_at + num_bytes > end:
+                if num_bytes > MAX_RECORD_BYTES:
+                    raise FrameError(f"A record announces {num_bytes} bytes; at most {MAX_RECORD_BYTES} are allowed.")
+                break
+            start = data_at + num_bytes
+            records.append((kind, stream, data[data_at:start]))
+        self._rest = data[start:]
+        return records

@@ -1,0 +1,196 @@
+"""The engine's end of a link: many requests over one connection, as a gateway sends them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import msgspec
+import pytest
+from waiting import WAIT_LIMIT_S, wait_until
+
+from pagemill_protocol.frames import FrameDecoder
+from pagemill_protocol.generate import FrameMeta, GenerateRequest
+from pagemill_protocol.link import (
+    LINK_PATH,
+    LINK_PROTOCOL,
+    WINDOW_BYTES,
+    Kind,
+    RecordDecoder,
+    Refusal,
+    encode_credit,
+    encode_pieces,
+    encode_record,
+)
+from pagemill_protocol.sampling import SamplingParams
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+class Link:
+    """A gateway's end."""
+
+    def __init__(self, server: Any, *, token: str | None = None) -> None:
+        url = httpx.URL(server.url)
+        self.socket = socket.create_connection((url.host, url.port), timeout=WAIT_LIMIT_S)
+        given = server.auth["Authorization"] if token is None else f"Bearer {token}"
+        head = f"GET {LINK_PATH} HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: {given}\r\n"
+        self.socket.sendall(f"{head}Connection: Upgrade\r\nUpgrade: {LINK_PROTOCOL}\r\n\r\n".encode())
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            answer += self.socket.recv(1 << 16)
+        head_bytes, _, rest = answer.partition(b"\r\n\r\n")
+        self.status = int(head_bytes.split(b" ")[1])
+        self._decoder = RecordDecoder()
+        self.records = self._decoder.feed(rest) if self.status == 101 else []
+
+    def send(self, number: int, request: GenerateRequest) -> None:
+        for record in encode_pieces(Kind.REQUEST_PART, number, msgspec.msgpack.encode(request)):
+            self.socket.sendall(record)
+        self.socket.sendall(encode_record(Kind.REQUEST, number))
+
+    def read_until(self, *ended: int) -> None:
+        """These streams are over."""
+        while not set(ended) <= {number for kind, number, _ in self.records if kind in (Kind.END, Kind.REFUSED)}:
+            data = self.socket.recv(1 << 20)
+            assert data, "the engine hung up"
+            self.records += self._decoder.feed(data)
+
+    def read_now(self, limit_s: float) -> None:
+        """What comes without a pause of `limit_s`."""
+        self.socket.settimeout(limit_s)
+        try:
+            while data := self.socket.recv(1 << 20):
+                self.records += self._decoder.feed(data)
+        except TimeoutError:
+            self.socket.settimeout(WAIT_LIMIT_S)
+
+    def kinds(self, number: int) -> list[int]:
+        return [kind for kind, stream, _ in self.records if stream == number]
+
+    def num_bytes(self, number: int) -> int:
+        return sum(len(data) for kind, stream, data in self.records if (kind, stream) == (Kind.DATA, number))
+
+    def frames(self, number: int) -> list[tuple[FrameMeta, bytes]]:
+        data = b"".join(data for kind, stream, data in self.records if (kind, stream) == (Kind.DATA, number))
+        decoder = FrameDecoder()
+        frames = decoder.feed(data)
+        decoder.close()
+        return frames
+
+    def refusal(self, number: int) -> Refusal:
+        (data,) = [data for kind, stream, data in self.records if (kind, stream) == (Kind.REFUSED, number)]
+        return msgspec.msgpack.decode(data, type=Refusal)
+
+
+@pytest.fixture
+def link(null_server: Any) -> Iterator[Link]:
+    link = Link(null_server)
+    assert link.status == 101
+    yield link
+    link.socket.close()
+
+
+def a_request(request_id: str, **fields: Any) -> GenerateRequest:
+    defaults: dict[str, Any] = {
+        "prompt_token_ids": list(range(10, 40)),
+        "sampling": SamplingParams(max_tokens=5, seed=1, ignore_eos=True),
+        "stream": True,
+    }
+    return GenerateRequest(request_id=request_id, model=MODEL, **{**defaults, **fields})
+
+
+def test_answers_over_a_link_are_those_over_http(link: Link, null_server: Any) -> None:
+    for number in (1, 2, 3):
+        link.send(number, a_request(f"link-{number}", response_id="same"))
+    link.read_until(1, 2, 3)
+    body = msgspec.msgpack.encode(a_request("http", response_id="same"))
+    over_http = FrameDecoder()
+    expected = over_http.feed(
+        httpx.post(f"{null_server.url}/internal/generate", content=body, headers=null_server.auth).content
+    )
+    for number in (1, 2, 3):
+        assert link.kinds(number)[0] == Kind.ACCEPTED
+        frames = link.frames(number)
+        assert [meta.token_ids for meta, _ in frames] == [meta.token_ids for meta, _ in expected]
+        assert frames[-1][0].last
+
+
+def test_a_link_needs_the_token_and_the_offer(null_server: Any) -> None:
+    stranger = Link(null_server, token="wrong")
+    stranger.socket.close()
+    assert stranger.status == 401
+    without_offer = httpx.get(null_server.url + LINK_PATH, headers=null_server.auth)
+    assert without_offer.status_code == 426
+    assert LINK_PROTOCOL in without_offer.json()["error"]["message"]
+
+
+def test_another_protocol_is_not_taken_over(null_server: Any) -> None:
+    offer = {"Connection": "Upgrade", "Upgrade": "websocket"}
+    assert httpx.get(null_server.url + LINK_PATH, headers={**null_server.auth, **offer}).status_code == 426
+
+
+def test_a_request_is_refused_as_over_http_and_the_link_goes_on(link: Link) -> None:
+    link.socket.sendall(encode_record(Kind.REQUEST, 1, b"no msgpack"))
+    link.send(2, a_request("too-long", prompt_token_ids=list(range(100_000))))
+    link.send(3, a_request("other", weights_digest="other"))
+    link.send(4, a_request("good"))
+    link.read_until(1, 2, 3, 4)
+    assert [link.refusal(number).status for number in (1, 2, 3)] == [400, 400, 409]
+    assert b"GenerateRequest" in link.refusal(1).body
+    assert link.kinds(4)[-1] == Kind.END
+
+
+def test_a_large_request_comes_in_parts_and_one_beyond_the_limit_is_refused(link: Link) -> None:
+    raw = msgspec.msgpack.encode(a_request("parts"))
+    for piece in (raw[:10], raw[10:20]):
+        link.socket.sendall(encode_record(Kind.REQUEST_PART, 1, piece))
+    link.socket.sendall(encode_record(Kind.REQUEST, 1, raw[20:]))
+    for record in encode_pieces(Kind.REQUEST_PART, 2, bytes(9 * 2**20)):
+        link.socket.sendall(record)
+    link.socket.sendall(encode_record(Kind.REQUEST, 2))
+    link.read_until(1, 2)
+    assert link.kinds(1)[-1] == Kind.END
+    assert link.refusal(2).status == 413
+
+
+def test_a_cancelled_request_and_those_of_a_closed_link_are_aborted(null_server: Any) -> None:
+    link = Link(null_server)
+    endless = SamplingParams(max_tokens=900, ignore_eos=True)
+    for number in (1, 2):
+        link.send(number, a_request(f"endless-{number}", sampling=endless))
+    while {link.kinds(number)[:1] == [Kind.ACCEPTED] for number in (1, 2)} != {True}:
+        link.records += link._decoder.feed(link.socket.recv(1 << 16))
+    link.socket.sendall(encode_record(Kind.CANCEL, 1))
+    link.socket.close()
+    wait_until(lambda: httpx.get(null_server.url + "/load", headers=null_server.auth).json()["server_load"] == 0)
+
+
+def test_what_is_not_credited_is_not_sent_and_other_streams_go_on(link: Link) -> None:
+    large = SamplingParams(max_tokens=400, seed=1, ignore_eos=True, logprobs=20)
+    link.send(1, a_request("large", sampling=large))
+    wait_until(lambda: (link.read_now(0.5), link.num_bytes(1) == WINDOW_BYTES)[1])
+    link.send(2, a_request("small"))
+    link.read_until(2)
+    assert link.num_bytes(1) == WINDOW_BYTES
+    link.socket.sendall(encode_credit(1, 2**30))
+    link.read_until(1)
+    assert link.frames(1)[-1][0].last
+
+
+def test_a_stopped_engine_ends_its_streams_with_an_error_and_closes_its_links(start_server: Any) -> None:
+    server = start_server(server={"drain_timeout_s": 0.2})
+    server.wait_for("ready")
+    link = Link(server)
+    link.send(1, a_request("cut", sampling=SamplingParams(max_tokens=900, ignore_eos=True)))
+    while Kind.DATA not in link.kinds(1):
+        link.records += link._decoder.feed(link.socket.recv(1 << 16))
+    server.process.send_signal(signal.SIGTERM)
+    link.read_until(1)
+    assert link.frames(1)[-1][0].error_code == "draining"
+    assert link.socket.recv(1) == b""
+    link.socket.close()
+    assert server.wait_exit() == 0

@@ -1,0 +1,366 @@
+"""The gateway's end of a link: streams beside each other, credit, cancellation, silence, an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import WAIT_LIMIT_S, eventually
+
+from pagemill_gateway.brain.interface import Liveness
+from pagemill_gateway.relay.answer_stream import Frame
+from pagemill_gateway.relay.attempt_failures import UpstreamFailure
+from pagemill_gateway.relay.engine_link import EngineLink, LinkStream, Patience
+from pagemill_protocol.errors import PagemillError
+from pagemill_protocol.frames import encode_frame
+from pagemill_protocol.generate import FrameMeta, Usage
+from pagemill_protocol.link import (
+    PIECE_BYTES,
+    WINDOW_BYTES,
+    Kind,
+    Record,
+    RecordDecoder,
+    Refusal,
+    decode_credit,
+    encode_pieces,
+    encode_record,
+)
+
+LAST = encode_frame(FrameMeta(last=True, usage=Usage(1, 2)), b"data: [DONE]\n\n")
+PATIENT = Patience(60.0, 60.0)
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
+
+
+class Engine(asyncio.Transport):
+    """The other end: what came to it, and what it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.link: EngineLink
+        self.records: list[Record] = []
+        self.aborted = self.closed = False
+        self.liveness: Liveness = "working"
+        self.num_asked = 0
+        self._decoder = RecordDecoder()
+
+    def write(self, data: Any) -> None:
+        if data.startswith(b"GET "):
+            asyncio.get_running_loop().call_soon(self.link.data_received, SWITCHED)
+        else:
+            self.records += self._decoder.feed(data)
+
+    def is_closing(self) -> bool:
+        return self.aborted or self.closed
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    async def ask(self) -> Liveness:
+        self.num_asked += 1
+        return self.liveness
+
+    def send(self, kind: Kind, number: int, data: bytes = b"") -> None:
+        self.link.data_received(encode_record(kind, number, data))
+
+    def send_frame(self, number: int, payload: bytes) -> None:
+        self.link.data_received(b"".join(encode_pieces(Kind.DATA, number, token(payload))))
+
+    async def stream(self, body: bytes = b"body", accepted: Callable[[], None] = lambda: None) -> LinkStream:
+        return await self.link.send(body, self.ask, accepted)
+
+
+def token(payload: bytes) -> bytes:
+    return encode_frame(FrameMeta(token_ids=[1]), payload)
+
+
+def run(scenario: Callable[[Engine], Awaitable[None]], patience: Patience = PATIENT) -> None:
+    async def main() -> None:
+        engine = Engine()
+        engine.link = EngineLink(patience, 60.0)
+        engine.link.connection_made(engine)
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            assert await engine.link.begin(b"GET /internal/link HTTP/1.1\r\n\r\n")
+            await scenario(engine)
+        engine.link.connection_lost(None)
+
+    asyncio.run(main())
+
+
+async def all_of(stream: LinkStream) -> list[bytes]:
+    payloads: list[bytes] = []
+    while frames := await stream.read():
+        payloads += [payload for _, payload in frames]
+    return payloads
+
+
+@given(st.lists(st.binary(min_size=1, max_size=200), max_size=6), st.lists(st.integers(1, 90), min_size=1, max_size=9))
+def test_two_answers_are_told_apart_however_the_link_is_cut(pieces: list[bytes], cuts: list[int]) -> None:
+    async def scenario(engine: Engine) -> None:
+        streams = [await engine.stream(), await engine.stream()]
+        data = b""
+        for number in (1, 2):
+            data += encode_record(Kind.ACCEPTED, number, b"w")
+        for piece in pieces:
+            for number in (1, 2):
+                data += encode_record(Kind.DATA, number, token(piece * number))
+        for number in (2, 1):
+            data += encode_record(Kind.DATA, number, LAST) + encode_record(Kind.END, number)
+        for number in range(len(data)):
+            size = cuts[number % len(cuts)]
+            engine.link.data_received(data[:size])
+            data = data[size:]
+            if not data:
+                break
+        for factor, stream in enumerate(streams, 1):
+            assert await all_of(stream) == [*(piece * factor for piece in pieces), b"data: [DONE]\n\n"]
+            assert stream.weights_digest == "w"
+            stream.close()
+        assert [kind for kind, _, _ in engine.records] == [Kind.REQUEST, Kind.REQUEST]
+
+    run(scenario)
+
+
+def test_frames_are_taken_at_once_without_waking_the_reader() -> None:
+    async def scenario(engine: Engine) -> None:
+        stream, taken = await engine.stream(), []
+
+        def take(frames: list[Frame]) -> bool:
+            taken.extend(payload for _, payload in frames)
+            return not frames[-1][0].last
+
+        reading = asyncio.create_task(stream.read(take))
+        await asyncio.sleep(0)
+        engine.send(Kind.ACCEPTED, 1)
+        for payload in (b"a", b"b"):
+            engine.send_frame(1, payload)
+            assert taken[-1] == payload
+            await asyncio.sleep(0)
+            assert not reading.done()
+        engine.send(Kind.DATA, 1, LAST)
+        assert len(await reading) == 1
+
+    run(scenario)
+
+
+def test_what_passes_frames_on_may_fail_and_its_reader_gets_the_error() -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+
+        def take(_: list[Frame]) -> bool:
+            raise UpstreamFailure("broken", "no")
+
+        reading = asyncio.create_task(stream.read(take))
+        await asyncio.sleep(0)
+        engine.send(Kind.ACCEPTED, 1)
+        engine.send_frame(1, b"a")
+        with pytest.raises(UpstreamFailure, match="no"):
+            await reading
+        stream.close()
+        assert engine.records[-1][:2] == (Kind.CANCEL, 1)
+
+    run(scenario)
+
+
+def test_nothing_is_credited_that_nothing_reads_and_other_streams_go_on() -> None:
+    async def scenario(engine: Engine) -> None:
+        slow, quick = await engine.stream(), await engine.stream()
+        for number in (1, 2):
+            engine.send(Kind.ACCEPTED, number)
+        for _ in range(4):
+            engine.send_frame(1, b"x" * (WINDOW_BYTES // 4))
+        assert not [record for record in engine.records if record[0] == Kind.CREDIT]
+        engine.send_frame(2, b"y")
+        assert await quick.read() == [(FrameMeta(token_ids=[1]), b"y")]
+        assert len(await slow.read()) == 4
+        ((_, number, data),) = [record for record in engine.records if record[0] == Kind.CREDIT]
+        assert number == 1
+        assert decode_credit(data) >= WINDOW_BYTES
+
+    run(scenario)
+
+
+def test_a_frame_larger_than_the_window_is_credited_while_its_reader_waits() -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+        engine.send(Kind.ACCEPTED, 1)
+        reading = asyncio.create_task(stream.read())
+        await asyncio.sleep(0)
+        data = token(b"x" * (3 * WINDOW_BYTES))
+        sent = 0
+        while sent < len(data):
+            credited = sum(decode_credit(each) for kind, _, each in engine.records if kind == Kind.CREDIT)
+            assert sent < WINDOW_BYTES + credited
+            engine.send(Kind.DATA, 1, data[sent : sent + PIECE_BYTES])
+            sent += PIECE_BYTES
+        assert len((await reading)[0][1]) == 3 * WINDOW_BYTES
+
+    run(scenario)
+
+
+def test_a_large_request_comes_in_pieces_and_stops_while_the_socket_is_full() -> None:
+    async def scenario(engine: Engine) -> None:
+        body = bytes(range(256)) * 2000
+        engine.link.pause_writing()
+        sending = asyncio.create_task(engine.stream(body))
+        await asyncio.sleep(0.01)
+        assert not engine.records
+        small = await engine.stream(b"small")
+        engine.link.resume_writing()
+        await sending
+        parts = [data for kind, number, data in engine.records if number == 1]
+        assert b"".join(parts) == body
+        assert len(parts) > 2
+        assert (Kind.REQUEST, 2, b"small") in engine.records
+        small.close()
+
+    run(scenario)
+
+
+def test_closing_before_the_end_cancels_the_request_and_later_frames_are_dropped() -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+        engine.send(Kind.ACCEPTED, 1)
+        stream.close()
+        assert engine.records[-1][:2] == (Kind.CANCEL, 1)
+        engine.send_frame(1, b"late")
+        engine.send(Kind.END, 1)
+        assert engine.link.is_usable
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [(503, "draining", "declined"), (503, None, "refused"), (429, "x", "refused"), (401, "x", "broken")],
+)
+def test_a_refusal_means_what_it_does_over_http(status: int, code: str | None, kind: str) -> None:
+    async def scenario(engine: Engine) -> None:
+        stream, accepted = await engine.stream(accepted=lambda: accepted.append(1)), []
+        body = msgspec.json.encode({"error": {"message": "no", "type": "t", "param": None, "code": code}})
+        engine.send(Kind.REFUSED, 1, msgspec.msgpack.encode(Refusal(status, body, "7")))
+        with pytest.raises(UpstreamFailure) as refused:
+            await stream.read()
+        assert (refused.value.kind, refused.value.retry_after_s) == (kind, 7.0 if kind != "broken" else None)
+        assert not accepted
+
+    run(scenario)
+
+
+def test_a_request_that_no_engine_would_take_is_the_clients_error() -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+        body = b'{"error":{"message":"too long","type":"invalid_request_error","param":"messages","code":null}}'
+        engine.send(Kind.REFUSED, 1, msgspec.msgpack.encode(Refusal(400, body)))
+        with pytest.raises(PagemillError, match="too long"):
+            await stream.read()
+
+    run(scenario)
+
+
+def test_a_dead_engine_ends_all_streams_after_what_had_come() -> None:
+    async def scenario(engine: Engine) -> None:
+        first, second = await engine.stream(), await engine.stream()
+        engine.send(Kind.ACCEPTED, 1)
+        engine.send_frame(1, b"a")
+        engine.link.connection_lost(ConnectionResetError())
+        assert [payload for _, payload in await first.read()] == [b"a"]
+        for stream in (first, second):
+            with pytest.raises(UpstreamFailure) as lost:
+                await stream.read()
+            assert lost.value.kind == "lost"
+            stream.close()
+        assert not engine.link.is_usable
+        with pytest.raises(UpstreamFailure):
+            await engine.stream()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff" * 64, encode_record(Kind.REQUEST, 1), encode_record(Kind.REFUSED, 1, b"?")]
+)
+def test_garbage_ends_the_link_and_all_that_it_carries(garbage: bytes) -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+        engine.link.data_received(garbage)
+        with pytest.raises(UpstreamFailure) as broken:
+            await stream.read()
+        assert broken.value.kind == "broken"
+        assert engine.aborted
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("frames", [b"\xff" * 16, LAST + token(b"more"), token(b"cut")[:-1]])
+def test_an_answer_that_is_no_frames_breaks_its_stream_alone(frames: bytes) -> None:
+    async def scenario(engine: Engine) -> None:
+        stream, other = await engine.stream(), await engine.stream()
+        engine.send(Kind.ACCEPTED, 1)
+        engine.send(Kind.DATA, 1, frames)
+        engine.send(Kind.END, 1)
+        with pytest.raises(UpstreamFailure):
+            await all_of(stream)
+        engine.send(Kind.DATA, 2, LAST)
+        assert len(await other.read()) == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_a_silent_engine_is_asked_about_and_left_when_it_is_stuck(is_accepted: bool) -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+        if is_accepted:
+            engine.send(Kind.ACCEPTED, 1)
+        reading = asyncio.create_task(stream.read())
+        await eventually(lambda: engine.num_asked >= 3)
+        assert not reading.done()
+        engine.liveness = "stuck"
+        with pytest.raises(UpstreamFailure) as stalled:
+            await reading
+        assert stalled.value.kind == "stalled"
+        assert engine.records[-1][:2] == (Kind.CANCEL, 1)
+        assert not engine.link.is_usable
+        assert engine.closed
+
+    run(scenario, Patience(60.0, 0.05))
+
+
+def test_an_engine_that_never_accepts_is_left_in_time() -> None:
+    async def scenario(engine: Engine) -> None:
+        with pytest.raises(UpstreamFailure) as stalled:
+            await (await engine.stream()).read()
+        assert stalled.value.kind == "stalled"
+
+    run(scenario, Patience(0.05, 60.0))
+
+
+async def test_an_engine_that_refuses_the_link_gets_its_requests_over_http(gateways: Any, engines: Any) -> None:
+    """As one that was replaced by an older version and has not reported since."""
+    engine = engines[0]
+    engine.refuses_link = True
+    gateway = await gateways(engine)
+    assert (await gateway.chat()).text == "hello world"
+    assert engine.num_links == 0
+    assert engine.http_request_ids
+
+
+async def test_all_requests_to_an_engine_share_one_link(gateways: Any, engines: Any, fake: Any) -> None:
+    gate = asyncio.Event()
+    engine = engines[0]
+    engine.behaviour = fake.says("a", "b", gate=gate)
+    gateway = await gateways(engine)
+    chats = [asyncio.create_task(gateway.chat(stream=True)) for _ in range(12)]
+    await eventually(lambda: engine.num_inside == 12)
+    gate.set()
+    assert {(await chat).streamed_text for chat in chats} == {"ab"}
+    assert engine.num_links == 1
+    assert not engine.http_request_ids

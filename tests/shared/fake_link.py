@@ -1,0 +1,117 @@
+"""The engine's end of a link, for fake engines: their behaviours answer over it as they answer over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+
+from pagemill_protocol.frames import WEIGHTS_HEADER
+from pagemill_protocol.generate import GenerateRequest
+from pagemill_protocol.link import (
+    LINK_PROTOCOL,
+    WINDOW_BYTES,
+    Kind,
+    RecordDecoder,
+    Refusal,
+    decode_credit,
+    encode_pieces,
+    encode_record,
+)
+
+HEAD = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {LINK_PROTOCOL}\r\n\r\n".encode()
+Serve = Callable[[GenerateRequest, Any, Any], Awaitable[Any]]
+"""Answers a request; what it returns is sent where nothing was begun."""
+
+
+class LinkAnswer:
+    """What a behaviour takes for its `web.StreamResponse`, and for the `web.Request` behind it."""
+
+    def __init__(self, link: FakeLink, number: int, headers: dict[str, str]) -> None:
+        self.headers = headers
+        self.transport = link.transport
+        self.begun = False
+        self._link = link
+        self._number = number
+        self._credit = WINDOW_BYTES
+        self._credited = asyncio.Event()
+
+    async def prepare(self, _: Any) -> None:
+        self.begun = True
+        self._send(encode_record(Kind.ACCEPTED, self._number, self.headers[WEIGHTS_HEADER].encode()))
+
+    async def write(self, data: bytes) -> None:
+        while self._credit <= 0:
+            self._credited.clear()
+            await self._credited.wait()
+        self._credit -= len(data)
+        for record in encode_pieces(Kind.DATA, self._number, data):
+            self._send(record)
+        await asyncio.sleep(0)
+
+    async def write_eof(self) -> None:
+        self._send(encode_record(Kind.END, self._number))
+
+    def refuse(self, response: web.Response) -> None:
+        body = bytes(cast(bytes, response.body) or b"")
+        refused = Refusal(response.status, body, response.headers.get("Retry-After"))
+        self._send(encode_record(Kind.REFUSED, self._number, msgspec.msgpack.encode(refused)))
+
+    def credited(self, num_bytes: int) -> None:
+        self._credit += num_bytes
+        self._credited.set()
+
+    def _send(self, record: bytes) -> None:
+        if self._link.is_lost:
+            raise ConnectionResetError
+        self.transport.write(record)
+
+
+class FakeLink(asyncio.Protocol):
+    """Takes a connection of aiohttp's server over."""
+
+    def __init__(self, http: web.Request, serve: Serve, headers: Callable[[], dict[str, str]]) -> None:
+        assert http.transport is not None
+        self.transport = cast(asyncio.Transport, http.transport)
+        self.is_lost = False
+        self.over = asyncio.Event()
+        self._before = self.transport.get_protocol()
+        self._serve = serve
+        self._headers = headers
+        self._decoder = RecordDecoder()
+        self._parts: dict[int, bytes] = {}
+        self._answers: dict[int, LinkAnswer] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.transport.write(HEAD)
+        self.transport.set_protocol(self)
+
+    def data_received(self, data: bytes) -> None:
+        for kind, number, body in self._decoder.feed(data):
+            if kind == Kind.REQUEST_PART:
+                self._parts[number] = self._parts.get(number, b"") + body
+            elif kind == Kind.REQUEST:
+                request = msgspec.msgpack.decode(self._parts.pop(number, b"") + body, type=GenerateRequest)
+                answer = self._answers[number] = LinkAnswer(self, number, self._headers())
+                self._tasks[number] = asyncio.create_task(self._run(number, request, answer))
+            elif kind == Kind.CANCEL and number in self._tasks:
+                self._tasks[number].cancel()
+            elif kind == Kind.CREDIT and number in self._answers:
+                self._answers[number].credited(decode_credit(body))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+        for task in self._tasks.values():
+            task.cancel()
+        cast(asyncio.Protocol, self._before).connection_lost(error)
+        self.over.set()
+
+    async def _run(self, number: int, request: GenerateRequest, answer: LinkAnswer) -> None:
+        try:
+            response = await self._serve(request, answer, answer)
+            if not answer.begun and isinstance(response, web.Response):
+                answer.refuse(response)
+        finally:
+            del self._tasks[number], self._answers[number]
