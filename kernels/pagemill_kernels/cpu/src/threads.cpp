@@ -1,6 +1,6 @@
 // The pool behind threads.h. A decode step of a small model is hundreds of regions of some ten microseconds, so a thread
 // that waits first spins, and sleeps when that was in vain: cores may be shared with other work, and idle engines must
-// take no time. For the same reason nobody waits for a thread that has not woken up: the caller does its part.
+// take no time. For the same reason no thread waits for one that has not woken up: the caller does its part.
 #include "threads.h"
 
 #include <linux/futex.h>
