@@ -102,7 +102,7 @@ async def all_of(stream: LinkStream) -> list[bytes]:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=200), max_size=6), st.lists(st.integers(1, 90), min_size=1, max_size=9))
-def test_two_answers_are_told_apart_however_the_link_is_cut(pieces: list[bytes], cuts: list[int]) -> None:
+def test_two_answers_are_kept_apart_however_the_link_is_cut(pieces: list[bytes], cuts: list[int]) -> None:
     async def scenario(engine: Engine) -> None:
         streams = [await engine.stream(), await engine.stream()]
         data = b""

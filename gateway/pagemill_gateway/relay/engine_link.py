@@ -77,7 +77,7 @@ class LinkStream:
         """Bytes that were taken and are not credited yet."""
         self._take: Take | None = None
         self._waiting: asyncio.Future[None] | None = None
-        self._waiting_since = self._heard_at = self._checked_at = self._opened_at = now
+        self._waiting_since = self._received_at = self._checked_at = self._opened_at = now
         self._is_accepted = self._is_complete = self._is_over = False
         self._error: BaseException | None = None
         self._num_silent = 0
@@ -120,7 +120,7 @@ class LinkStream:
         self._on_accepted()
 
     def received(self, data: bytes, now: float) -> None:
-        self._heard_at, self._num_silent = now, 0
+        self._received_at, self._num_silent = now, 0
         if self._is_over:
             return
         try:
@@ -160,7 +160,7 @@ class LinkStream:
         client is waited for, the engine is not asked."""
         if self._waiting is None or self._waiting.done() or self._asking is not None:
             return now + patience.check_s
-        due_at = max(self._heard_at, self._checked_at, self._waiting_since) + patience.check_s
+        due_at = max(self._received_at, self._checked_at, self._waiting_since) + patience.check_s
         if not self._is_accepted:
             refused_at = self._opened_at + patience.accept_s
             if now >= refused_at:
@@ -175,7 +175,7 @@ class LinkStream:
     async def _ask(self, asked_at: float) -> None:
         liveness = await self._liveness()
         self._asking, self._checked_at = None, asked_at
-        if self._heard_at > asked_at or self._waiting is None:
+        if self._received_at > asked_at or self._waiting is None:
             return
         self._num_silent = self._num_silent + 1 if liveness == "silent" else 0
         if not self._is_accepted:

@@ -68,7 +68,7 @@ class Links:
 
     def _opened(self, key: Key, task: asyncio.Task[EngineLink | None]) -> None:
         del self._opening[key]
-        with suppress(Exception, asyncio.CancelledError):  # those who asked for it are told
+        with suppress(Exception, asyncio.CancelledError):  # the error is its waiters'
             if (link := task.result()) is not None:
                 self._links = {other: each for other, each in self._links.items() if each.is_usable}
                 self._links[key] = link
