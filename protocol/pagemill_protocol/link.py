@@ -54,6 +54,8 @@ class Kind(IntEnum):
     """From the engine: bytes of frames."""
     END = 8
     """From the engine: the answer is complete; the stream is over."""
+    REQUEST_ID = 9
+    """From the gateway, right before `REQUEST`: the client's name for the request, for the engine's log."""
 
 
 class Refusal(msgspec.Struct, frozen=True):

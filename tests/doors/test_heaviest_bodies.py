@@ -212,7 +212,8 @@ BODILESS = {
     "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/{}", "/v2/models/{}/ready", "/v2/models/{}/config",
     "/v1/files", "/v1/files/{id}", "/v1/files/{id}/content", "/v1/batches", "/v1/batches/{id}",
     "/v1/responses/{id}", "/v1/responses/{id}/input_items",
-    "/internal/state", "/internal/bundle", "/is_sleeping", "/status", "/debug/decisions", "/internal/load",
+    "/internal/state", "/internal/link", "/internal/bundle", "/internal/load",
+    "/is_sleeping", "/status", "/debug/decisions",
 }  # fmt: skip
 """Routes of GET: a body of the largest size is read or dropped."""
 ENDLESS = {"/internal/state", "/internal/load"}
@@ -368,7 +369,8 @@ def test_the_heaviest_accepted_body_costs_a_bounded_amount(request: pytest.Fixtu
 def accepted(case: Case) -> set[int]:
     unknown = {404} if case.path == "/internal/allowance" else set()  # no request of that id is under way
     too_late = {409} if case.path.endswith("/cancel") else set()  # the batch is over already
-    return {200, 202, 204} | unknown | too_late
+    no_upgrade = {426} if case.path == "/internal/link" else set()  # without it nothing is linked
+    return {200, 202, 204} | unknown | too_late | no_upgrade
 
 
 def with_ids(door: Door, path: str, body: Body) -> tuple[str, Body]:

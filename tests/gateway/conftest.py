@@ -63,6 +63,7 @@ class FakeEngine:
         self.name = name
         self.requests: list[GenerateRequest] = []
         self.http_request_ids: list[str | None] = []
+        self.link_request_ids: list[str] = []
         self.num_aborted = 0
         self.refuses_link = False
         self.num_links = 0
@@ -191,7 +192,7 @@ class FakeEngine:
         if self.refuses_link:
             return web.json_response({"error": {"message": "no such route"}}, status=404)
         self.num_links += 1
-        link = FakeLink(http, self._answer, self._answer_headers)
+        link = FakeLink(http, self._answer, self._answer_headers, self.link_request_ids.append)
         await link.over.wait()
         return web.Response()
 

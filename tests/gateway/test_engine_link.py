@@ -74,7 +74,7 @@ class Engine(asyncio.Transport):
         self.link.data_received(b"".join(encode_pieces(Kind.DATA, number, token(payload))))
 
     async def stream(self, body: bytes = b"body", accepted: Callable[[], None] = lambda: None) -> LinkStream:
-        return await self.link.send(body, self.ask, accepted)
+        return await self.link.send(body, "r-1", self.ask, accepted)
 
 
 def token(payload: bytes) -> bytes:
@@ -123,7 +123,7 @@ def test_two_answers_are_kept_apart_however_the_link_is_cut(pieces: list[bytes],
             assert await all_of(stream) == [*(piece * factor for piece in pieces), b"data: [DONE]\n\n"]
             assert stream.weights_digest == "w"
             stream.close()
-        assert [kind for kind, _, _ in engine.records] == [Kind.REQUEST, Kind.REQUEST]
+        assert [kind for kind, _, _ in engine.records] == 2 * [Kind.REQUEST_ID, Kind.REQUEST]
 
     run(scenario)
 
@@ -215,7 +215,7 @@ def test_a_large_request_comes_in_pieces_and_stops_while_the_socket_is_full() ->
         small = await engine.stream(b"small")
         engine.link.resume_writing()
         await sending
-        parts = [data for kind, number, data in engine.records if number == 1]
+        parts = [data for kind, number, data in engine.records if number == 1 and kind != Kind.REQUEST_ID]
         assert b"".join(parts) == body
         assert len(parts) > 2
         assert (Kind.REQUEST, 2, b"small") in engine.records

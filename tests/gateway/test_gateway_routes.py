@@ -280,11 +280,17 @@ async def test_a_prompt_longer_than_the_model_takes_is_refused_at_the_gateway(en
     assert (await gateway.complete()).status == 200
 
 
-async def test_the_request_id_goes_to_the_engine_and_comes_back(engines, gateways) -> None:
+@pytest.mark.parametrize("refuses_link", [False, True])
+async def test_the_request_id_goes_to_the_engine_and_comes_back(engines, gateways, refuses_link) -> None:
+    for engine in engines:
+        engine.refuses_link = refuses_link
     gateway = await gateways(*engines)
     reply = await gateway.chat(headers={"x-request-id": "abc-1"})
     assert reply.headers["x-request-id"] == "abc-1"
-    assert [name for engine in engines for name in engine.http_request_ids] == ["abc-1"], "engines log it too"
+    over_links = [name for engine in engines for name in engine.link_request_ids]
+    over_http = [name for engine in engines for name in engine.http_request_ids]
+    assert (over_http if refuses_link else over_links) == ["abc-1"], "engines log it too"
+    assert not (over_links if refuses_link else over_http)
     assert (await gateway.chat(headers={"x-request-id": "bad id\u00e9"})).headers["x-request-id"] != "bad id\u00e9"
 
 

@@ -73,7 +73,13 @@ class LinkAnswer:
 class FakeLink(asyncio.Protocol):
     """Takes a connection of aiohttp's server over."""
 
-    def __init__(self, http: web.Request, serve: Serve, headers: Callable[[], dict[str, str]]) -> None:
+    def __init__(
+        self,
+        http: web.Request,
+        serve: Serve,
+        headers: Callable[[], dict[str, str]],
+        note_request_id: Callable[[str], None],
+    ) -> None:
         assert http.transport is not None
         self.transport = cast(asyncio.Transport, http.transport)
         self.is_lost = False
@@ -81,6 +87,7 @@ class FakeLink(asyncio.Protocol):
         self._before = self.transport.get_protocol()
         self._serve = serve
         self._headers = headers
+        self._note_request_id = note_request_id
         self._decoder = RecordDecoder()
         self._parts: dict[int, bytes] = {}
         self._answers: dict[int, LinkAnswer] = {}
@@ -92,6 +99,8 @@ class FakeLink(asyncio.Protocol):
         for kind, number, body in self._decoder.feed(data):
             if kind == Kind.REQUEST_PART:
                 self._parts[number] = self._parts.get(number, b"") + body
+            elif kind == Kind.REQUEST_ID:
+                self._note_request_id(body.decode())
             elif kind == Kind.REQUEST:
                 request = msgspec.msgpack.decode(self._parts.pop(number, b"") + body, type=GenerateRequest)
                 answer = self._answers[number] = LinkAnswer(self, number, self._headers())

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNFINISHED_REQUESTS = 1024
 """Of which only parts have come."""
+MAX_REQUEST_ID_BYTES = 512
 ROUTE = "/internal/generate"
 """Under which requests are counted, however they come."""
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
@@ -101,6 +102,8 @@ class GatewayLink(Successor):
         self._transport: asyncio.Transport
         self._decoder = RecordDecoder()
         self._parts: dict[int, bytearray] = {}
+        self._request_id = ""
+        """The client's, of the next request."""
         self._streams: dict[int, _Stream] = {}
         self._changed: dict[_Stream, None] = {}
         """Streams that may have something to send, in the order in which it came."""
@@ -143,6 +146,8 @@ class GatewayLink(Successor):
         if kind == Kind.REQUEST:
             parts = self._parts.pop(number, None)
             self._open(number, data if parts is None else bytes(parts + data))
+        elif kind == Kind.REQUEST_ID:
+            self._request_id = data[:MAX_REQUEST_ID_BYTES].decode(errors="replace")
         elif kind == Kind.REQUEST_PART:
             self._keep_part(number, data)
         elif kind == Kind.CANCEL:
@@ -181,7 +186,7 @@ class GatewayLink(Successor):
             self._refuse(number, error)
             return
         except Exception:
-            logger.exception("a request of a gateway failed")
+            logger.exception("request %s of a gateway failed", self._request_id)
             self._refuse(number, internal_error())
             return
         context.metrics.http_request(ROUTE, 200)

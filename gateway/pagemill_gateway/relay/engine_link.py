@@ -249,8 +249,13 @@ class EngineLink(asyncio.Protocol):
         self._look()
         return True
 
-    async def send(self, body: bytes, liveness: AskLiveness, on_accepted: Callable[[], None]) -> LinkStream:
-        """Send an encoded `GenerateRequest`. Close the stream when nothing more of its answer is wanted."""
+    async def send(
+        self, body: bytes, request_id: str, liveness: AskLiveness, on_accepted: Callable[[], None]
+    ) -> LinkStream:
+        """Send an encoded `GenerateRequest`. Close the stream when nothing more of its answer is wanted.
+
+        `request_id`: the client's, for the engine's log.
+        """
         if not self.is_usable:
             raise UpstreamFailure("lost", BROKE)
         self._num_opened += 1
@@ -260,11 +265,12 @@ class EngineLink(asyncio.Protocol):
         now = self.now()
         stream = self._streams[number] = LinkStream(self, number, liveness, on_accepted, now)
         self._look_at(now + min(self._patience.check_s, self._patience.accept_s))
+        named = encode_record(Kind.REQUEST_ID, number, request_id.encode())
         if len(body) <= PIECE_BYTES:
-            self._transport.write(encode_record(Kind.REQUEST, number, body))
+            self._transport.write(named + encode_record(Kind.REQUEST, number, body))
             return stream
         try:
-            await self._send_in_pieces(number, body)
+            await self._send_in_pieces(number, body, named)
         except BaseException:
             stream.close()
             raise
@@ -292,7 +298,7 @@ class EngineLink(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    async def _send_in_pieces(self, number: int, body: bytes) -> None:
+    async def _send_in_pieces(self, number: int, body: bytes, named: bytes) -> None:
         """A large request must neither be copied into the transport at once nor hold up the others."""
         for piece in encode_pieces(Kind.REQUEST_PART, number, body):
             await self._may_write.wait()
@@ -300,7 +306,7 @@ class EngineLink(asyncio.Protocol):
                 return
             self._transport.write(piece)
             await asyncio.sleep(0)
-        self._transport.write(encode_record(Kind.REQUEST, number))
+        self._transport.write(named + encode_record(Kind.REQUEST, number))
 
     def _look(self) -> None:
         """For silent streams, or for a link that nothing uses."""

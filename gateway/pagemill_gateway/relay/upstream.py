@@ -71,7 +71,7 @@ class Upstream:
             except (OSError, ValueError) as error:
                 raise UpstreamFailure("lost", BROKE) from error
             if link is not None:
-                return await link.send(body, liveness, on_accepted)
+                return await link.send(body, request_id, liveness, on_accepted)
         return await self._open_http(assignment, body, request_id, liveness, on_accepted)
 
     async def _open_link(self, origin: Origin, token: str) -> EngineLink | None:
