@@ -102,7 +102,7 @@ def test_a_configuration_of_layers_that_no_file_has_is_refused_before_a_model_is
             runner_loader(folder)
         took_s.append(time.thread_time() - started_s)
     assert error.value.reason == "ModelUnreadable"
-    assert min(took_s) < 0.25, "a model of 4096 layers takes seconds to build"
+    assert min(took_s) < 1.0, "a model of 4096 layers takes seconds to build"
 
 
 def test_integer_weights_are_refused(folder: Path, runner_loader: Loader) -> None:
