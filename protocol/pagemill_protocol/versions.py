@@ -31,6 +31,12 @@ def protocol_headers() -> dict[str, str]:
     return {PROTOCOL_HEADER: str(PROTOCOL_VERSION)}
 
 
+def stream_headers(content_type: str) -> list[tuple[bytes, bytes]]:
+    """Of an answer that is an endless stream for a peer."""
+    named = {"content-type": content_type, **protocol_headers()}
+    return [(name.encode(), value.encode()) for name, value in named.items()]
+
+
 def check_peer(peer: str, headers: Mapping[str, str]) -> int:
     """The version that a peer names in its headers. Raises `UnsupportedProtocol`. `peer`: for people."""
     return _check(peer, headers.get(PROTOCOL_HEADER, ""))

@@ -65,8 +65,7 @@ class ScalingRules(Section):
     stabilization_window_seconds: Annotated[int, Field(ge=0, le=3600)] | None = None
     """
     Seconds over which the most cautious recommendation wins. Without it 0 upwards; 300 downwards, less where half
-    as much load again would leave replicas idle, more where replicas
-    that were removed were soon needed again.
+    as much load again would leave replicas idle, more where replicas that were removed were soon needed again.
     """
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
     """Which policy wins; `Disabled` forbids the direction."""

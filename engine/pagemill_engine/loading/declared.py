@@ -26,11 +26,8 @@ class DeclaredWeights:
         stored = source.shapes
         names = declared_names(list(stored), decoder)
         self._stored_names = {name: at for name, at in names.items() if not decoder.is_ignored(name)}
-        transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
-        self._transposed = transposed & self._stored_names.keys()
-        head = decoder.head
-        normalized = {f"{head.name}.weight"} if head is not None and head.normalized else set()
-        self._normalized = normalized & self._stored_names.keys()
+        self._transposed = transposed_weights(decoder) & self._stored_names.keys()
+        self._normalized = normalized_weights(decoder) & self._stored_names.keys()
         self._computed = self._transposed | self._normalized
         self._shapes: Shapes = {
             name: stored[at][::-1] if name in self._transposed else stored[at]
@@ -72,6 +69,17 @@ class DeclaredWeights:
 
     def digest(self) -> str:
         return self._source.digest()
+
+
+def transposed_weights(decoder: DecoderSpec) -> set[str]:
+    """That are stored the other way round."""
+    return {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
+
+
+def normalized_weights(decoder: DecoderSpec) -> set[str]:
+    """Whose rows are read at length one."""
+    head = decoder.head
+    return {f"{head.name}.weight"} if head is not None and head.normalized else set()
 
 
 def declared_names(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pagemill_engine.loading.codes import CODE_KINDS, CodeKind
-from pagemill_engine.loading.declared import declared_names
+from pagemill_engine.loading.declared import declared_names, normalized_weights, transposed_weights
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loading.packed.formats import FORMATS
 from pagemill_engine.loading.packed.matrix import Settings
@@ -36,7 +36,8 @@ class OutlinedWeights:
         self._shapes: Shapes = spec.decoder.shapes()
         self._kinds = _kinds(names, settings, self._shapes, keeps_floats8)
         self._kinds |= dict.fromkeys(_mxfp4(names, spec.decoder, self._shapes), CODE_KINDS["MXFP4"])
-        self._floats = _float_names(spec.decoder)
+        self._floats = transposed_weights(spec.decoder) | normalized_weights(spec.decoder)
+        """Read as floats, whatever they lie in."""
         self._is_bfloat16 = spec.dtype == "bfloat16"
 
     @property
@@ -102,10 +103,3 @@ def _mxfp4(names: frozenset[str], decoder: DecoderSpec, shapes: Shapes) -> set[s
         for before, after in by_layer
         if name.startswith(before) and name.endswith(after) and name[len(before) : len(name) - len(after)].isdecimal()
     }
-
-
-def _float_names(decoder: DecoderSpec) -> set[str]:
-    """Matrices that are stored the other way round or normalized: read as floats, whatever they lie in."""
-    transposed = {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
-    head = decoder.head
-    return transposed | ({f"{head.name}.weight"} if head is not None and head.normalized else set())

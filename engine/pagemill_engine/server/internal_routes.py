@@ -30,7 +30,7 @@ from pagemill_protocol.http.door import header, read_body
 from pagemill_protocol.http.guard import require_control
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 from pagemill_protocol.state import GATEWAY_HEADER
-from pagemill_protocol.versions import protocol_headers, require_protocol
+from pagemill_protocol.versions import protocol_headers, require_protocol, stream_headers
 
 MAX_WAIT_S = 60.0
 GATEWAY = "The gateway"
@@ -141,8 +141,7 @@ class StateResponse:
         watcher = asyncio.create_task(_call_on_disconnect(receive, subscription.close))
         self._context.metrics.state_streams(+1)
         try:
-            named = {"content-type": STATE_CONTENT_TYPE, **protocol_headers()}
-            headers = [(name.encode(), value.encode()) for name, value in named.items()]
+            headers = stream_headers(STATE_CONTENT_TYPE)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             async for frame in subscription:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from pagemill_gateway.brain.interface import Liveness
-from pagemill_gateway.relay.attempt_failures import BROKE, SILENT, TOO_SHORT, UpstreamFailure
+from pagemill_gateway.relay.attempt_failures import BROKE, SILENT, TOO_SHORT, UpstreamFailure, garbage
 from pagemill_gateway.repeated_timeout import RepeatedTimeout
 from pagemill_protocol.frames import FrameDecoder, FrameError
 from pagemill_protocol.generate import FrameMeta
@@ -102,7 +102,7 @@ class FrameStream:
                     return frames
             self._decoder.close()
         except FrameError as error:
-            raise UpstreamFailure("broken", f"The engine sent garbage: {error}") from error
+            raise garbage(error) from error
         except TimeoutError as error:
             raise UpstreamFailure("stalled", SILENT) from error
         except OSError as error:

@@ -31,6 +31,10 @@ class UpstreamFailure(Exception):
         self.retry_after_s = retry_after_s
 
 
+def garbage(error: Exception) -> UpstreamFailure:
+    return UpstreamFailure("broken", f"The engine sent garbage: {error}")
+
+
 class _ErrorFields(msgspec.Struct):
     message: str = ""
     type: str = "invalid_request_error"

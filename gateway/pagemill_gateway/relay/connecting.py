@@ -1,4 +1,6 @@
-"""How a gateway connects to an engine: by the addresses of its host in turn, with TLS where its URL says so."""
+"""How a gateway connects to an engine: by the addresses of its host in turn, with TLS where its URL says so; and the
+head of what it asks there.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
+
+from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 Connection = TypeVar("Connection", bound=asyncio.Protocol)
 
@@ -41,6 +45,20 @@ def origin_of(base_url: str) -> Origin:
     named = f"[{host}]" if ":" in host else host
     host_header = named if parts.port is None else f"{named}:{parts.port}"
     return Origin(host, parts.port or (443 if is_tls else 80), is_tls, host_header)
+
+
+def request_head(request: str, origin: Origin, token: str, *fields: str) -> bytes:
+    """`request`: method and path. Raises `ValueError` for values that are invalid in a header."""
+    lines = (
+        f"{request} HTTP/1.1",
+        f"Host: {origin.host_header}",
+        f"Authorization: Bearer {token}",
+        f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}",
+        *fields,
+    )
+    if not "".join(lines).isprintable():
+        raise ValueError("a value that is no line of text")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 class Connector:

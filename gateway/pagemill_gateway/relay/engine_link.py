@@ -22,6 +22,7 @@ from pagemill_gateway.relay.attempt_failures import (
     SILENT,
     TOO_SHORT,
     UpstreamFailure,
+    garbage,
     refusal,
 )
 from pagemill_protocol.frames import FrameDecoder, FrameError
@@ -130,7 +131,7 @@ class LinkStream:
             else:
                 self._is_complete = frames[0][0].last
         except FrameError as error:
-            self.fail(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
+            self.fail(garbage(error))
             return
         self._num_held += len(data)
         if frames and not self._takes(frames):
@@ -143,7 +144,7 @@ class LinkStream:
         try:
             self._decoder.close()
         except FrameError as error:
-            self.fail(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
+            self.fail(garbage(error))
             return
         self._is_over = True
         self._wake()
@@ -347,7 +348,7 @@ class EngineLink(asyncio.Protocol):
                 else:
                     self._dispatch(record)
         except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._fail_all(UpstreamFailure("broken", f"The engine sent garbage: {error}"))
+            self._fail_all(garbage(error))
             self._transport.abort()
 
     def pause_writing(self) -> None:

@@ -6,10 +6,9 @@ import asyncio
 import ssl
 from contextlib import suppress
 
-from pagemill_gateway.relay.connecting import Connector, Origin
+from pagemill_gateway.relay.connecting import Connector, Origin, request_head
 from pagemill_gateway.relay.engine_link import EngineLink, Patience
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
-from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 IDLE_S = 300.0
 """A link that nothing used for so long is closed: its engine may be gone from the catalogue."""
@@ -56,7 +55,7 @@ class Links:
 
     async def _open(self, key: Key) -> EngineLink | None:
         origin, token = key
-        head = _head(origin, token)
+        head = request_head(f"GET {LINK_PATH}", origin, token, "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}")
         link = await self._connector.connect(origin, lambda: EngineLink(self._patience, IDLE_S))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -72,17 +71,3 @@ class Links:
             if (link := task.result()) is not None:
                 self._links = {other: each for other, each in self._links.items() if each.is_usable}
                 self._links[key] = link
-
-
-def _head(origin: Origin, token: str) -> bytes:
-    """Raises `ValueError` for a token that is invalid in a header."""
-    if not token.isprintable():
-        raise ValueError("a token that is no line of text")
-    return (
-        f"GET {LINK_PATH} HTTP/1.1\r\n"
-        f"Host: {origin.host_header}\r\n"
-        f"Authorization: Bearer {token}\r\n"
-        f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
-        f"Connection: Upgrade\r\n"
-        f"Upgrade: {LINK_PROTOCOL}\r\n\r\n"
-    ).encode()

@@ -19,15 +19,14 @@ from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AnswerStream, AskLiveness, FrameStream
 from pagemill_gateway.relay.attempt_failures import BROKE, MAX_ERROR_BYTES, SILENT, UpstreamFailure, refusal
-from pagemill_gateway.relay.connecting import CannotConnect, Origin, origin_of
+from pagemill_gateway.relay.connecting import CannotConnect, Origin, origin_of, request_head
 from pagemill_gateway.relay.engine_connection import EngineConnection
-from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, EngineLink, Patience
+from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, Patience
 from pagemill_gateway.relay.engine_pool import EnginePool
 from pagemill_gateway.relay.links import Links
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.generate import AllowanceRaise
 from pagemill_protocol.http.tls import EngineTrust
-from pagemill_protocol.versions import PROTOCOL_HEADER, PROTOCOL_VERSION
 
 ERROR_BODY_TIMEOUT_S = 5.0
 ALLOWANCE_TIMEOUT_S = 2.0
@@ -66,30 +65,12 @@ class Upstream:
         """
         if assignment.has_link:
             try:
-                origin = origin_of(assignment.data_url)
-                link = self._links.ready(origin, assignment.token) or await self._open_link(origin, assignment.token)
-            except (OSError, ValueError) as error:
-                raise UpstreamFailure("lost", BROKE) from error
+                origin, token = origin_of(assignment.data_url), assignment.token
+                link = self._links.ready(origin, token) or await self._links.open(origin, token)
+            except (CannotConnect, OSError, ValueError) as error:
+                raise _failure_of(error) from error
             if link is not None:
                 return await link.send(body, request_id, liveness, on_accepted)
-        return await self._open_http(assignment, body, request_id, liveness, on_accepted)
-
-    async def _open_link(self, origin: Origin, token: str) -> EngineLink | None:
-        try:
-            return await self._links.open(origin, token)
-        except CannotConnect as error:
-            raise UpstreamFailure("unreachable" if error.refused else "stalled", str(error)) from error
-        except TimeoutError as error:
-            raise UpstreamFailure("stalled", SILENT) from error
-
-    async def _open_http(
-        self,
-        assignment: Assignment,
-        body: bytes,
-        request_id: str,
-        liveness: AskLiveness,
-        on_accepted: Callable[[], None],
-    ) -> AnswerStream:
         origin, connection = await self._ask(assignment, body, request_id, liveness)
         # Keeps the connection only when the answer was read to its end.
         give_back = partial(self._pool.give_back, origin, connection)
@@ -134,12 +115,8 @@ class Upstream:
                     connection.abort()
                     raise
                 return origin, connection
-        except CannotConnect as error:
-            raise UpstreamFailure("unreachable" if error.refused else "stalled", str(error)) from error
-        except TimeoutError as error:
-            raise UpstreamFailure("stalled", SILENT) from error
-        except (OSError, ValueError) as error:
-            raise UpstreamFailure("lost", BROKE) from error
+        except (CannotConnect, OSError, ValueError) as error:
+            raise _failure_of(error) from error
 
     @asynccontextmanager
     async def _watched(self, limit: asyncio.Timeout, liveness: AskLiveness) -> AsyncIterator[None]:
@@ -162,19 +139,25 @@ class Upstream:
                 task.cancel()
 
 
+def _failure_of(error: CannotConnect | OSError | ValueError) -> UpstreamFailure:
+    """Of an engine that was not reached, or that has not begun to answer."""
+    if isinstance(error, CannotConnect):
+        return UpstreamFailure("unreachable" if error.refused else "stalled", str(error))
+    if isinstance(error, TimeoutError):
+        return UpstreamFailure("stalled", SILENT)
+    return UpstreamFailure("lost", BROKE)
+
+
 def _head(origin: Origin, token: str, request_id: str, num_bytes: int, path: str = "/internal/generate") -> bytes:
     """Raises `ValueError` for values that are invalid in a header."""
-    if not (token + request_id).isprintable():
-        raise ValueError("a token or a request id that is no line of text")
-    return (
-        f"POST {path} HTTP/1.1\r\n"
-        f"Host: {origin.host_header}\r\n"
-        f"Authorization: Bearer {token}\r\n"
-        f"Content-Type: {MSGPACK_CONTENT_TYPE}\r\n"
-        f"{PROTOCOL_HEADER}: {PROTOCOL_VERSION}\r\n"
-        f"Content-Length: {num_bytes}\r\n"
-        f"X-Request-Id: {request_id}\r\n\r\n"
-    ).encode()
+    return request_head(
+        f"POST {path}",
+        origin,
+        token,
+        f"Content-Type: {MSGPACK_CONTENT_TYPE}",
+        f"Content-Length: {num_bytes}",
+        f"X-Request-Id: {request_id}",
+    )
 
 
 async def _check_accepted(connection: EngineConnection) -> None:

@@ -15,7 +15,7 @@ from pagemill_gateway.control_process import ControlProcess
 from pagemill_gateway.routes.connection import departure
 from pagemill_protocol.frames import LOAD_CONTENT_TYPE, encode_load
 from pagemill_protocol.load import DeploymentLoad, LoadFrame
-from pagemill_protocol.versions import PROTOCOL_VERSION, protocol_headers
+from pagemill_protocol.versions import PROTOCOL_VERSION, stream_headers
 
 INTERVAL_S = 0.5
 """Between two measurements; changes are published with the next one."""
@@ -29,8 +29,7 @@ class LoadStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         departing = asyncio.create_task(departure(receive))
-        named = {"content-type": LOAD_CONTENT_TYPE, **protocol_headers()}
-        headers = [(name.encode(), value.encode()) for name, value in named.items()]
+        headers = stream_headers(LOAD_CONTENT_TYPE)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._publish(send, departing)

@@ -39,9 +39,15 @@ def can_read_header(source: str) -> bool:
     written = in_full(source)
     try:
         kind = find_kind(written)
-        return kind.is_remote and isinstance(kind.open(written), ReadsRanges)
+        if not kind.is_remote:
+            return False
+        repository = kind.open(written)
     except SourceError:
         return False
+    try:
+        return isinstance(repository, ReadsRanges)
+    finally:
+        repository.close()
 
 
 def fetch_header(source: str, folder: Path, field: str = "model.source") -> Path:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_operator.autoscaler.settings import Slo
-from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
-from pagemill_simulator.fleet.figures import is_within_slo
-from pagemill_simulator.fleet.fleet import simulate_fleet
+from pagemill_simulator.bounds.schedule import Schedule
+from pagemill_simulator.bounds.trials import Trials, share
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.workloads.generator import Generator
@@ -80,7 +79,5 @@ class SteadyCapacity:
             self._settings, bounds=Bounds(replicas, replicas), start_replicas=replicas, crash_mean_s=0.0
         )
         workload = self._kind.steady(intensity, self._duration_s).workload(self._seed)
-        scaler = ScheduledReplicas("steady", Schedule.constant(replicas))
-        requests = simulate_fleet(workload, settings, scaler, fast=True).requests
-        met = sum(is_within_slo(each, self._slo.ttft_ms, self._slo.tpot_ms) for each in requests)
-        return met >= SHARE * len(requests)
+        trial = Trials("steady", workload, settings, self._slo).try_out(Schedule.constant(replicas))
+        return share(trial.missed, workload.requests) >= SHARE

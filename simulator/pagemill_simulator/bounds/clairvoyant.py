@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
@@ -66,19 +67,20 @@ def _constant(trials: Trials) -> tuple[dict[int, list[int]], float]:
     duration_s = max(GRID_S, trials.workload.duration_s)
     window_s = max(LEAST_WINDOW_S, duration_s / NUM_WINDOWS)
     num_windows = math.ceil(duration_s / window_s)
+
+    def by_window(arrivals_s: Iterable[float]) -> list[int]:
+        counts = Counter(min(int(at_s / window_s), num_windows - 1) for at_s in arrivals_s)
+        return [counts[window] for window in range(num_windows)]
+
     missed = {}
     if low == 0:
-        arrived = [0] * num_windows
-        for request in trials.workload.requests:
-            arrived[min(int(request.arrival_s / window_s), num_windows - 1)] += 1
-        missed[0] = arrived
+        missed[0] = by_window(request.arrival_s for request in trials.workload.requests)
     fewest = math.inf
     for replicas in _numbers(max(1, low), high):
-        schedule, found = Schedule.constant(replicas), [0] * num_windows
+        schedule = Schedule.constant(replicas)
         outcome = trials.simulate(schedule)
         trials.add(schedule, outcome)
-        for served in outcome.requests:
-            found[min(int(served.arrival_s / window_s), num_windows - 1)] += trials.missed(served)
+        found = by_window(served.arrival_s for served in outcome.requests if trials.missed(served))
         missed[replicas] = found
         if fewest - sum(found) <= len(outcome.requests) // 2000:
             break

@@ -36,10 +36,6 @@ class Trials:
         self.frontier: list[Trial] = []
         """None of them is beaten in both; by pod-seconds, rising."""
 
-    @property
-    def num_simulated(self) -> int:
-        return len(self._known)
-
     def try_out(self, schedule: Schedule) -> Trial:
         if schedule not in self._known:
             self.add(schedule, self.simulate(schedule))
