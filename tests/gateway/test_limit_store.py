@@ -11,7 +11,7 @@ from limit_histories import limits, sequences_of, step
 
 from examples import num_examples
 from pagemill_gateway.limits.memory import MemoryStore
-from pagemill_gateway.limits.periods import periods_at
+from pagemill_gateway.limits.periods import Calendar
 from pagemill_gateway.limits.store import Answer, Ask, More
 from pagemill_protocol.keys.caller import Limits
 
@@ -245,9 +245,13 @@ def test_budgets_begin_anew_with_the_day_and_the_month() -> None:
 
 
 def test_the_calendar_is_utc_and_knows_the_year_s_end() -> None:
-    periods = periods_at(1_798_761_599.5)  # half a second before 2027
-    assert (periods.day, periods.month) == ("20261231", "202612")
-    assert (periods.day_left_s, periods.month_left_s) == (0.5, 0.5)
+    now_s = 1_798_761_599.5  # half a second before 2027
+    calendar = Calendar(lambda: now_s)
+    assert calendar.now() == ("20261231", "202612", 0.5, 0.5)
+    now_s += 0.5
+    assert calendar.now() == ("20270101", "202701", 86_400.0, 31 * 86_400.0)
+    now_s -= 1.0  # a clock that was set back
+    assert calendar.now() == ("20261231", "202612", 1.0, 1.0)
 
 
 def test_accounts_do_not_touch_each_other() -> None:

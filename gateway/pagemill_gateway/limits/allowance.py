@@ -73,6 +73,11 @@ class Reserved:
     def give_back(self, tokens: int) -> None:
         self._spare += tokens
 
+    def close(self) -> None:
+        """The request is over, and nothing is asked of this any more: it and its allowances no longer refer to each
+        other, so that none of them is left to the garbage collector."""
+        self.allowances = []
+
 
 class Allowance:
     """What each sequence of one engine request may generate."""

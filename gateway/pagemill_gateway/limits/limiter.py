@@ -139,6 +139,8 @@ class Limiter:
             used = used_tokens(record, cut_off, reserved.num_possible if reserved is not None else 0)
             ended = reserved is not None and reserved.ended_answer
             self._store.settle(ask.lease, self._note(caller, record, used, num_sequences, ended_by_limit=ended))
+            if reserved is not None:
+                reserved.close()
 
         allowances = reserved.allowances if reserved is not None else [None] * len(requests)
         return Reservation(settle, level_headers(answer), allowances)

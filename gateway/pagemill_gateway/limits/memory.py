@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagemill_gateway.limits.periods import Periods, periods_at
+from pagemill_gateway.limits.periods import Calendar, Periods
 from pagemill_gateway.limits.store import BUCKET_MS, WINDOW_BUCKETS, Answer, Ask, Level, More, Reason, amount_of
 from pagemill_protocol.keys.caller import Limits
 
@@ -120,7 +120,7 @@ class _Held:
 class MemoryStore:
     def __init__(self, now_ms: Callable[[], int] = monotonic_ms, now_unix_s: Callable[[], float] = time.time) -> None:
         self._now_ms = now_ms
-        self._now_unix_s = now_unix_s
+        self._calendar = Calendar(now_unix_s)
         self._accounts: dict[str, _Account] = {}
         """As many as keys and tenants were seen: people make those, not requests."""
         self._held: dict[str, _Held] = {}
@@ -184,7 +184,7 @@ class MemoryStore:
 
     def _enter(self, name: str) -> tuple[_Account, int, Periods]:
         account = self._accounts.setdefault(name, _Account())
-        now_ms, periods = self._now_ms(), periods_at(self._now_unix_s())
+        now_ms, periods = self._now_ms(), self._calendar.now()
         account.requests.forget_old(now_ms)
         account.tokens.forget_old(now_ms)
         account.day.enter(periods.day)

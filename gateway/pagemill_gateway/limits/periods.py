@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
@@ -15,13 +16,26 @@ class Periods(NamedTuple):
     month_left_s: float
 
 
-def periods_at(unix_s: float) -> Periods:
-    now = datetime.fromtimestamp(unix_s, UTC)
-    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
-    next_month = (midnight.replace(day=1) + timedelta(days=32)).replace(day=1)
-    return Periods(
-        now.strftime("%Y%m%d"),
-        now.strftime("%Y%m"),
-        (midnight + timedelta(days=1) - now).total_seconds(),
-        (next_month - now).total_seconds(),
-    )
+class Calendar:
+    """The periods of now. Dates are worked out once a day, since every request asks."""
+
+    def __init__(self, now_unix_s: Callable[[], float]) -> None:
+        self._now_unix_s = now_unix_s
+        self._day = self._month = ""
+        self._day_begins_s = self._day_ends_s = self._month_ends_s = 0.0
+
+    def now(self) -> Periods:
+        unix_s = self._now_unix_s()
+        if not self._day_begins_s <= unix_s < self._day_ends_s:
+            self._enter_day(unix_s)
+        # To the microsecond: a difference of two large floats has digits beyond it that mean nothing.
+        day_left_s, month_left_s = round(self._day_ends_s - unix_s, 6), round(self._month_ends_s - unix_s, 6)
+        return Periods(self._day, self._month, day_left_s, month_left_s)
+
+    def _enter_day(self, unix_s: float) -> None:
+        midnight = datetime.fromtimestamp(unix_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        next_month = (midnight.replace(day=1) + timedelta(days=32)).replace(day=1)
+        self._day, self._month = midnight.strftime("%Y%m%d"), midnight.strftime("%Y%m")
+        self._day_begins_s = midnight.timestamp()
+        self._day_ends_s = (midnight + timedelta(days=1)).timestamp()
+        self._month_ends_s = next_month.timestamp()

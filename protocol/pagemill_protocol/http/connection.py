@@ -113,6 +113,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._current is not None:
+            self._current.scope["extensions"] = {}  # they refer to the request: it would be left to the garbage collector
         refusal = None if self.pipeline else self._refusal
         super().on_response_complete()
         if refusal is not None and not self.transport.is_closing():

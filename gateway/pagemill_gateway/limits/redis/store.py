@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from pagemill_gateway.limits.memory import MemoryStore, monotonic_ms
-from pagemill_gateway.limits.periods import Periods, periods_at
+from pagemill_gateway.limits.periods import Calendar, Periods
 from pagemill_gateway.limits.redis.link import Away, Link, Script
 from pagemill_gateway.limits.redis.shares import share_of, with_whole_limits
 from pagemill_gateway.limits.store import Answer, Ask, Level, More, amount_of
@@ -74,7 +74,7 @@ class RedisStore:
         """This gateway's, for as long as it runs."""
         self._on_fallback = on_fallback
         self._now_ms = now_ms
-        self._now_unix_s = now_unix_s
+        self._calendar = Calendar(now_unix_s)
         self.num_gateways = max(1, num_gateways)
         self.local = MemoryStore(now_ms or monotonic_ms, now_unix_s)
         self._open: dict[str, _Open] = {}
@@ -137,7 +137,7 @@ class RedisStore:
         reservation = self._open.get(more.lease)
         if reservation is None:
             return 0
-        periods = periods_at(self._now_unix_s())
+        periods = self._calendar.now()
         if reservation.known:
             now = reservation._replace(periods=periods)
             _, tokens, _, held, *booked = self._keys(reservation)
@@ -156,7 +156,7 @@ class RedisStore:
         return more.tokens
 
     def _opened(self, ask: Ask) -> _Open:
-        return _Open(ask.account, f"{ask.lease}|{ask.sequences}", periods_at(self._now_unix_s()), known=True)
+        return _Open(ask.account, f"{ask.lease}|{ask.sequences}", self._calendar.now(), known=True)
 
     def adopt(self, ask: Ask) -> None:
         self._open[ask.lease] = self._opened(ask)
