@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from pagemill_gateway.app import data_app
 from pagemill_gateway.config import GatewayConfig
-from pagemill_gateway.relay.connecting import Connector
+from pagemill_gateway.engine_http.connecting import Connector
 from pagemill_gateway.server import Gateway, open_gateway
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.generate import GenerateRequest

@@ -89,7 +89,7 @@ class ControlProcess:
             connector=aiohttp.TCPConnector(limit=0, ssl=trust), cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
         )
         self.bundles = Bundles(self.session, keeps_tokenizers=keeps_tokenizers, on_change=self._publish_bundles)
-        self._streams = StateStreams(self.session, self.brain, self.bundles, config)
+        self._streams = StateStreams(self.session, trust, self.brain, self.bundles, config)
         self.discovery: KubernetesDiscovery | None = None
         if credentials is not None:
             self.discovery = KubernetesDiscovery(config.kubernetes, credentials, self.apply_catalog)

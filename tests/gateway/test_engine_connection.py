@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_LIMIT_S
 
-from pagemill_gateway.relay.engine_connection import (
+from pagemill_gateway.engine_http.engine_connection import (
     MAX_HEAD_BYTES,
     MAX_UNREAD_BYTES,
     PIECE_BYTES,

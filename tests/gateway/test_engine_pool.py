@@ -11,9 +11,9 @@ import pytest
 import uvloop
 from waiting import WAIT_LIMIT_S, eventually
 
-from pagemill_gateway.relay.connecting import CannotConnect, Origin, origin_of
-from pagemill_gateway.relay.engine_connection import ConnectionBroken, EngineConnection
-from pagemill_gateway.relay.engine_pool import EnginePool
+from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of
+from pagemill_gateway.engine_http.engine_connection import ConnectionBroken, EngineConnection
+from pagemill_gateway.engine_http.engine_pool import EnginePool
 from pagemill_protocol.http.tls import EngineTrust
 
 IDLE_S = 0.2

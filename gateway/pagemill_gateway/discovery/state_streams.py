@@ -10,12 +10,14 @@ go there (`discovery.handover`).
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import random
 import secrets
 import socket
+import ssl
 from contextlib import suppress
+from functools import partial
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -25,17 +27,34 @@ from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers
+from pagemill_gateway.discovery.state_connection import OK, StateConnection
+from pagemill_gateway.engine_http.connecting import CannotConnect, Connector, Origin, origin_of, request_head
 from pagemill_protocol.bounded import TooLarge, read_bounded
-from pagemill_protocol.frames import FrameError, StateDecoder
+from pagemill_protocol.frames import FrameError
 from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
-from pagemill_protocol.versions import UnsupportedProtocol, check_peer, protocol_headers
+from pagemill_protocol.versions import PROTOCOL_HEADER, UnsupportedProtocol, check_peer, protocol_headers
 
 logger = logging.getLogger("pagemill.gateway.state")
 
 LONG_FAILING_SHARE = 0.1
 LONGEST_PAUSE_S = 30.0
 """Longest pause for an endpoint that has failed for long; its platform shows when it is worth trying again."""
-STREAM_FAULTS = (aiohttp.ClientError, TimeoutError, OSError, FrameError, StateGap, BundleError, UnsupportedProtocol)
+
+
+class StreamRefused(Exception):
+    """The engine, or what answers in its place, gives no state."""
+
+
+STREAM_FAULTS = (
+    CannotConnect,
+    StreamRefused,
+    OSError,  # time-outs too
+    FrameError,
+    StateGap,
+    BundleError,
+    aiohttp.ClientError,  # of a bundle
+    UnsupportedProtocol,
+)
 READYZ_TIMEOUT_S = 1.0
 READYZ_MAX_BYTES = 64 * 1024
 WRONG_TOKEN = "/internal/state answered 401: the engine does not accept the token; set engine_token to one that it does"
@@ -43,15 +62,22 @@ WRONG_TOKEN = "/internal/state answered 401: the engine does not accept the toke
 
 class StateStreams:
     def __init__(
-        self, session: aiohttp.ClientSession, brain: LocalBrain, bundles: Bundles, config: GatewayConfig
+        self,
+        session: aiohttp.ClientSession,
+        trust: ssl.SSLContext,
+        brain: LocalBrain,
+        bundles: Bundles,
+        config: GatewayConfig,
     ) -> None:
+        """`trust`: for engines by `https://`."""
         self._session = session
+        self._connector = Connector(config.connect_timeout_s, trust)
         self._brain = brain
         self._bundles = bundles
         self._config = config
-        name = f"{socket.gethostname()}-{secrets.token_hex(8)}"
-        self._gateway = {GATEWAY_HEADER.decode(): name, **protocol_headers()}
-        self._handovers = Handovers(session, brain, config.handover_timeout_s, self._gateway)
+        self._name = f"{socket.gethostname()}-{secrets.token_hex(8)}"
+        named = {GATEWAY_HEADER.decode(): self._name, **protocol_headers()}
+        self._handovers = Handovers(session, brain, config.handover_timeout_s, named)
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._asked: set[str] = set()
         """Endpoints that have answered, or failed to, at least once."""
@@ -98,29 +124,30 @@ class StateStreams:
         loop = asyncio.get_running_loop()
         pause_s, failing_since = self._config.reconnect_base_s, loop.time()
         while True:
-            connection = _Connection()
+            progress = _Progress()
             try:
-                await self._read(endpoint_id, control_url, connection)
+                await self._read(endpoint_id, control_url, progress)
                 cause = "the stream ended"
             except STREAM_FAULTS as error:
-                connection.refused = is_refused(error)
-                cause = f"{type(error).__name__}: {error}"
-                if fault := tls_fault(error):
+                progress.refused = isinstance(error, CannotConnect) and error.refused
+                reason = error.__cause__ or error if isinstance(error, CannotConnect) else error
+                cause = f"{type(reason).__name__}: {reason}"
+                if fault := tls_fault(reason, control_url):
                     cause = fault
                     logger.warning("state stream of %s: %s", endpoint_id, fault)
             except Exception as error:
                 # An unexpected error in one stream must neither end it for good nor affect another one.
                 logger.exception("state stream of %s failed", endpoint_id)
                 cause = f"{type(error).__name__}: {error}"
-            if connection.num_frames:
+            if progress.num_frames:
                 level = logging.INFO if self._brain.leaving(endpoint_id) else logging.WARNING
                 logger.log(level, "state stream of %s lost: %s", endpoint_id, cause)
                 pause_s, failing_since = self._config.reconnect_base_s, loop.time()
             self._asked.add(endpoint_id)
             self._brain.stream_lost(endpoint_id)
-            if connection.refused:
+            if progress.refused:
                 self._brain.unreachable(endpoint_id)
-            if connection.opened:
+            if progress.opened:
                 self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, cause))
             else:
                 self._brain.note_phase(endpoint_id, "unreachable", cause)
@@ -135,45 +162,65 @@ class StateStreams:
                 await hint.wait()
         hint.clear()
 
-    async def _read(self, endpoint_id: str, control_url: str, connection: _Connection) -> None:
+    async def _read(self, endpoint_id: str, control_url: str, progress: _Progress) -> None:
         """One connection, until it ends. Raises one of `STREAM_FAULTS` unless the stream ends regularly."""
         record = self._brain.registry.endpoints.get(endpoint_id)
         token = self._brain.token_of(record) if record is not None else ""
-        timeout = aiohttp.ClientTimeout(
-            total=None, connect=self._config.connect_timeout_s, sock_read=self._config.state_idle_timeout_s
-        )
-        async with self._session.get(
-            f"{control_url}/internal/state",
-            headers={"Authorization": f"Bearer {token}", **self._gateway},
-            timeout=timeout,
-            allow_redirects=False,
-        ) as response:
-            connection.opened = True
-            if response.status == 401:
-                raise aiohttp.ClientPayloadError(WRONG_TOKEN)
-            if response.status != 200:
-                raise aiohttp.ClientPayloadError(f"/internal/state answered {response.status}")
-            check_peer("The engine", response.headers)
-            decoder = StateDecoder()
-            while data := await response.content.readany():
-                for frame in decoder.feed(data):
-                    await self._ensure_bundle(frame, control_url, token)
-                    self._brain.observe(endpoint_id, frame)
-                    connection.num_frames += 1
-                    self._asked.add(endpoint_id)
-                    if frame.draining:
-                        self._handovers.begin(endpoint_id, control_url, token)
+        origin, head = self._head(control_url, token)
+        apply = partial(self._apply, endpoint_id, progress)
+        connection = await self._connector.connect(origin, lambda: StateConnection(apply))
+        try:
+            await self._begin(connection, head, progress)
+            while frame := await connection.left_frame(self._config.state_idle_timeout_s):
+                await self._ensure_bundle(frame, control_url, token)
+                self._observe(endpoint_id, frame, progress)
+                if frame.draining:
+                    self._handovers.begin(endpoint_id, control_url, token)
                 if not self._brain.ready(endpoint_id):
                     self._brain.note_phase(endpoint_id, *await fetch_phase(self._session, control_url, "starting"))
-            decoder.close()
+        finally:
+            connection.abort()
+
+    async def _begin(self, connection: StateConnection, head: bytes, progress: _Progress) -> None:
+        async with asyncio.timeout(self._config.state_idle_timeout_s):
+            await connection.ask(head, b"")
+        progress.opened = True
+        if connection.status == 401:
+            raise StreamRefused(WRONG_TOKEN)
+        if connection.status != OK:
+            raise StreamRefused(f"/internal/state answered {connection.status}")
+        check_peer("The engine", {PROTOCOL_HEADER: connection.header(PROTOCOL_HEADER.lower().encode())})
+
+    def _head(self, control_url: str, token: str) -> tuple[Origin, bytes]:
+        try:
+            origin = origin_of(control_url)
+            gateway = f"{GATEWAY_HEADER.decode()}: {self._name}"
+            return origin, request_head("GET /internal/state", origin, token, gateway)
+        except ValueError as error:
+            raise CannotConnect(refused=False) from error
+
+    def _apply(self, endpoint_id: str, progress: _Progress, frame: StateFrame) -> bool:
+        """Apply the frame, unless something must be waited for. Raises `StateGap`."""
+        if frame.draining or self._lacks_bundle(frame) or not self._brain.ready(endpoint_id):
+            return False
+        self._observe(endpoint_id, frame, progress)
+        return True
+
+    def _observe(self, endpoint_id: str, frame: StateFrame, progress: _Progress) -> None:
+        self._brain.observe(endpoint_id, frame)
+        progress.num_frames += 1
+        self._asked.add(endpoint_id)
+
+    def _lacks_bundle(self, frame: StateFrame) -> bool:
+        digest = frame.digests.tokenizer_bundle
+        return bool(digest) and digest not in self._bundles
 
     async def _ensure_bundle(self, frame: StateFrame, control_url: str, token: str) -> None:
-        digest = frame.digests.tokenizer_bundle
-        if digest and digest not in self._bundles:
-            await self._bundles.fetch(digest, control_url, token)
+        if self._lacks_bundle(frame):
+            await self._bundles.fetch(frame.digests.tokenizer_bundle, control_url, token)
 
 
-class _Connection:
+class _Progress:
     """Kept beyond the exception that ends a connection."""
 
     num_frames = 0
@@ -198,18 +245,13 @@ async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwis
     return answer.phase[:100] or "not ready", answer.detail[:300] or otherwise
 
 
-def tls_fault(error: BaseException) -> str:
+def tls_fault(error: BaseException, control_url: str) -> str:
     """What is wrong between the certificate of an engine and the settings, and the remedy; empty for other faults."""
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+    if isinstance(error, ssl.SSLCertVerificationError):
         return (
-            f"{getattr(error.certificate_error, 'verify_message', '')}: the engine's certificate is not accepted; set "
-            "engine_tls.ca_file to its authority, and engine_tls.server_name to a name in it"
+            f"{error.verify_message}: the engine's certificate is not accepted; set engine_tls.ca_file to its "
+            "authority, and engine_tls.server_name to a name in it"
         )
-    if isinstance(error, aiohttp.ClientConnectorSSLError):
-        return f"no TLS at {error.host}:{error.port}: its URL begins with https, so set tls of the engine"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS at {urlsplit(control_url).netloc}: its URL begins with https, so set tls of the engine"
     return ""
-
-
-def is_refused(error: BaseException) -> bool:
-    """Whether no process listens on the port: the request was not begun and nothing is lost."""
-    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from contextlib import suppress
 
-from pagemill_gateway.relay.connecting import Connector, Origin, request_head
+from pagemill_gateway.engine_http.connecting import Connector, Origin, request_head
 from pagemill_gateway.relay.engine_link import EngineLink, Patience
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 

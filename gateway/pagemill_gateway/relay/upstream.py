@@ -17,12 +17,12 @@ import msgspec
 
 from pagemill_gateway.brain.interface import Assignment
 from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of, request_head
+from pagemill_gateway.engine_http.engine_connection import EngineConnection
+from pagemill_gateway.engine_http.engine_pool import EnginePool
 from pagemill_gateway.relay.answer_stream import SILENCE_CHECKS, AnswerStream, AskLiveness, FrameStream
 from pagemill_gateway.relay.attempt_failures import BROKE, MAX_ERROR_BYTES, SILENT, UpstreamFailure, refusal
-from pagemill_gateway.relay.connecting import CannotConnect, Origin, origin_of, request_head
-from pagemill_gateway.relay.engine_connection import EngineConnection
 from pagemill_gateway.relay.engine_link import MAX_DIGEST_CHARS, Patience
-from pagemill_gateway.relay.engine_pool import EnginePool
 from pagemill_gateway.relay.links import Links
 from pagemill_protocol.frames import FRAMES_CONTENT_TYPE, MSGPACK_CONTENT_TYPE, WEIGHTS_HEADER
 from pagemill_protocol.generate import AllowanceRaise

@@ -44,6 +44,7 @@ class EngineConnection(asyncio.Protocol):
         self._num_header_bytes = 0
         self._num_bodiless_bytes = 0
         """Received since the last bytes of the body."""
+        self._num_body_bytes = 0
         self._pieces: list[bytes] = []
         self._num_unread = 0
         self._reads = True
@@ -145,12 +146,12 @@ class EngineConnection(asyncio.Protocol):
         if self.has_ended or self._error is not None:
             self._transport.abort()  # no request is waiting
             return
-        num_unread = self._num_unread
+        num_body_bytes = self._num_body_bytes
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._give_up(f"the answer cannot be read: {error}")
-        if self._num_unread == num_unread:
+        if self._num_body_bytes == num_body_bytes:
             self._num_bodiless_bytes += len(data)
             if self._num_bodiless_bytes > MAX_HEAD_BYTES and not self.has_ended:
                 self._give_up("the head of the answer is too large")
@@ -211,6 +212,7 @@ class EngineConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
         self._num_unread += len(body)
+        self._num_body_bytes += len(body)
 
     def on_message_complete(self) -> None:
         if not self.status:

@@ -11,8 +11,8 @@ import asyncio
 import ssl
 from contextlib import suppress
 
-from pagemill_gateway.relay.connecting import Connector, Origin
-from pagemill_gateway.relay.engine_connection import EngineConnection
+from pagemill_gateway.engine_http.connecting import Connector, Origin
+from pagemill_gateway.engine_http.engine_connection import EngineConnection
 
 MAX_IDLE_PER_ORIGIN = 256
 SWEEPS_PER_IDLE_TIME = 4

@@ -20,7 +20,8 @@ Connection = TypeVar("Connection", bound=asyncio.Protocol)
 
 
 class CannotConnect(Exception):
-    """Nothing was sent. `refused`: no process listens there; else there was no answer in time, or an invalid one."""
+    """Nothing was sent. `refused`: no process listens there; else there was no answer in time, or an invalid one. Its
+    cause is the error of the last address."""
 
     def __init__(self, *, refused: bool) -> None:
         super().__init__("An engine cannot be reached.")
@@ -69,14 +70,14 @@ class Connector:
 
     async def connect(self, origin: Origin, make: Callable[[], Connection]) -> Connection:
         """To the first address of the host that accepts. Raises `CannotConnect`."""
-        is_refused = True
+        is_refused, cause = True, None
         for address in await _addresses(origin):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await self._connect_to(address, origin, make)
             except OSError as error:  # including time-outs and TLS errors
-                is_refused = is_refused and error.errno == errno.ECONNREFUSED
-        raise CannotConnect(refused=is_refused)
+                is_refused, cause = is_refused and error.errno == errno.ECONNREFUSED, error
+        raise CannotConnect(refused=is_refused) from cause
 
     async def _connect_to(self, address: str, origin: Origin, make: Callable[[], Connection]) -> Connection:
         context = self._trust if origin.is_tls else None

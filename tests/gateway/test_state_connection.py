@@ -1,0 +1,176 @@
+"""The connection of a state stream: which frames are applied at once, which are left to the task, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from waiting import WAIT_LIMIT_S
+
+from pagemill_gateway.discovery.state_connection import StateConnection
+from pagemill_gateway.engine_http.engine_connection import MAX_UNREAD_BYTES, ConnectionBroken
+from pagemill_protocol.frames import FrameError, encode_state
+from pagemill_protocol.state import StateFrame
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+REQUEST = b"GET /internal/state HTTP/1.1\r\nHost: engine\r\n\r\n"
+
+
+def frame(number: int) -> bytes:
+    return encode_state(StateFrame(sequence=number))
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Engine:
+    """One accepted connection, by hand."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    async def begin(self) -> None:
+        await self._reader.readuntil(b"\r\n\r\n")
+        self.writer.write(HEAD)
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(chunk(data))
+
+
+class Applied:
+    """Takes all frames but those named."""
+
+    def __init__(self, *left: int) -> None:
+        self.left = left
+        self.numbers: list[int] = []
+        self.seen = asyncio.Event()
+
+    def __call__(self, each: StateFrame) -> bool:
+        if each.sequence in self.left:
+            return False
+        self.numbers.append(each.sequence)
+        self.seen.set()
+        return True
+
+    async def until(self, *numbers: int) -> None:
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while self.numbers != list(numbers):
+                self.seen.clear()
+                await self.seen.wait()
+
+
+@asynccontextmanager
+async def connected(apply: Callable[[StateFrame], bool]) -> AsyncIterator[tuple[StateConnection, Engine]]:
+    accepted: asyncio.Queue[Engine] = asyncio.Queue()
+    server = await asyncio.start_server(lambda *streams: accepted.put_nowait(Engine(*streams)), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(lambda: StateConnection(apply), "127.0.0.1", port)
+    engine = await accepted.get()
+    try:
+        _, _ = await asyncio.gather(connection.ask(REQUEST, b""), engine.begin())
+        yield connection, engine
+    finally:
+        connection.abort()
+        engine.writer.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_frames_are_applied_as_they_come_without_waking_the_task() -> None:
+    applied = Applied()
+    async with connected(applied) as (connection, engine):
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        for number in range(5):
+            engine.send(frame(number))
+        await applied.until(0, 1, 2, 3, 4)
+        assert not task.done()
+        engine.writer.write(b"0\r\n\r\n")
+        assert await task is None
+
+
+async def test_frames_behind_one_that_is_left_wait_for_it() -> None:
+    applied = Applied(2)
+    async with connected(applied) as (connection, engine):
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        engine.send(b"".join(map(frame, range(5))))
+        found = await task
+        assert found is not None
+        assert (found.sequence, applied.numbers) == (2, [0, 1])
+        left = [await connection.left_frame(WAIT_LIMIT_S) for _ in range(2)]
+        assert [each.sequence for each in left if each is not None] == [3, 4]
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        engine.send(frame(5))
+        await applied.until(0, 1, 5)
+        task.cancel()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 5])
+async def test_a_frame_may_come_in_parts(cut: int) -> None:
+    applied = Applied()
+    async with connected(applied) as (connection, engine):
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        data = frame(7) + frame(8)
+        engine.send(data[:cut])
+        engine.send(data[cut:])
+        await applied.until(7, 8)
+        task.cancel()
+
+
+async def test_a_task_that_is_busy_stops_the_reading() -> None:
+    async with connected(Applied()) as (connection, engine):
+        several = frame(1) * 64
+        num_chunks = 64 * MAX_UNREAD_BYTES // len(several)
+        for _ in range(num_chunks):
+            engine.send(several)  # no task waits
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while connection._reads:  # noqa: ASYNC110 (nothing says so)
+                await asyncio.sleep(0)
+        assert await connection.left_frame(WAIT_LIMIT_S) is not None
+        assert len(connection._left) < num_chunks * 64 // 4, "most of it waits in the engine"
+
+
+async def test_silence_beyond_the_limit_raises() -> None:
+    async with connected(Applied()) as (connection, _):
+        with pytest.raises(TimeoutError, match=r"no state frame within 0\.05 s"):
+            await connection.left_frame(0.05)
+
+
+async def test_garbage_ends_the_stream_after_the_frames_before_it() -> None:
+    applied = Applied()
+    async with connected(applied) as (connection, engine):
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        engine.send(frame(0) + b"\xff" * 100)
+        with pytest.raises(FrameError):
+            await task
+
+
+async def test_what_applying_raises_ends_the_stream() -> None:
+    def fail(_: StateFrame) -> bool:
+        raise LookupError("a gap")
+
+    async with connected(fail) as (connection, engine):
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        engine.send(frame(0))
+        with pytest.raises(LookupError, match="a gap"):
+            await task
+
+
+async def test_an_engine_that_hangs_up_inside_a_frame_breaks_the_stream() -> None:
+    async with connected(Applied()) as (connection, engine):
+        task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
+        await asyncio.sleep(0)
+        engine.send(frame(0)[:3])
+        engine.writer.close()
+        with pytest.raises(ConnectionBroken):
+            await task
