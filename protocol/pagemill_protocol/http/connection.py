@@ -114,7 +114,9 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._current is not None:
-            self._current.scope["extensions"] = {}  # they refer to the request: it would be left to the garbage collector
+            self._current.scope[
+                "extensions"
+            ] = {}  # they refer to the request: it would be left to the garbage collector
         refusal = None if self.pipeline else self._refusal
         super().on_response_complete()
         if refusal is not None and not self.transport.is_closing():

@@ -118,7 +118,7 @@ def prepare_chat(
     outputs = prescribed(req, form.syntax, form.reasoning, text)
     if outputs is not sampling.structured_outputs:
         sampling = msgspec.structs.replace(sampling, structured_outputs=outputs)
-    token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages", sampling)
+    token_ids = _encode(tokenizer, text, req.add_special_tokens, max_model_len, "messages", sampling, cache_salt)
     max_tokens = _answer_budget(
         len(token_ids),
         req.requested_tokens,
@@ -170,7 +170,7 @@ def prepare_completions(
     num_tokens = 0
     for index, prompt in enumerate(req.prompt):
         param = f"prompt[{index}]" if several else "prompt"
-        token_ids = _prompt_tokens(prompt, req, tokenizer, max_model_len, param, sampling)
+        token_ids = _prompt_tokens(prompt, req, tokenizer, max_model_len, param, sampling, cache_salt)
         num_tokens += len(token_ids)
         if several and num_tokens > MAX_TOKENS_OF_SEVERAL:
             raise _too_many_together(index + 1, len(req.prompt), num_tokens)
@@ -244,19 +244,20 @@ def _prompt_tokens(
     max_model_len: int,
     param: str,
     sampling: SamplingParams,
+    scope: str,
 ) -> list[int]:
     if isinstance(prompt, str):
         text = fill_in_middle(tokenizer, prompt, req.suffix) if req.suffix else prompt
-        return _encode(tokenizer, text, req.add_special_tokens, max_model_len, param, sampling)
+        return _encode(tokenizer, text, req.add_special_tokens, max_model_len, param, sampling, scope)
     _check_vocabulary(prompt, tokenizer, param)
     return sampling.cut_prompt(prompt, max_model_len)
 
 
 def _encode(
-    tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str, sampling: SamplingParams
+    tokenizer: Tokenizer, text: str, special: bool, max_model_len: int, param: str, sampling: SamplingParams, scope: str
 ) -> list[int]:
     most = max_model_len if sampling.truncate_prompt_tokens is None else LARGEST_CONTEXT
-    token_ids = tokenizer.encode_within(text, most, special, param=param)
+    token_ids = tokenizer.encode_within(text, most, special, param=param, scope=scope)
     if not token_ids:
         raise invalid_field(param, f"`{param}` has no tokens. Send some text.")
     return sampling.cut_prompt(token_ids, max_model_len)

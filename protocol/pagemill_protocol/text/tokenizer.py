@@ -1,6 +1,7 @@
 """A model's tokenizer as the front doors and the output process use it: encode, render a chat, decode, stream text.
 
-A thin face over the `tokenizers` library (encoding), `chat_template` (rendering) and `detokenizer` (decoding).
+A thin face over the `tokenizers` library (encoding), `segments` (which remembers what was encoded), `chat_template`
+(rendering) and `detokenizer` (decoding).
 Safe to use from several threads at once.
 """
 
@@ -27,6 +28,7 @@ from pagemill_protocol.text.fitting import (
     check_size,
     encoded_beginning,
 )
+from pagemill_protocol.text.segments import SegmentEncoder
 from pagemill_protocol.text.token_bytes import TokenBytes
 
 
@@ -41,6 +43,7 @@ class Tokenizer:
             self._table = TokenBytes(self._backend, parsed)
             self._coverage = coverage_of(parsed)
             self._longest_entry_bytes = longest_entry_bytes(parsed)
+            self._segments = SegmentEncoder.of(parsed, self._longest_entry_bytes)
         except UnreadableModelError:
             raise
         except Exception as error:  # the library raises plain `Exception`
@@ -59,13 +62,23 @@ class Tokenizer:
         return ids
 
     def encode_within(
-        self, text: str, max_tokens: int, add_special_tokens: bool = True, *, param: str = "prompt"
+        self,
+        text: str,
+        max_tokens: int,
+        add_special_tokens: bool = True,
+        *,
+        param: str = "prompt",
+        scope: str | None = None,
     ) -> list[int]:
         """As `encode`, for a text of any size: 400 for one of more than `max_tokens`, without tokenizing all of it.
 
-        `max_tokens` 0: not known. `param`: the request's field that holds the text.
+        `max_tokens` 0: not known. `param`: the request's field that holds the text. `scope`: parts are remembered
+        for texts of the same one; `None`: not at all.
         """
         max_tokens = max_tokens or LARGEST_CONTEXT
+        if self._segments is not None and scope is not None and not add_special_tokens:
+            check_size(_as_utf8(text), max_tokens, self._coverage, param)
+            return self._segments.encode(text, max_tokens, self._encode_segment, self._count, param, scope)
         self._check_length(text, max_tokens, param)
         ids = self.encode(text, add_special_tokens)
         if len(ids) > max_tokens:
@@ -120,6 +133,10 @@ class Tokenizer:
         """At least so many tokens of it, without special ones; whether they are all."""
         encode = partial(self._encode, add_special_tokens=False)
         return encoded_beginning(text, num_tokens, self._longest_entry_bytes, encode, param)
+
+    def _encode_segment(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text, add_special_tokens=False).ids
+        return ids
 
     def _count(self, text: str) -> int:
         return len(self._encode(text, add_special_tokens=False))

@@ -1,0 +1,115 @@
+"""Encodes a chat by the segments between its special tokens, and remembers those that came before.
+
+A tokenizer cuts a text at its special tokens first and treats what lies between two of them for itself. So a system
+prompt, and each earlier message of a conversation, are tokenized once: their tokens do not depend on what follows. Not
+every tokenizer may be used so; `SegmentEncoder.of` knows which. How long a text may be: `fitting`; what calls this:
+`tokenizer`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pagemill_protocol.errors import context_length_exceeded
+from pagemill_protocol.text.fitting import CountTokens, check_pieces
+
+MAX_KEPT_TOKENS = 1024 * 1024
+"""Of all remembered segments: some 10 MiB with their texts."""
+MAX_SEGMENT_TOKENS = MAX_KEPT_TOKENS // 8
+"""A longer segment is not remembered: it would displace too many others."""
+LONG_SEGMENT_CHARS = 64 * 1024
+"""Of a longer one that is not known, pieces are counted before it is tokenized."""
+
+_Key = tuple[str, str]
+
+
+class SegmentEncoder:
+    """Safe to use from several threads at once."""
+
+    def __init__(self, special_ids: Mapping[str, int], longest_entry_bytes: int) -> None:
+        """`special_ids`: of the tokens that a text is cut at, by how they are written."""
+        longest_first = sorted(special_ids, key=len, reverse=True)
+        self._special_ids = dict(special_ids)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self._longest_entry_bytes = longest_entry_bytes
+        self._kept: OrderedDict[_Key, array[int]] = OrderedDict()
+        self._num_kept_tokens = 0
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, tokenizer_json: Mapping[str, Any], longest_entry_bytes: int) -> SegmentEncoder | None:
+        """`None` where a segment's tokens can depend on what lies around it, or nothing cuts texts."""
+        added = [token for token in tokenizer_json.get("added_tokens") or [] if not token.get("normalized")]
+        special_ids = {token["content"]: token["id"] for token in added if token["content"]}
+        looks_around = any(token.get(rule) for token in added for rule in ("lstrip", "rstrip", "single_word"))
+        is_random = bool((tokenizer_json.get("model") or {}).get("dropout"))
+        if not special_ids or looks_around or is_random or _knows_the_beginning(tokenizer_json):
+            return None
+        return cls(special_ids, longest_entry_bytes)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        return self._num_kept_tokens
+
+    def encode(
+        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], count: CountTokens, param: str, scope: str
+    ) -> list[int]:
+        """The tokens of `text` without those that a tokenizer adds around it. Raises `PagemillError` 400 for more than
+        `max_tokens`, as soon as that is known.
+
+        `encode` and `count`: of one segment. `scope`: whoever has another one cannot learn, by how long it takes, what
+        was encoded in this one. `param`: the request's field that holds the text.
+        """
+        ids: list[int] = []
+        start = 0
+        for special in self._pattern.finditer(text):
+            if special.start() > start:
+                ids.extend(self._segment(text[start : special.start()], max_tokens, encode, count, param, scope))
+            ids.append(self._special_ids[special.group()])
+            start = special.end()
+            if len(ids) > max_tokens:
+                raise context_length_exceeded(f"at least {len(ids)}", max_tokens, param)
+        if start < len(text):
+            ids.extend(self._segment(text[start:], max_tokens, encode, count, param, scope))
+        if len(ids) > max_tokens:
+            raise context_length_exceeded(len(ids), max_tokens, param)
+        return ids
+
+    def _segment(
+        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], count: CountTokens, param: str, scope: str
+    ) -> array[int]:
+        key = scope, text
+        with self._lock:
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept.move_to_end(key)
+                return known
+        if len(text) > max(max_tokens, LONG_SEGMENT_CHARS):
+            check_pieces(text, max_tokens, self._longest_entry_bytes, count, param)
+        ids = array("I", encode(text))
+        if len(ids) <= MAX_SEGMENT_TOKENS:
+            self._keep(key, ids)
+        return ids
+
+    def _keep(self, key: _Key, ids: array[int]) -> None:
+        with self._lock:
+            if key in self._kept:
+                return
+            self._kept[key] = ids
+            self._num_kept_tokens += len(ids)
+            while self._num_kept_tokens > MAX_KEPT_TOKENS:
+                _, oldest = self._kept.popitem(last=False)
+                self._num_kept_tokens -= len(oldest)
+
+
+def _knows_the_beginning(step: Any) -> bool:
+    """Whether some step of the tokenizer treats the beginning of a whole text in another way than that of a segment."""
+    if isinstance(step, Mapping):
+        parts = (value for key, value in step.items() if key not in ("vocab", "merges", "added_tokens"))
+        return step.get("prepend_scheme") == "first" or any(map(_knows_the_beginning, parts))
+    return isinstance(step, list) and any(map(_knows_the_beginning, step))
