@@ -1,4 +1,4 @@
-"""What one streamed request of 32 chunks costs the gateway, step by step: CPU time, Python calls and allocations.
+"""What one streamed request of 32 chunks costs the gateway, entry by entry: CPU time, calls, writes and what it leaves.
 
 Client and engines are calls in the same process (`routers.in_memory`), so the figures are the gateway's own work; the
 kernel's part is counted in `gateway_overhead`. CPU is that of the event loop's thread: a process that renders templates
@@ -9,72 +9,93 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import itertools
 import json
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import uvloop
 from report import ROOT, emit, median
 from routers import prompts
+from routers.budget import BENCH, ENTRIES, REST, Counts, Times
 from routers.catalogue import MODEL
-from routers.in_memory import Stage, stage
+from routers.generator import NONCE
+from routers.in_memory import Exchange, Stage, stage
 
 from pagemill_protocol.frames import StateDecoder, encode_state
 
 NUM_TOKENS = 32
 NUM_PODS = 20
 WARM_UP = 20
-STEPS = ("to the engine", "first frame", "relays", "end")
 STATE_FRAME = "state frame"
+ALL = "all"
 
 
-class Count(NamedTuple):
-    """Of Python functions, and of built-in ones."""
+class Bodies:
+    """Bodies of requests, no two of them alike: nothing of a prompt is known from an earlier one."""
 
-    python: int
-    native: int
+    def __init__(self, bodies: list[bytes]) -> None:
+        self._bodies = bodies
+        self._numbers = itertools.count()
+
+    def __getitem__(self, number: int) -> bytes:
+        fresh = b"%0*d" % (len(NONCE), next(self._numbers))
+        return self._bodies[number % len(self._bodies)].replace(NONCE, fresh, 1)
 
 
-async def play(around: Stage, body: bytes, note: Callable[[str], None]) -> None:
-    """One request from its first byte to its log line; `note` is called at the end of each step."""
+class Traces(NamedTuple):
+    """What one request does besides calling."""
+
+    num_writes: int
+    """To client and engine; each is a system call."""
+    num_tasks: int
+    num_blocks_held: int
+    """Blocks of memory, while it streams."""
+    num_left_to_collector: int
+    """Objects that are freed by no reference count, since they refer to each other."""
+
+
+async def begin(around: Stage, body: bytes) -> Exchange:
+    """One request from its first byte until its first frame is with the client."""
     around.client.data_received(around.request(body))
     exchange = await around.engines.next()
-    note("to the engine")
-    answer, request = around.answer, exchange.request
-    exchange.accept(answer.frame(0, request))
+    exchange.accept(around.answer.frame(0, exchange.request))
     await around.wire.until()
-    note("first frame")
+    return exchange
+
+
+async def play(around: Stage, body: bytes) -> None:
+    """One request from its first byte to its log line."""
+    exchange = await begin(around, body)
+    answer, request = around.answer, exchange.request
     for number in range(1, answer.num_tokens):
         exchange.send(answer.frame(number, request))
         await around.wire.until()
-    note("relays")
     exchange.end(answer.frame_end(request, 0))
     await around.wire.until(b"0\r\n\r\n")
     for _ in range(3):  # log and metrics come after the last byte
         await asyncio.sleep(0)
-    note("end")
 
 
-async def measure(around: Stage, bodies: list[bytes], num_requests: int) -> dict[str, float]:
-    """Microseconds of each step, medians."""
+async def measure(around: Stage, bodies: Bodies, num_requests: int) -> dict[str, float]:
+    """Microseconds of each entry, and of all of a request where nothing is wrapped; medians."""
     found: dict[str, list[float]] = {}
     for number in range(num_requests):
+        times = Times()
+        with times.measuring():
+            await play(around, bodies[2 * number])
+        for entry in (*ENTRIES, BENCH):
+            found.setdefault(entry, []).append(times.ns[entry] / 1000)
         started = time.thread_time_ns()
-
-        def note(step: str) -> None:
-            nonlocal started
-            found.setdefault(step, []).append((time.thread_time_ns() - started) / 1000)
-            started = time.thread_time_ns()
-
-        await play(around, bodies[number % len(bodies)], note)
-    found[STATE_FRAME] = [_state_frame_us(around) for _ in range(num_requests)]
-    return {step: median(values) for step, values in found.items()}
+        await play(around, bodies[2 * number + 1])
+        found.setdefault(ALL, []).append((time.thread_time_ns() - started) / 1000)
+        found.setdefault(STATE_FRAME, []).append(_state_frame_us(around))
+    return {entry: median(values) for entry, values in found.items()}
 
 
 def _state_frame_us(around: Stage) -> float:
@@ -85,44 +106,62 @@ def _state_frame_us(around: Stage) -> float:
     return (time.thread_time_ns() - started) / 1000
 
 
-async def count(around: Stage, body: bytes) -> tuple[dict[str, Count], Counter[str]]:
-    """Calls in each step, the same for every request of its kind; and which Python functions they are."""
-    calls: Counter[str] = Counter()
-    per_step: dict[str, Count] = {}
-    functions: Counter[str] = Counter()
+async def count(around: Stage, body: bytes) -> Counts:
+    """Calls of each entry, the same for every request of its kind."""
+    counts = Counts()
+    with counts.counting():
+        await play(around, body)
+    return counts
 
-    def trace(frame: FrameType, event: str, _: Any) -> None:
-        own = frame.f_code.co_filename
-        if "/bench/" in own:
-            return
-        if event == "call":
-            calls["python"] += 1
-            functions[f"{own.rpartition('/')[2]}:{frame.f_code.co_qualname}"] += 1
-        elif event == "c_call":
-            calls["native"] += 1
 
-    def note(step: str) -> None:
-        per_step[step] = Count(calls["python"], calls["native"])
-        calls.clear()
+async def trace(around: Stage, body: bytes) -> Traces:
+    tasks: list[Any] = []
+    loop = asyncio.get_running_loop()
 
-    sys.setprofile(trace)
+    def make(loop: Any, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        tasks.append(coroutine.__qualname__)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    loop.set_task_factory(make)
     try:
-        await play(around, body, note)
+        around.wire.num_writes = around.engines.num_writes = 0
+        await play(around, body)
     finally:
-        sys.setprofile(None)
-    return per_step, functions
+        loop.set_task_factory(None)
+    num_writes, num_tasks = around.wire.num_writes + around.engines.num_writes, len(tasks)
+    return Traces(num_writes, num_tasks, await _blocks_held(around, body), await _left_to_collector(around, body))
 
 
-async def on_stage(has_link: bool, work: Callable[[Stage, list[bytes]], Awaitable[Any]]) -> Any:
+async def _blocks_held(around: Stage, body: bytes) -> int:
+    gc.collect()
+    before = sys.getallocatedblocks()
+    exchange = await begin(around, body)
+    held = sys.getallocatedblocks() - before
+    exchange.end(around.answer.frame_end(exchange.request, 0))
+    await around.wire.until(b"0\r\n\r\n")
+    return held
+
+
+async def _left_to_collector(around: Stage, body: bytes) -> int:
+    gc.collect()
+    gc.disable()
+    try:
+        await play(around, body)
+        return gc.collect()
+    finally:
+        gc.enable()
+
+
+async def on_stage(has_link: bool, work: Callable[[Stage, Bodies], Awaitable[Any]]) -> Any:
     """What `work` returns, with a gateway that has served a few requests and writes its log to a file."""
     path = ROOT / ".pagemill" / "peers" / "gateway" / f"bodies-200-{NUM_TOKENS}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         prompts.write_bodies(path, MODEL, 200, NUM_TOKENS)
-    bodies = [each.encode() for each in json.loads(path.read_text())]
+    bodies = Bodies([each.encode() for each in json.loads(path.read_text())])
     async with stage(prompts.bundle(), num_pods=NUM_PODS, num_tokens=NUM_TOKENS, has_link=has_link) as around:
         for number in range(WARM_UP):
-            await play(around, bodies[-number], lambda _: None)
+            await play(around, bodies[-number])
         around.observe()
         return await work(around, bodies)
 
@@ -148,19 +187,20 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     log_to(folder / "budget.log")
 
-    async def work(around: Stage, bodies: list[bytes]) -> Any:
-        counts, functions = await count(around, bodies[0])
-        return await measure(around, bodies, args.requests), counts, functions
+    async def work(around: Stage, bodies: Bodies) -> Any:
+        counts = await count(around, bodies[0])
+        return await measure(around, bodies, args.requests), counts, await trace(around, bodies[1])
 
     with uvloop_runner() as runner:
-        found, counts, functions = runner.run(on_stage(not args.http, work))
-    for name, number in functions.most_common(args.functions):
+        found, counts, traces = runner.run(on_stage(not args.http, work))
+    for name, number in counts.functions.most_common(args.functions):
         sys.stderr.write(f"{number:6d} {name}\n")
-    rows: list[list[Any]] = [[step, found[step], *counts[step]] for step in STEPS]
-    total = sum(found[step] for step in STEPS)
-    rows.append(["all", total, *map(sum, zip(*(counts[step] for step in STEPS), strict=True))])
+    found[ALL] -= found[BENCH]
+    found[REST] = found[ALL] - sum(found[entry] for entry in ENTRIES)
+    rows = [[entry, found[entry], *counts[entry]] for entry in (*ENTRIES, REST)]
+    rows.append([ALL, found[ALL], counts.python.total(), counts.native.total()])
     rows.append([STATE_FRAME, found[STATE_FRAME], 0, 0])
-    emit("gateway_budget", ["step", "us", "Python calls", "native calls"], rows, {"us": found, "total_us": total})
+    emit("gateway_budget", ["entry", "us", "Python calls", "native calls"], rows, {"us": found, **traces._asdict()})
 
 
 def uvloop_runner() -> asyncio.Runner:

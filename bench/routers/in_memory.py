@@ -44,10 +44,12 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written: list[bytes] = []
+        self.num_writes = 0
         self.wrote = asyncio.Event()
         self._is_closing = False
 
     def write(self, data: Any) -> None:
+        self.num_writes += 1
         self.written.append(data)
         self.wrote.set()
 
@@ -87,6 +89,7 @@ class EngineWire(Wire):
 
     def write(self, data: Any) -> None:
         loop = asyncio.get_running_loop()
+        self._engines.num_writes += 1
         if self._is_link:
             for kind, number, body in self._decoder.feed(data):
                 if kind == Kind.REQUEST:
@@ -128,6 +131,8 @@ class Exchange(NamedTuple):
 
 class Engines:
     def __init__(self) -> None:
+        self.num_writes = 0
+        """Of the gateway to all of them."""
         self._taken: list[Exchange] = []
         self._came = asyncio.Event()
 
