@@ -183,7 +183,9 @@ class MemoryStore:
         """Nothing is left to publish."""
 
     def _enter(self, name: str) -> tuple[_Account, int, Periods]:
-        account = self._accounts.setdefault(name, _Account())
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = _Account()
         now_ms, periods = self._now_ms(), self._calendar.now()
         account.requests.forget_old(now_ms)
         account.tokens.forget_old(now_ms)

@@ -53,7 +53,11 @@ class ClientResponse:
             await self.on_answer(data)
         if not self.started:
             await self._start_stream()
-        await self._send_in_time(data, more=True)
+        direct = self.direct
+        if direct is not None and direct.may_write:
+            direct.write(data)
+        else:
+            await self._send_in_time(data, more=True)
 
     @property
     def direct(self) -> DirectResponse | None:

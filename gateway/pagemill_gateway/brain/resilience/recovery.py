@@ -61,7 +61,9 @@ class Recovery:
 
     def admit(self, deployment: str, retry: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
         """Count one try of a request. Raises `PagemillError` 503 when it is a retry beyond the budget."""
-        budget = self._budgets.setdefault(deployment, RetryBudget(self._retry_share))
+        budget = self._budgets.get(deployment)
+        if budget is None:
+            budget = self._budgets[deployment] = RetryBudget(self._retry_share)
         if retry is None:
             budget.began(now)
             return
