@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
-from pagemill_protocol.http.tls import TLSConfig
+from pagemill_protocol.http.tls_config import TLSConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.tracing.config import TracingConfig
 

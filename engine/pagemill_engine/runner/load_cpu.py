@@ -14,7 +14,7 @@ from pagemill_engine.runner.budget import keeps_nothing
 from pagemill_engine.runner.compute import Compute
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for
-from pagemill_engine.runner.memory import give_back, measure_memory
+from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.pooling_runner import PoolingRunner
 from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
@@ -22,6 +22,7 @@ from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol.cgroup import usable_cores
+from pagemill_protocol.malloc import give_back
 from pagemill_protocol.model_spec import ModelSpec
 
 
