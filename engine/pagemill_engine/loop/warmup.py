@@ -76,8 +76,8 @@ class Calibration:
         self._fit()
 
     def go_on(self) -> bool:
-        """Measure one more size, where the core has no work. False: no more is measured, because all is, because it would
-        keep a request waiting for long, or because there were requests, from which the model learns."""
+        """Measure one more size, where the core has no work. False: no more is measured, because all is, because it
+        would keep a request waiting for long, or because there were requests, from which the model learns."""
         if not self._left or self._core.num_steps != self._num_steps or self._expected_ms() > LONGEST_STEP_MS:
             return False
         self._measure()
