@@ -178,6 +178,7 @@ class Server:
         await context.client.start()
         context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
         context.publisher.announce_bundle(bundle.digest)
+        self._warming_up = asyncio.create_task(context.off_loop(context.tokenizer.warm_up))
         await context.client.run()
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:
@@ -271,7 +272,6 @@ class Server:
         if phase == "ready" and not self._was_ready and client is not None and client.ready_info is not None:
             # After a sleep it was reported before.
             self._was_ready = True
-            self._warming_up = asyncio.create_task(self._context.off_loop(self._context.loaded_tokenizer().warm_up))
             self._events.on_ready(client.ready_info)
 
     @contextlib.contextmanager
