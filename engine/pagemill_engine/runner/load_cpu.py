@@ -44,9 +44,10 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
 def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
     """Sets how many torch takes; torch keeps that for each thread, and the result does it for another one."""
     if not has_torch():
+        on_torch = compute.how if compute.how.startswith("torch") else f"torch ({compute.how})"
         raise LoadError(
             "TorchNotInstalled",
-            f"This model runs on torch ({compute.how}), which is not installed. Install `pagemill[torch]`, or take the "
+            f"This model runs on {on_torch}, which is not installed. Install `pagemill[torch]`, or take the "
             "engine's image for GPUs (spec.engine.image).",
         )
     import torch
