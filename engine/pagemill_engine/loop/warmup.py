@@ -85,7 +85,7 @@ class Calibration:
         return True
 
     def _expected_ms(self) -> float:
-        return _line_through(*self._samples[-2:], self._left[0])
+        return _line_through(self._samples[-2], self._samples[-1], self._left[0])
 
     def _measure(self) -> None:
         num_tokens = self._left.popleft()
