@@ -49,7 +49,7 @@ def self_test(core: EngineCore) -> None:
 
 
 class Calibration:
-    """Step times by size, from prompts that nobody sent: the prior of the step-time model.
+    """Step times by size, from prompts that no client sent: the prior of the step-time model.
 
     Context costs are learned from requests, since the short prompts measured here cannot separate them from the cost of
     tokens.

@@ -132,7 +132,7 @@ class ChatTemplate:
         chats that still need one are rare, and it holds as much memory as a small program."""
         if not self._templates:
             return
-        with contextlib.suppress(TimeLimitReached, WorkerDied):  # the first chat meets the same and is told
+        with contextlib.suppress(TimeLimitReached, WorkerDied):  # the first chat meets the same and is refused
             process = self._borrow()
             self._idle.append(process)
             if self._plain.keys() >= self._templates.keys():
