@@ -184,7 +184,7 @@ arm64-check: $(ARM64_CHECK) ## Compile the native kernels for 64-bit Arm and run
 .PHONY: previous-wheels
 previous-wheels: | $(UV) ## Fetch the wheels of the release before, for the tests that run them beside today's
 	if tag=$$(git describe --tags --abbrev=0 --match 'v*' HEAD^ 2>/dev/null); then \
-		.uv/bin/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .uv/previous-wheels \
+		$(OWN_PIP) && .uv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest .uv/previous-wheels \
 			"pagemill==$${tag#v}" $(patsubst %,"pagemill-%==$${tag#v}",$(filter-out cli,$(PACKAGES))); \
 	else echo "no release is tagged before this commit; the tests take an earlier commit"; fi
 
@@ -246,31 +246,37 @@ clean: ## Remove the environment, caches and build outputs
 	rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .pagemill
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# By the interpreter's own pip, where it has one that is new enough: setting up another takes four seconds.
+INSTALL_UV := install --quiet --disable-pip-version-check --require-hashes -r release/uv.txt
+OWN_PIP = { .uv/bin/python -m ensurepip >/dev/null || { echo "make: $(PYTHON) has no pip; on Debian: apt-get install python3-venv"; exit 1; }; }
 .uv/bin/uv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "make: $(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
-		{ echo "make: $(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
-	$(PYTHON) -m venv .uv
-	.uv/bin/pip install --quiet --disable-pip-version-check --require-hashes -r release/uv.txt
+	$(PYTHON) -m venv --without-pip .uv
+	$(PYTHON) -m pip --python .uv/bin/python $(INSTALL_UV) 2>/dev/null || { $(OWN_PIP) && .uv/bin/python -m pip $(INSTALL_UV); }
 
 INSTALLED_FROM := uv.lock pyproject.toml $(wildcard */pyproject.toml) kernels/hatch_build.py $(wildcard kernels/pagemill_kernels/cpu/src/*)
 # Bytecode at once: a start from sources takes twice as long. uv compiles what it installs, not the packages of this repository.
 # `date` around the lines: the first phase that `make up` reports.
-# What serves on one machine imports no client of a cluster, two fifths of all files, and no tests.
-RUNNING := -x '/(kubernetes|tests)/' .venv/lib
 define install
 @start=$$(date +%s); \
 $(UV) sync --frozen $(UV_FLAGS) $(1); \
-$(BIN)/python -m compileall -q -j 0 $(2) $(PACKAGES); \
+$(2); \
 touch $@; \
 echo "phase download+install: $$(( $$(date +%s) - start )) s"
 endef
 
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(PACKAGES)
+
 .venv/.installed: $(INSTALLED_FROM) | $(UV)
-	$(call install,--compile-bytecode)
+	$(call install,--compile-bytecode,$(COMPILE))
 
 # What serves models on CPUs, a tenth of what develops: no torch, and nothing of the tests. Where all is installed that is enough.
+# Of its files fewer than half are ever imported: importing them leaves their bytecode, in less than half of the time.
+IMPORT = $(BIN)/python -c 'import $(RUNNING)'
+RUNNING := pagemill.main, pagemill.commands.up, pagemill.up.loading, pagemill.up.screen, pagemill.up.session, \
+	pagemill_operator.backends.local, pagemill_gateway.server, pagemill_gateway.processes.__main__, \
+	pagemill_engine.server.main, pagemill_engine.loop.process, pagemill_engine.runner.load_cpu
 .venv/.runnable: export PAGEMILL_KERNEL_LEVELS := $(if $(wildcard .venv/.installed),fitting,highest)
 .venv/.runnable: $(INSTALLED_FROM) | $(UV)
-	$(if $(wildcard .venv/.installed),$(call install,--compile-bytecode),$(call install,--no-group dev,$(RUNNING)))
+	$(if $(wildcard .venv/.installed),$(call install,--compile-bytecode,$(COMPILE)),$(call install,--no-group dev,$(IMPORT)))

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pagemill_protocol.generation_defaults import GenerationConfig, GenerationDefaults
-from pagemill_protocol.http.tls import TLSConfig
+from pagemill_protocol.http.tls_config import TLSConfig
 from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.tracing.config import TracingConfig
 
@@ -94,7 +94,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool | None = None
     """Launch a step before the tokens of the one before are read; `None`: where the device gains by it."""
     num_threads: int | None = None
-    """Compute threads; `None`: the cores this process may use (affinity and cgroup quota)."""
+    """Compute threads; `None`: the cores this process may use (affinity and cgroup quota). The level of the CPU's
+    kernels is an environment variable, `PAGEMILL_CPU_LEVEL`: `x86-64-v4-bf16`, `x86-64-v4`, `x86-64-v3`, `armv8-a`, or
+    `none` for torch's; without it the highest that the processor has."""
     seed: int | None = None
     """Seed of requests that send none; `None`: drawn at random per request."""
     chat_template: str | None = None

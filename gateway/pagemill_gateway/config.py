@@ -15,7 +15,7 @@ from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import Catalog, QueueLimits
 from pagemill_protocol.http.auth import is_loopback_address
 from pagemill_protocol.http.cors import is_origin
-from pagemill_protocol.http.tls import TLSConfig
+from pagemill_protocol.http.tls_config import TLSConfig
 from pagemill_protocol.keys import file as keys_file
 from pagemill_protocol.keys.entries import fault_of
 from pagemill_protocol.keys.file import KeysFileError

@@ -27,7 +27,8 @@ from pagemill_gateway.sockets import log_listening, open_ports
 from pagemill_gateway.stop_signals import Stop
 from pagemill_gateway.worker import Worker
 from pagemill_protocol.http.connection import bounded_protocol
-from pagemill_protocol.http.tls import ServerTLS, TLSConfig
+from pagemill_protocol.http.tls import ServerTLS
+from pagemill_protocol.http.tls_config import TLSConfig
 
 logger = logging.getLogger("pagemill.gateway")
 

@@ -14,7 +14,7 @@ from pagemill_engine.ipc.messages import TokensOut
 from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.probe import probe
-from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
+from pagemill_engine.loop.warmup import Calibration, SelfTestError, self_test
 from pagemill_engine.runner.null import NullRunner
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
@@ -312,7 +312,7 @@ def test_a_step_takes_from_one_reading_to_the_next_while_there_is_work(overlap: 
 def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_runner: Make, budget: int) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=budget)
     self_test(core)
-    calibrate(core)
+    Calibration(core).begin()
     knots = core.step_time.params().knots_tokens
     assert (knots[0], knots[-1]) == (1, min(budget, 127))
     assert core.step_time.predict_ms(budget) > 0
@@ -321,6 +321,30 @@ def test_warm_up_generates_a_token_measures_steps_and_leaves_no_trace(checking_r
     step = core.step()
     assert (step.prefixes, step.outputs) == (None, [])
     assert core.load().num_blocks_evictable == 0
+
+
+def test_larger_steps_are_measured_once_nothing_is_asked_until_a_request_came(checking_runner: Make) -> None:
+    core = make_core(checking_runner, max_num_batched_tokens=100)
+    calibration = Calibration(core)
+    calibration.begin(limit_s=0)
+    before = core.num_steps
+    assert calibration.go_on(), "one more size"
+    assert core.num_steps > before
+    assert not core.has_work
+    assert core.prefix_snapshot() == []
+    core.add(request("r", [1, 2, 3], max_tokens=1))
+    while core.has_work:
+        core.step()
+    after = core.num_steps
+    assert not calibration.go_on(), "requests teach the model from here"
+    assert core.num_steps == after
+
+
+def test_measuring_ends_with_the_largest_step(checking_runner: Make) -> None:
+    core = make_core(checking_runner, max_num_batched_tokens=100)
+    calibration = Calibration(core)
+    calibration.begin(limit_s=0)
+    assert [calibration.go_on() for _ in range(3)] == [True, True, False]
 
 
 def test_the_self_test_fails_when_no_token_comes(checking_runner: Make) -> None:

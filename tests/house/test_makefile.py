@@ -64,7 +64,6 @@ def test_ci_passes_only_when_its_last_phase_has_ended(
 
 
 def test_uv_is_installed_by_hash(root: Path) -> None:
-    assert (
-        "pip install --quiet --disable-pip-version-check --require-hashes -r release/uv.txt"
-        in (root / "Makefile").read_text()
-    )
+    makefile = (root / "Makefile").read_text()
+    assert "INSTALL_UV := install --quiet --disable-pip-version-check --require-hashes -r release/uv.txt\n" in makefile
+    assert len(re.findall(r"-m pip .*\$\(INSTALL_UV\)", makefile)) == len(re.findall(r"^\.uv/bin/uv:", makefile, re.M))

@@ -15,6 +15,7 @@ from pagemill_kernels import torch_ops as activation
 from pagemill_kernels import torch_ops as norm
 from pagemill_kernels.activation import reference as activation_reference
 from pagemill_kernels.cpu import library, processor
+from pagemill_kernels.cpu.settings import LEVEL_SETTING
 from pagemill_kernels.linear import cpu, onednn
 from pagemill_kernels.norm import reference as norm_reference
 
@@ -134,6 +135,7 @@ def test_the_processor_decides_and_what_runs_is_reported(
     monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, compiled: bool, backend: str, reported: str
 ) -> None:
     """`compiled`: our own products of bfloat16, which a compiler may not know."""
+    monkeypatch.delenv(LEVEL_SETTING, raising=False)
     monkeypatch.setattr(library, "has_bfloat16", lambda: compiled)
     monkeypatch.setattr(cpu, "can_pack", lambda dtype: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)

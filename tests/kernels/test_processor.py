@@ -69,6 +69,24 @@ def test_the_setting_takes_a_lower_level_or_none(machine: pytest.MonkeyPatch) ->
     assert processor.why_no_level() == "PAGEMILL_CPU_LEVEL is none"
 
 
+@pytest.mark.parametrize(
+    ("level", "bfloat16", "amx"),
+    [
+        ("", True, True),
+        ("none", True, True),
+        ("x86-64-v4-bf16", True, False),
+        ("x86-64-v4", False, False),
+        ("x86-64-v3", False, False),
+    ],
+)
+def test_a_chosen_level_holds_for_other_libraries_products_too(
+    level: str, bfloat16: bool, amx: bool, machine: pytest.MonkeyPatch
+) -> None:
+    machine.setattr(processor, "flags", lambda: frozenset(BFLOAT16 | {"amx_tile", "amx_bf16"}))
+    machine.setenv(LEVEL_SETTING, level)
+    assert (processor.multiplies_bfloat16(), processor.has_amx()) == (bfloat16, amx)
+
+
 @pytest.mark.parametrize("level", ["x86-64-v4-bf16", "armv8-a", "avx2"])
 def test_a_level_that_the_processor_lacks_is_refused_with_those_it_has(level: str, machine: pytest.MonkeyPatch) -> None:
     machine.setattr(processor, "flags", lambda: frozenset(AVX512))

@@ -267,6 +267,27 @@ def test_signals_for_the_terminals_group_leave_the_worker_running(template):
     assert chat._idle[0]._process is process
 
 
+def test_preparing_leaves_no_process_where_all_templates_are_plain(template):
+    chat = template(CHATML)
+    chat.prepare()
+    assert not chat._idle
+    assert chat.render(HELLO) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert not chat._idle, "no process was needed"
+
+
+def test_preparing_leaves_the_process_that_chats_will_need(template):
+    chat = template(LLAMA2)
+    chat.prepare()
+    process = chat._idle[0]._process
+    chat.render(HELLO)
+    assert chat._idle[0]._process is process
+
+
+@pytest.mark.parametrize("source", [None, "{{ 'a' * 10 ** 9 }}{% for"])
+def test_preparing_fails_for_no_template(template, source):
+    template(source).prepare()
+
+
 def test_closing_leaves_no_process(template):
     chat = template("fine")
     chat.render(HELLO)

@@ -9,7 +9,8 @@ import pytest
 from certificates import write_certificate
 
 from pagemill_protocol.http import tls as tls_module
-from pagemill_protocol.http.tls import EngineTrust, ServerTLS, TLSConfig, TLSError
+from pagemill_protocol.http.tls import EngineTrust, ServerTLS, TLSError
+from pagemill_protocol.http.tls_config import TLSConfig
 
 
 def test_files_that_do_not_fit_are_refused_at_the_start_and_not_used_later(tmp_path: Path) -> None:

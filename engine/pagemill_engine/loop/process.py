@@ -43,7 +43,7 @@ from pagemill_engine.loop.probe import probe
 from pagemill_engine.loop.refusals import refusals
 from pagemill_engine.loop.sleep import fall_asleep, wake_up
 from pagemill_engine.loop.start_clock import StartClock
-from pagemill_engine.loop.warmup import SelfTestError, calibrate, self_test
+from pagemill_engine.loop.warmup import Calibration, SelfTestError, self_test
 from pagemill_engine.runner import factory
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_kernels.gpu.driver import find_driver
@@ -71,9 +71,11 @@ class EngineFault(RuntimeError):
 class EngineLoop:
     """Feeds one `EngineCore` from a link until `Shutdown`."""
 
-    def __init__(self, core: EngineCore, link: EngineLink) -> None:
+    def __init__(self, core: EngineCore, link: EngineLink, calibration: Calibration | None = None) -> None:
+        """`calibration`: goes on while nothing is asked."""
         self._core = core
         self._link = link
+        self._calibration = calibration
         self._refused: list[TokensOut] = []
         self._num_added = 0
         self._stopped = False
@@ -171,7 +173,8 @@ class EngineLoop:
         if not self._idle_checked:
             self._core.check_integrity()
             self._idle_checked = True
-        self._tell(StepOutputs(load=self._core.load()))
+        learned = self._calibration is not None and not self._sleeps and self._calibration.go_on()
+        self._tell(StepOutputs(load=self._core.load(), step_time=self._core.step_time.params() if learned else None))
 
     def _tell(self, news: StepOutputs) -> None:
         self._link.send(msgspec.structs.replace(news, num_added=self._num_added))
@@ -192,14 +195,15 @@ class EngineLoop:
 
 def start_core(
     config: EngineConfig, progress: Callable[[str, str], None], early_digest: EarlyDigest | None = None
-) -> EngineCore:
+) -> tuple[EngineCore, Calibration]:
     """Load the model and prove that it works. Raises what the runner factory raises, or `SelfTestError`."""
     core = EngineCore(config, factory.create_runner(config, progress, early_digest))
     progress("first_token", "generating a first token")
     self_test(core)
     progress("warming", "measuring step times")
-    calibrate(core)
-    return core
+    calibration = Calibration(core)
+    calibration.begin()
+    return core, calibration
 
 
 def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | None = None) -> None:
@@ -213,7 +217,7 @@ def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | No
     # Imports and loading create many long-lived objects and little garbage: 450 collections take 0.3 s of 4.
     gc.disable()
     try:
-        core = start_core(config, progress, early_digest)
+        core, calibration = start_core(config, progress, early_digest)
         # Objects that are alive now stay alive: collections can skip them.
         gc.collect()
         gc.freeze()
@@ -222,7 +226,7 @@ def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | No
     link.send(_ready(core, time.monotonic() - started_s, clock.seconds()))
     link.start_heartbeat(lambda: core.expected_step_ms)
     try:
-        EngineLoop(core, link).run()
+        EngineLoop(core, link, calibration).run()
     finally:
         core.runner.close()
 

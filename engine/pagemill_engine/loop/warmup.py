@@ -1,4 +1,4 @@
-"""Before ready: the engine generates a token, then measures how long steps of several sizes take.
+"""Before ready: the engine generates a token, then measures how long small steps take, and larger ones once it is idle.
 
 It runs through the whole core, so requests use what was tested here. It leaves nothing behind: no cached prefix, no
 counters. The measurements are the step-time model's prior; requests refine it.
@@ -7,6 +7,7 @@ counters. The measurements are the step-time model's prior; requests refine it.
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import msgspec
 
@@ -17,7 +18,12 @@ from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 
-SWEEP_LIMIT_S = 0.8
+CPU_LIMIT_S = 0.05
+"""Before ready; the rest is measured while no request has come."""
+DEVICE_LIMIT_S = 0.8
+"""On a device, whose first step of a size also prepares it."""
+LONGEST_STEP_MS = 300.0
+"""Of one step after ready."""
 SLOW_STEP_MS = 100.0
 _SKIPPED_SIZES = {8}
 """Between 1 and 32 tokens a line is accurate enough for a prior."""
@@ -42,24 +48,53 @@ def self_test(core: EngineCore) -> None:
     raise SelfTestError("the model produced nothing")
 
 
-def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
-    """Measure prefill steps of growing size for about `limit_s` seconds; sizes that would take longer are skipped.
+class Calibration:
+    """Step times by size, from prompts that no client sent: the prior of the step-time model.
 
-    At least two sizes are measured: fewer would not show how time grows. Context costs are learned from requests, since
-    the short prompts measured here cannot separate them from the cost of tokens.
+    Context costs are learned from requests, since the short prompts measured here cannot separate them from the cost of
+    tokens.
     """
-    limits = core.scheduler.limits
-    largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
-    sizes = default_knots(largest)
-    samples: list[StepSample] = []
-    started_s = time.monotonic()
-    for num_tokens in [size for size in sizes if size not in _SKIPPED_SIZES or size == largest]:
-        left_ms = (limit_s - (time.monotonic() - started_s)) * 1000
-        if len(samples) > 1 and _line_through(samples[-2], samples[-1], num_tokens) > left_ms:
-            break
-        samples.append(StepSample(num_tokens, 0, 0, _measure_ms(core, num_tokens)))
-    core.step_time = _with_knots(StepTimeModel.from_calibration(samples), sizes)
-    _leave_no_trace(core)
+
+    def __init__(self, core: EngineCore) -> None:
+        limits = core.scheduler.limits
+        largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
+        self._core = core
+        self._knots = default_knots(largest)
+        self._left = deque(size for size in self._knots if size not in _SKIPPED_SIZES or size == largest)
+        self._samples: list[StepSample] = []
+        self._num_steps = 0
+        """Of the core, when the last size was measured."""
+
+    def begin(self, limit_s: float | None = None) -> None:
+        """Measure growing sizes for about `limit_s` seconds (by default what the device is worth); those that would
+        take longer are left. At least two are measured: fewer would not show how time grows."""
+        if limit_s is None:
+            limit_s = CPU_LIMIT_S if self._core.runner.info.device == "cpu" else DEVICE_LIMIT_S
+        end_s = time.monotonic() + limit_s
+        while self._left and (len(self._samples) < 2 or self._expected_ms() <= (end_s - time.monotonic()) * 1000):
+            self._measure()
+        self._fit()
+
+    def go_on(self) -> bool:
+        """Measure one more size, where the core has no work. False: no more is measured, because all is, because it
+        would keep a request waiting for long, or because there were requests, from which the model learns."""
+        if not self._left or self._core.num_steps != self._num_steps or self._expected_ms() > LONGEST_STEP_MS:
+            return False
+        self._measure()
+        self._fit()
+        return True
+
+    def _expected_ms(self) -> float:
+        return _line_through(self._samples[-2], self._samples[-1], self._left[0])
+
+    def _measure(self) -> None:
+        num_tokens = self._left.popleft()
+        self._samples.append(StepSample(num_tokens, 0, 0, _measure_ms(self._core, num_tokens)))
+
+    def _fit(self) -> None:
+        self._core.step_time = _with_knots(StepTimeModel.from_calibration(self._samples), self._knots)
+        self._num_steps = self._core.num_steps
+        _leave_no_trace(self._core)
 
 
 def _measure_ms(core: EngineCore, num_tokens: int) -> float:

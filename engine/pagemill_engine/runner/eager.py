@@ -17,7 +17,6 @@ from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.errors import NON_FINITE
 from pagemill_engine.runner.inputs import RequestRows, StepInputs
 from pagemill_engine.runner.kv_cache import KVCache
-from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.sampling.sampler import Sampled, masks_of, sample
@@ -25,6 +24,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult, TokenLogprobs
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.sampling.host import host_sampler
+from pagemill_protocol.malloc import give_back
 
 
 class EagerRunner:

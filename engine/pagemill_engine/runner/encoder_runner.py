@@ -18,12 +18,12 @@ from pagemill_engine.models.decoder import Decoder
 from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.models.encoder_attention import plan_rectangles
 from pagemill_engine.runner.base import RunnerInfo
-from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan, StepResult
 from pagemill_kernels.gpu.launch import upload
 from pagemill_kernels.registry import Ops
 from pagemill_kernels.torch_arrays import from_torch
+from pagemill_protocol.malloc import give_back
 from pagemill_protocol.pooling import PoolingParams
 
 

@@ -14,7 +14,7 @@ from pagemill_engine.runner.budget import keeps_nothing
 from pagemill_engine.runner.compute import Compute
 from pagemill_engine.runner.eager import EagerRunner
 from pagemill_engine.runner.kv_cache import KVCache, max_model_len_for
-from pagemill_engine.runner.memory import give_back, measure_memory
+from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.runner.pooling import Pooler
 from pagemill_engine.runner.pooling_runner import PoolingRunner
 from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
@@ -22,6 +22,7 @@ from pagemill_engine.runner.threaded import ThreadedRunner
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol.cgroup import usable_cores
+from pagemill_protocol.malloc import give_back
 from pagemill_protocol.model_spec import ModelSpec
 
 
@@ -43,9 +44,10 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
 def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
     """Sets how many torch takes; torch keeps that for each thread, and the result does it for another one."""
     if not has_torch():
+        on_torch = compute.how if compute.how.startswith("torch") else f"torch ({compute.how})"
         raise LoadError(
             "TorchNotInstalled",
-            f"This model runs on torch ({compute.how}), which is not installed. Install `pagemill[torch]`, or take the "
+            f"This model runs on {on_torch}, which is not installed. Install `pagemill[torch]`, or take the "
             "engine's image for GPUs (spec.engine.image).",
         )
     import torch

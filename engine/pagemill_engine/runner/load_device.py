@@ -19,13 +19,13 @@ from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
-from pagemill_engine.runner.memory import give_back
 from pagemill_engine.runner.preparing import ModelFiles, Prepared, cache_in_words, prepare, refusals, runner_info
 from pagemill_engine.runner.settling import CudaMeter, settle
 from pagemill_kernels.cpu import launch
 from pagemill_kernels.gpu.kept import keep_compiled
 from pagemill_kernels.torch_arrays import TORCH_TYPES
 from pagemill_protocol.cgroup import usable_cores
+from pagemill_protocol.malloc import give_back
 
 ANY_NUMBER = 1 << 40
 """Stands for the number of blocks until it is known."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,12 +42,6 @@ def available_memory(cgroup: Path = ROOT) -> int:
     free: int = psutil.virtual_memory().available
     rooms = [_room(folder, *version) for folder in folders("memory", cgroup) for version in _VERSIONS]
     return max(0, min([free, *(room for room in rooms if room is not None)]))
-
-
-def give_back() -> None:
-    """What the C library keeps of freed memory goes back to the machine, where it is a library that can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _room(group: Path, limit: str, usage: str, prefix: str) -> int | None:

@@ -8,7 +8,7 @@ from pagemill_engine.models.decoder import Model
 from pagemill_engine.models.weights import weight_tensors
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.host_weights import HostWeights
-from pagemill_engine.runner.memory import give_back
+from pagemill_protocol.malloc import give_back
 
 
 class SleepingModel:

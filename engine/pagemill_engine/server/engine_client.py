@@ -162,10 +162,15 @@ class EngineClient:
         """To the engine process, behind all that was sent before."""
         self._channel.send(message)
 
-    async def run(self) -> None:
-        """Read the engine process until it ends. Raises `StartupError` with the reason when it died by itself."""
+    async def start(self) -> None:
+        """Let the engine process load; what it says waits for `run`."""
         self._starting = asyncio.ensure_future(self._channel.start())
         await asyncio.shield(self._starting)
+
+    async def run(self) -> None:
+        """Read the engine process until it ends. Raises `StartupError` with the reason when it died by itself."""
+        if self._starting is None:
+            await self.start()
         while True:
             try:
                 message = await self._channel.recv()

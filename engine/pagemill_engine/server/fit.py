@@ -11,7 +11,6 @@ from pathlib import Path
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner.memory import memory_limit
 from pagemill_engine.server.failure import StartupError
-from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.model_spec import ModelSpec
 
 RUNTIME_BYTES = 256 * 1024**2
@@ -23,9 +22,8 @@ _LEAST_ITEM_BYTES = 2
 _CODE_BITS = {"int8": 8, "int4": 4, "w8a8": 8, "fp8": 8}
 
 
-def check_fits(config: EngineConfig, path: Path) -> None:
-    """Raises `StartupError` for a model that needs more memory than there is, `SourceError` for an unusable one."""
-    spec = load_model_spec(path)
+def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises `StartupError` for a model that needs more memory than there is."""
     if config.device == "cuda" or (config.device == "auto" and NVIDIA_DRIVER.exists()):
         return  # Weights and cache go to the device's own memory, layer by layer.
     limit = memory_limit()

@@ -112,6 +112,7 @@ class Server:
             tracing=_open_tracing(settings.server),
         )
         self._was_ready = False
+        self._warming_up: asyncio.Task[None] | None = None
         self._num_signals = 0
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
@@ -158,13 +159,11 @@ class Server:
         """Load what this process needs of the model, then speak for the engine process until it ends."""
         context, config = self._context, self._settings.engine
         context.lifecycle.enter("loading", f"looking at {config.model}")
-        bundle, tokenizer = await context.off_loop(lambda: _load_tokenizer(config))
-        context.tokenizer = tokenizer
-        context.publisher.announce_bundle(bundle.digest)
+        bundle = await context.off_loop(lambda: _load_bundle(config))
         config = msgspec.structs.replace(
             config,
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
-            vocab_size=config.vocab_size or tokenizer.vocab_size,
+            vocab_size=config.vocab_size or bundle.vocab_size or None,
         )
         channel = EngineChannel(config, self._process)
         context.client = EngineClient(
@@ -176,6 +175,10 @@ class Server:
             context.sleeping,
         )
         context.lifecycle.enter("loading", "importing what the engine needs")
+        await context.client.start()
+        context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
+        context.publisher.announce_bundle(bundle.digest)
+        self._warming_up = asyncio.create_task(context.off_loop(context.tokenizer.warm_up))
         await context.client.run()
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:
@@ -324,16 +327,28 @@ def _open_tls(server: ServerConfig) -> ServerTLS | None:
         raise StartupError("SettingsInvalid", str(error), "tls") from error
 
 
-def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
-    try:
+def _load_bundle(config: EngineConfig) -> TokenizerBundle:
+    """With what must be right before the engine process loads."""
+    with _refusals(config):
         path = resolve_source(config.model, field="model")
-        if not config.null_runner:
-            check_fits(config, path)
+        spec = None if config.null_runner else load_model_spec(path)
+        if spec is not None:
+            check_fits(config, spec)
         bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
-        if not config.null_runner:
-            bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(path).pooling)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
-        return bundle, Tokenizer(bundle, chat_template=config.chat_template)
+        return bundle if spec is None else msgspec.structs.replace(bundle, pooling=spec.pooling)
+
+
+def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:
+    with _refusals(config):
+        return Tokenizer(bundle, chat_template=config.chat_template)
+
+
+@contextlib.contextmanager
+def _refusals(config: EngineConfig) -> Iterator[None]:
+    """What is wrong with a model's files becomes a `StartupError`."""
+    try:
+        yield
     except SourceError as error:
         # Who reads files knows the resource's name of the setting, not the engine's.
         raise StartupError(error.reason, f"`model`: {error.message}", "model") from error

@@ -8,7 +8,6 @@ its own, it fetches from engines and checks, and the workers get their bundles f
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Set
 
 import aiohttp
@@ -124,7 +123,7 @@ class Bundles:
         if not self._keeps_tokenizers:
             tokenizer.close()
             return
-        self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(_warm_up, tokenizer)))
+        self._warm_ups.add(warm_up := asyncio.create_task(asyncio.to_thread(tokenizer.warm_up)))
         warm_up.add_done_callback(self._warm_ups.discard)
 
     async def _download(self, control_url: str, token: str) -> bytes:
@@ -148,12 +147,6 @@ def _built(bundle: TokenizerBundle, chat_template: str | None) -> Tokenizer:
         return Tokenizer(bundle, chat_template)
     except SourceError as error:
         raise BundleError(str(error)) from error
-
-
-def _warm_up(tokenizer: Tokenizer) -> None:
-    """Start the process that renders chats now, so that the first client need not wait for it."""
-    with contextlib.suppress(PagemillError):
-        tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
 def _checked(data: bytes, digest: str) -> TokenizerBundle:

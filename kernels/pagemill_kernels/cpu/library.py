@@ -199,7 +199,7 @@ _SIGNATURES = {
 def load() -> ctypes.CDLL | None:
     library, cause = _open()
     if library is None:
-        logger.warning("Native CPU kernels are not used: %s. Torch runs instead, slower.", cause)
+        logger.warning("Native CPU kernels are not used: %s. Without them torch computes, slower.", cause)
     return library
 
 

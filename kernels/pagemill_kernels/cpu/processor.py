@@ -11,11 +11,12 @@ from pathlib import Path
 
 from pagemill_kernels.cpu.settings import LEVEL_SETTING, NONE, chosen_level
 
+_BFLOAT16 = "x86-64-v4-bf16"
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _LEVELS: dict[str, dict[str, frozenset[str]]] = {
     "x86_64": {
-        "x86-64-v4-bf16": _V4 | {"avx512_bf16", "avx512_vnni"},
+        _BFLOAT16: _V4 | {"avx512_bf16", "avx512_vnni"},
         "x86-64-v4": _V4,
         "x86-64-v3": _V3,
     },
@@ -64,9 +65,10 @@ def why_no_level() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    return "avx512_bf16" in flags()
+    """Whoever's kernels do it: no where the setting chose a level without."""
+    return "avx512_bf16" in flags() and chosen_level() in ("", NONE, _BFLOAT16)
 
 
 def has_amx() -> bool:
-    """Tiles that multiply bfloat16."""
-    return {"amx_tile", "amx_bf16"} <= flags()
+    """Tiles that multiply bfloat16, which belong to no level."""
+    return {"amx_tile", "amx_bf16"} <= flags() and chosen_level() in ("", NONE)

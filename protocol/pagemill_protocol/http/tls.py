@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from pagemill_protocol.http.tls_config import TLSConfig
 
 logger = logging.getLogger("pagemill.tls")
 
@@ -23,24 +23,6 @@ CHECK_INTERVAL_S = 1.0
 
 class TLSError(Exception):
     """The files cannot be used; the message names them, the reason and the remedy."""
-
-
-class TLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Certificate of a server, in PEM; both files are read again when they change."""
-
-    cert_file: str
-    """The server's certificate, and after it those between it and the authority."""
-    key_file: str
-    """Its private key, not encrypted."""
-
-
-def tls_files(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
-    """Of two options. Raises `ValueError` for one without the other."""
-    if cert_file is None and key_file is None:
-        return None
-    if cert_file is None or key_file is None:
-        raise ValueError("tls: --tls-cert-file and --tls-key-file belong together. Name both.")
-    return TLSConfig(cert_file=str(cert_file), key_file=str(key_file))
 
 
 class ServerTLS:

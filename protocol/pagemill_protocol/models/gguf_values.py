@@ -6,6 +6,9 @@ here.
 
 from __future__ import annotations
 
+import math
+import struct
+
 from pagemill_protocol.gguf_file import GGMLType, GGUFError, GGUFFile
 from pagemill_protocol.models.declaration import RopeSpec
 from pagemill_protocol.models.errors import UnsupportedModelArchitecture
@@ -18,6 +21,9 @@ EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freq
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 ROPE_DIVISORS = "rope_freq_divisors"
 """The name that `ROPE_FACTORS` has among Hugging Face names, which have none for it."""
+_FLOAT32 = struct.Struct("<f")
+_FLOAT32_DIGITS = 9
+"""Decimal digits that tell any two of them apart."""
 
 
 class GGUFValues:
@@ -126,6 +132,16 @@ class GGUFValues:
 
 def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: the file's 9.9999997e-06 is what the author wrote as 1e-05."""
-    import numpy as np
+    try:
+        stored = _FLOAT32.pack(value)
+    except OverflowError:  # a float64 that no float32 holds
+        return math.copysign(math.inf, value)
+    decimals = (float(f"{value:.{digits}g}") for digits in range(1, _FLOAT32_DIGITS + 1))
+    return next((decimal for decimal in decimals if _packs_to(stored, decimal)), value)
 
-    return float(str(np.float32(value)))
+
+def _packs_to(stored: bytes, decimal: float) -> bool:
+    try:
+        return _FLOAT32.pack(decimal) == stored
+    except OverflowError:  # rounded up beyond the largest
+        return False

@@ -127,6 +127,17 @@ class ChatTemplate:
         }
         return name, variables
 
+    def prepare(self) -> None:
+        """Read the templates now, so that no client waits for it. Where all are plain programs the worker is ended: the
+        chats that still need one are rare, and it holds as much memory as a small program."""
+        if not self._templates:
+            return
+        with contextlib.suppress(TimeLimitReached, WorkerDied):  # the first chat meets the same and is refused
+            process = self._borrow()
+            self._idle.append(process)
+            if self._plain.keys() >= self._templates.keys():
+                self.close()
+
     def close(self) -> None:
         """Ends idle workers. A later render starts new ones."""
         _close_all(self._idle)

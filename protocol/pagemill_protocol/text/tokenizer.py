@@ -16,6 +16,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from pagemill_protocol.errors import context_length_exceeded, invalid_field
+from pagemill_protocol.malloc import give_back
 from pagemill_protocol.source_errors import UnreadableModelError
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.chat_template import ChatTemplate
@@ -191,6 +192,11 @@ class Tokenizer:
             tools=tools,
             template_kwargs=template_kwargs,
         )
+
+    def warm_up(self) -> None:
+        """Do now what the first chat would wait for, and give back the memory that reading the vocabulary took."""
+        self.chat_template.prepare()
+        give_back()
 
     def close(self) -> None:
         """Stops the template process, if one runs. Also happens when the tokenizer is collected."""

@@ -25,7 +25,7 @@ MIB = 1024**2
 def verdict(monkeypatch: pytest.MonkeyPatch, limit_bytes: int, **engine: Any) -> StartupError | None:
     monkeypatch.setattr(fit, "memory_limit", lambda: limit_bytes)
     try:
-        fit.check_fits(EngineConfig(model=SMOLLM2, **engine), resolve_source(SMOLLM2))
+        fit.check_fits(EngineConfig(model=SMOLLM2, **engine), load_model_spec(resolve_source(SMOLLM2)))
     except StartupError as error:
         return error
     return None
@@ -138,7 +138,7 @@ def test_a_folder_of_safetensors_counts_in_the_type_that_is_asked_for(
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + num_bytes)
     monkeypatch.setattr(fit, "memory_limit", lambda: fit.RUNTIME_BYTES + num_bytes + MIB)
-    fit.check_fits(EngineConfig(model=str(tmp_path)), tmp_path)
+    fit.check_fits(EngineConfig(model=str(tmp_path)), load_model_spec(tmp_path))
     with pytest.raises(StartupError) as caught:
-        fit.check_fits(EngineConfig(model=str(tmp_path), dtype="float32"), tmp_path)
+        fit.check_fits(EngineConfig(model=str(tmp_path), dtype="float32"), load_model_spec(tmp_path))
     assert caught.value.termination.reason == "ModelTooLarge"

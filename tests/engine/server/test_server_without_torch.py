@@ -51,6 +51,8 @@ def test_no_process_loads_torch_for_any_answer(start_server: Callable[..., Any])
     loaded = [libraries_of(process) for process in processes]
     assert any(name.startswith("libpagemill_cpu") for names in loaded for name in names)
     assert not [name for names in loaded for name in names if "torch" in name]
+    served_by, *_ = loaded
+    assert not [name for name in served_by if name.startswith("_multiarray_umath")], "the HTTP process needs no numpy"
 
 
 def test_without_torch_a_model_that_needs_it_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
