@@ -25,6 +25,7 @@ from typing import Any, cast
 import psutil
 import pytest
 import yaml
+from hung_processes import hang
 from typer.testing import CliRunner
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, wait_until
 
@@ -190,7 +191,7 @@ def test_a_second_ctrl_c_ends_what_does_not_end_by_itself(
         shown.until("sim 1/1 ready")
         pids = family(shown.process.pid)
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            hang(pid)
         shown.press(b"\x03")
         shown.until("Ctrl-C again")
         began_s = time.monotonic()
