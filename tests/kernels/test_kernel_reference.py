@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_batches import Lengths, batch_of, scattered_tables
+from attention_batches import Lengths, batch_of
 
 from pagemill_kernels import registry
 from pagemill_kernels.cpu import library
@@ -92,8 +92,11 @@ def test_store_kv_writes_only_its_slots() -> None:
 def attention_batch(
     lengths: Lengths, num_kv_heads: int, head_dim: int, *, shares_vectors: bool = False
 ) -> AttentionBatch:
-    """Blocks are scattered over the pool."""
-    tables = scattered_tables(lengths, NUM_BLOCKS - 1, BLOCK_SIZE)
+    """Blocks are scattered over the pool, and no two requests share one."""
+    order = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).tolist()
+    tables = np.zeros((len(lengths), max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)), dtype=np.int32)
+    for table, (_, seq_len) in zip(tables, lengths, strict=True):
+        table[: -(-seq_len // BLOCK_SIZE)] = [order.pop() for _ in range(-(-seq_len // BLOCK_SIZE))]
     padding = NUM_BLOCKS - 1
     return batch_of(
         lengths, tables, num_kv_heads, head_dim, BLOCK_SIZE, padding_block=padding, shares_vectors=shares_vectors

@@ -43,8 +43,10 @@ def after_context(lengths: Iterable[tuple[int, int]]) -> Lengths:
 def scattered_tables(
     lengths: Lengths, num_blocks: int, block_size: int = 16, seeds: Iterable[int] | None = None
 ) -> Tables:
-    """Requests share blocks; those of one are distinct where the pool has enough. `seeds`: of each request's table."""
+    """Requests share blocks. `seeds`: of each request's table, which begins alike however long it is.
+
+    A table that is longer than the pool goes through it again.
+    """
     width = max(1, -(-max(seq_len for _, seq_len in lengths) // block_size))
-    draws = [np.random.default_rng(seed) for seed in seeds or range(len(lengths))]
-    rows = [draw.choice(num_blocks, width, replace=width > num_blocks) for draw in draws]
-    return np.stack(rows).astype(np.int32)
+    orders = [np.random.default_rng(seed).permutation(num_blocks) for seed in seeds or range(len(lengths))]
+    return np.stack([np.resize(order, width) for order in orders]).astype(np.int32)
