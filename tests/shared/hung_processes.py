@@ -1,7 +1,7 @@
 """Processes that a test makes hang with SIGSTOP, and their certain end.
 
-A stopped process notices neither the end of its parent nor SIGTERM: one that a failed test leaves behind stays until
-somebody looks for it. Tests call `hang`; `tests/conftest.py` calls `end_hung` after every test.
+A stopped process notices neither the end of its parent nor SIGTERM: one that a failed test leaves behind stays until it
+is killed by hand. Tests call `hang`; `tests/conftest.py` calls `end_hung` after every test.
 """
 
 from __future__ import annotations
