@@ -11,17 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import signal
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from exact_load import EXACT_DEPLOYMENT, ExactLoad
-from local_replicas import Replica, Up, pagemill_up
-from report import emit, median
+from local_replicas import Replica, Up, serving
+from report import emit, median, progress
 from workload import MODEL
 
 NAME = "smollm2"
@@ -56,7 +52,7 @@ class Kills:
             return
         replica.kill()
         self.num += 1
-        _tell(f"killed {name}")
+        progress(f"killed {name}")
         self._watchers.append(asyncio.create_task(self._watch(replica)))
 
     async def restarted(self) -> None:
@@ -69,7 +65,7 @@ class Kills:
             while not await asyncio.to_thread(self._is_back, killed):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         self.restarts_s.append(time.monotonic() - start)
-        _tell(f"{killed.name} is ready again after {self.restarts_s[-1]:.1f} s")
+        progress(f"{killed.name} is ready again after {self.restarts_s[-1]:.1f} s")
 
     def _is_back(self, killed: Replica) -> bool:
         now = self.up.replicas().get(killed.name)
@@ -81,7 +77,7 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, K
     kills = Kills(up)
     try:
         await load.learn()
-        _tell("expected answers are known")
+        progress("expected answers are known")
         running = asyncio.create_task(load.run())
         await kills.kill(args.at_once)
         await kills.restarted()
@@ -105,15 +101,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=64, help="of every answer")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "deployment.yaml"
-        file.write_text(EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=NUM_REPLICAS))
-        with pagemill_up(file, Path(folder) / "log") as up:
-            up.wait_ready(NUM_REPLICAS)
-            assert up.url is not None
-            load, kills = asyncio.run(play(up, up.url, args))
-            continued = _continued(up)
+    document = EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=NUM_REPLICAS)
+    with serving(document, NUM_REPLICAS) as (up, url):
+        load, kills = asyncio.run(play(up, url, args))
+        continued = _continued(up)
     report(load, kills, continued)
 
 
@@ -138,10 +129,6 @@ def _continued(up: Up) -> dict[str, float]:
     """The gateway's counters of answers that went on elsewhere."""
     found = re.findall(r"^pagemill_gateway_(\w*(?:migrat|retr)\w*_total)(\{.*\})? (\S+)$", up.metrics(), re.MULTILINE)
     return {f"{name}{labels}": float(value) for name, labels, value in found}
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ import argparse
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from peers.install import InstallFailed
 from peers.process import PeerFailed
 from peers.results import Problem, Results, Sample, load, merge
-from report import ROOT, machine
+from report import ROOT, machine, progress
 from routers.catalogue import DIRECT, OURS, Router, routers
 from routers.ladder import FULL, SMOKE, Size, climb
 from routers.stage import cores, name_of
@@ -54,10 +53,10 @@ def measure(results: Results, contender: Router | None, number: int, size: Size)
     try:
         for row, values in climb(contender, size, cores()):
             results.samples.append(Sample(name, row, number, values))
-            _tell(f"{name}, round {number}, {row}: {_summary(values)}")
+            progress(f"{name}, round {number}, {row}: {_summary(values)}")
     except PeerFailed as failure:
         results.problems.append(Problem(name, "ladder", str(failure)))
-        _tell(f"{name}: {failure}")
+        progress(f"{name}: {failure}")
 
 
 def report(results: Results) -> None:
@@ -85,7 +84,7 @@ def _installed(results: Results, chosen: list[Router], uv: Path) -> list[Router]
             router.install(uv)
         except InstallFailed as failure:
             results.problems.append(Problem(router.name, "install", str(failure)))
-            _tell(f"{router.name}: {failure}")
+            progress(f"{router.name}: {failure}")
             continue
         there.append(router)
     return there
@@ -112,11 +111,6 @@ def _summary(values: dict[str, Any]) -> str:
     words += [f"cores {values['router_share']:.2f} and {values['load_share']:.2f}"]
     words += [word for word in ("lagged", "held") if values[word]]
     return ", ".join(words) + (f" {json.dumps(values['causes'])}" if values["causes"] else "")
-
-
-def _tell(line: str) -> None:
-    """Progress, on stderr: stdout ends with the table and one line of JSON."""
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 def _arguments(names: list[str]) -> argparse.Namespace:

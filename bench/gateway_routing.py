@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, get_args
 
 from peers.install import InstallFailed
 from peers.process import PeerFailed, PeerProcess
-from report import ROOT, machine, markdown_table
+from report import ROOT, machine, markdown_table, progress
 from routers.catalogue import OURS, Site, Start, routers, start_pagemill
 from routers.chats import Chats, Reported, words
 from routers.engines import TOKEN, Engines, engines
@@ -75,10 +75,10 @@ def compare(
         try:
             for kind, values in measure(_starter(name, args.uv), num_gateways, args, vocabulary):
                 found.setdefault(kind, {})[label] = values
-                _tell(f"{label}, {kind}: {json.dumps(values)}")
+                progress(f"{label}, {kind}: {json.dumps(values)}")
         except (InstallFailed, PeerFailed) as failure:
             problems[label] = str(failure)
-            _tell(f"{label}: {failure}")
+            progress(f"{label}: {failure}")
 
 
 def measure(
@@ -243,10 +243,6 @@ def _add(total: Reported, more: Reported) -> None:
     total.num_prompt_tokens += more.num_prompt_tokens
     total.num_cached_tokens += more.num_cached_tokens
     total.faults += more.faults
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 def _arguments() -> argparse.Namespace:

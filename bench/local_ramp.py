@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from exact_load import ExactLoad, Record
-from local_replicas import Up, pagemill_up
+from local_replicas import Up, serving
 from report import emit, markdown_table
 from workload import MODEL
 from zero_cycles import percentile
@@ -180,14 +177,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=20, help="seconds that fewer replicas must do before they go")
     parser.add_argument("--limit", type=float, default=360.0, help="seconds for all of it")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "deployment.yaml"
-        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, most=MOST_REPLICAS, window_s=args.window))
-        with pagemill_up(file, Path(folder) / "log") as up:
-            up.wait_ready(1)
-            assert up.url is not None
-            load, phases, watch = asyncio.run(play(up, up.url, args))
+    document = DEPLOYMENT.format(name=NAME, model=MODEL, most=MOST_REPLICAS, window_s=args.window)
+    with serving(document, 1) as (up, url):
+        load, phases, watch = asyncio.run(play(up, url, args))
     report(load, phases, watch)
 
 

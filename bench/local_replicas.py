@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -142,3 +143,19 @@ def pagemill_up(file: Path, log: Path) -> Iterator[Up]:
         yield Up(process, log)
     finally:
         stop(process)
+
+
+@contextmanager
+def serving(document: str, num_replicas: int) -> Iterator[tuple[Up, str]]:
+    """Serve a document of LLMDeployments, with the gateway's base URL, once that many replicas are ready.
+
+    SIGTERM ends this process and what was started.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deployment.yaml"
+        file.write_text(document)
+        with pagemill_up(file, Path(folder) / "log") as up:
+            up.wait_ready(num_replicas)
+            assert up.url is not None
+            yield up, up.url

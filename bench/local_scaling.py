@@ -14,9 +14,7 @@ import asyncio
 import contextlib
 import json
 import random
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import openai
-from local_replicas import Up, pagemill_up
+from local_replicas import Up, serving
 from report import emit, markdown_table
 from workload import MODEL, ORDINARY_TOKENS
 
@@ -311,12 +309,8 @@ def deployment(most: int, extra: Sequence[str] = ()) -> str:
 
 def run(workload: Workload, content: str, *, settle_s: float = SETTLE_S) -> Outcome:
     """A `pagemill up` of its own: nothing is remembered of other traffic."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "deployment.yaml"
-        file.write_text(content)
-        with pagemill_up(file, Path(folder) / "log") as up:
-            up.wait_ready(1)
-            return asyncio.run(play(up, workload, settle_s=settle_s))
+    with serving(content, 1) as (up, _):
+        return asyncio.run(play(up, workload, settle_s=settle_s))
 
 
 def main() -> None:
@@ -329,7 +323,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--records", type=Path, help="file for the recorded decisions, for `pagemill why --file`")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     rows, records, faults = [], list[Record](), list[str]()
     drawn = workloads(args.rate, args.factor, args.duration, args.seed)
     for name in args.cases:

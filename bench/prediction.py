@@ -16,18 +16,15 @@ import asyncio
 import json
 import os
 import random
-import signal
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
-from local_replicas import Up, pagemill_up
+from local_replicas import Up, serving
 from processes import give_cores
-from report import emit, median
+from report import emit, median, progress
 from workload import MODEL
 
 NAME = "smollm2"
@@ -163,14 +160,14 @@ async def measure(up: Up, args: argparse.Namespace) -> tuple[dict[str, list[Deci
         watching = asyncio.create_task(decisions.watch())
         try:
             rate_per_s = await load.saturated(args.calibrate, args.at_once * args.replicas)
-            _tell(f"{rate_per_s:.2f} requests/s with {args.at_once} under way on each replica")
+            progress(f"{rate_per_s:.2f} requests/s with {args.at_once} under way on each replica")
             decisions.take()
             found = {}
             for band, share in BANDS.items():
                 await load.poisson(args.seconds, share * rate_per_s)
                 await decisions.read()
                 found[band] = decisions.take()
-                _tell(f"{band}: {json.dumps(figures(found[band]))}")
+                progress(f"{band}: {json.dumps(figures(found[band]))}")
         finally:
             watching.cancel()
     return found, rate_per_s, load.faults
@@ -202,14 +199,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where every request's prediction goes")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "deployment.yaml"
-        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=args.replicas))
-        with pagemill_up(file, Path(folder) / "log") as up:
-            up.wait_ready(args.replicas)
-            _give_cores(up)
-            found, rate_per_s, faults = asyncio.run(measure(up, args))
+    with serving(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=args.replicas), args.replicas) as (up, _):
+        _give_cores(up)
+        found, rate_per_s, faults = asyncio.run(measure(up, args))
     if args.json is not None:
         args.json.write_text(json.dumps(found))
     report(found, rate_per_s, faults, args)
@@ -234,10 +226,6 @@ def _give_cores(up: Up) -> None:
     engines = {child.pid for server in servers for child in psutil.Process(server).children()}
     family = [up.process.pid, *(child.pid for child in psutil.Process(up.process.pid).children(recursive=True))]
     give_cores(servers, [os.getpid(), *(pid for pid in family if pid not in {*servers, *engines})])
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

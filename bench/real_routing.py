@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import argparse
 import random
-import signal
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, get_args
 
 from gateway_routing import figures
-from local_replicas import pagemill_up
-from report import emit
+from local_replicas import serving
+from report import emit, progress
 from routers.catalogue import MODEL
 from routers.chats import Chats, words
 from workload import MODEL as SOURCE
@@ -51,7 +47,6 @@ spec:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     args = _arguments()
     vocabulary = words()
     rounds: dict[str, list[dict[str, Any]]] = {policy: [] for policy in args.policies}
@@ -61,24 +56,18 @@ def main() -> None:
                 policy, conversations(args.conversations, args.turns, args.tokens, number), args, vocabulary
             )
             rounds[policy].append(values)
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')} {policy}, round {number}: {values}\n")
+            progress(f"{policy}, round {number}: {values}")
     report(rounds)
 
 
 def measure(
     policy: str, traffic: list[Conversation], args: argparse.Namespace, vocabulary: list[str]
 ) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "deployment.yaml"
-        file.write_text(
-            DEPLOYMENT.format(name=MODEL, source=SOURCE, cache=args.cache, replicas=NUM_REPLICAS, policy=policy)
-        )
-        with pagemill_up(file, Path(folder) / "log") as up:
-            up.wait_ready(NUM_REPLICAS)
-            assert up.url is not None
-            start = time.perf_counter()
-            reported = Chats([up.url], vocabulary, 1.0).run(traffic, seed=1)
-            took_s = time.perf_counter() - start
+    document = DEPLOYMENT.format(name=MODEL, source=SOURCE, cache=args.cache, replicas=NUM_REPLICAS, policy=policy)
+    with serving(document, NUM_REPLICAS) as (_, url):
+        start = time.perf_counter()
+        reported = Chats([url], vocabulary, 1.0).run(traffic, seed=1)
+        took_s = time.perf_counter() - start
     num_tokens = sum(turn.num_output_tokens for each in traffic for turn in each.turns)
     return {**figures(reported), "seconds": took_s, "tokens_per_s": num_tokens / took_s if not reported.faults else 0.0}
 

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -51,6 +52,11 @@ def emit(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], resul
         ]
         print("  ".join(cells).rstrip())
     print(json.dumps({"bench": name, **result, "machine": about}), flush=True)
+
+
+def progress(line: str) -> None:
+    """Progress, on stderr: stdout ends with the table and one line of JSON."""
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

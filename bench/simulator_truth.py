@@ -13,7 +13,6 @@ import random
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import msgspec
 from peers.process import PeerFailed
-from report import emit, markdown_table
+from report import emit, markdown_table, progress
 from truth.compare import COLUMNS, Band, Latencies, plan_rows, rows
 from truth.generator import Answer, Request, latencies
 from truth.planning import Planned, compare_plan
@@ -96,7 +95,7 @@ def calibrate(site: RealSite, seconds: float, seed: int) -> EngineConfig:
     answers = site.replay(real(requests, f"{seed} calibration"))
     engine = engine_of(site.state())
     assert engine.step_time is not None
-    _tell(f"calibrated by {len(answers)} requests: {msgspec.to_builtins(engine.step_time)}")
+    progress(f"calibrated by {len(answers)} requests: {msgspec.to_builtins(engine.step_time)}")
     return engine
 
 
@@ -108,14 +107,14 @@ def measure(site: RealSite, engine: EngineConfig, name: str, share: float, args:
     for repeat in range(args.repeats):
         answers = site.replay(real(workload.requests, f"{args.seed} {name} {repeat}"))
         measured.append(latencies(answers))
-        _tell(f"{name}, {rate:.2f} requests/s, {len(answers)} requests, repeat {repeat}: {_summary(answers)}")
+        progress(f"{name}, {rate:.2f} requests/s, {len(answers)} requests, repeat {repeat}: {_summary(answers)}")
     return Band(name, rate, len(workload.requests), measured, simulated, site.state().step_time)
 
 
 def plan_beside(site: RealSite, folder: Path, args: argparse.Namespace) -> Planned:
     def replay(name: str, requests: list[SimRequest]) -> list[Answer]:
         answers = site.replay(real(requests, f"{args.seed} plan {name}"))
-        _tell(f"plan, {name}, {len(answers)} requests: {_summary(answers)}")
+        progress(f"plan, {name}, {len(answers)} requests: {_summary(answers)}")
         return answers
 
     return compare_plan(folder, replay, LOADS["middle"], args.seconds, args.seed)
@@ -154,10 +153,6 @@ def _summary(answers: list[Answer]) -> str:
     found = latencies(answers)
     lag_ms, end_s = max(each.lag_ms for each in answers), max(each.end_s for each in answers)
     return f"{json.dumps(found.quantiles())}, at most {lag_ms:.0f} ms late, ended after {end_s:.1f} s"
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 def _arguments() -> argparse.Namespace:

@@ -12,19 +12,16 @@ import argparse
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 from exact_load import EXACT_DEPLOYMENT, ExactLoad
-from local_replicas import Replica, Up, pagemill_up
+from local_replicas import Replica, Up, serving
 from report import emit
 from workload import MODEL
 
@@ -119,15 +116,9 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=0, help="processes that compute beside it")
     parser.add_argument("--watch", type=float, default=0.0, help="stop nothing; count false alarms for so many seconds")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "deployment.yaml"
-        file.write_text(EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=2))
-        with pagemill_up(file, Path(folder) / "log") as up:
-            up.wait_ready(2)
-            assert up.url is not None
-            load, pauses = asyncio.run(play(up, up.url, args))
-            num_continued = continued(up)
+    with serving(EXACT_DEPLOYMENT.format(name=NAME, model=MODEL, replicas=2), 2) as (up, url):
+        load, pauses = asyncio.run(play(up, url, args))
+        num_continued = continued(up)
     report(load, pauses, num_continued, args)
 
 

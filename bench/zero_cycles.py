@@ -16,18 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import signal
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from exact_load import ExactLoad, Prompt, Record
-from local_replicas import Up, pagemill_up
-from report import emit, markdown_table, median
+from local_replicas import Up, serving
+from report import emit, markdown_table, median, progress
 from workload import MODEL
 from zero_simulated import simulate_cycles
 
@@ -154,7 +149,7 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
         await load.learn()
         while _num_cold(cycles.done) < args.cycles and not load.faults:
             cycle = await cycles.run(draw_arrival(source, load.prompts))
-            _tell(f"{_num_cold(cycles.done)} of {args.cycles}: {_words(cycle)}")
+            progress(f"{_num_cold(cycles.done)} of {args.cycles}: {_words(cycle)}")
     finally:
         await load.close()
     return load, cycles.done
@@ -169,15 +164,9 @@ def main() -> None:
     if args.simulated:
         simulate_cycles(args.simulated, args.seed)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "deployment.yaml"
-        file.write_text(DEPLOYMENT.format(name=NAME, model=MODEL, idle_s=IDLE_S))
-        with pagemill_up(file, Path(folder) / "log") as up:
-            up.wait_ready(1)
-            assert up.url is not None
-            load, done = asyncio.run(play(up, up.url, args))
-            ordered = Counter(up.scalings(NAME))
+    with serving(DEPLOYMENT.format(name=NAME, model=MODEL, idle_s=IDLE_S), 1) as (up, url):
+        load, done = asyncio.run(play(up, url, args))
+        ordered = Counter(up.scalings(NAME))
     report(load, done, ordered)
 
 
@@ -222,10 +211,6 @@ def _words(cycle: Cycle) -> str:
         return f"{cycle.moment}, still awake"
     overheads = " ".join(f"{1000 * each:.0f}" for each in cycle.overheads_s)
     return f"{cycle.moment}, ready after {cycle.cold_start_s:.2f} s, overhead {overheads} ms"
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Without an NVIDIA device Triton's kernels run in its interpreter: chosen before anything imports Triton.
 
+What takes longest begins first, and files that share servers run in one worker.
+
 Property tests draw a sample of their examples unless `--hypothesis-profile=full` asks for all; tests with a marker
 `sample` run with some of their parameters, and with the others in `make test-full`.
 """
@@ -8,10 +10,12 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import defaultdict
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,10 +23,70 @@ from hypothesis import settings
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("sample", settings(), max_examples=30, deadline=None)
+settings.register_profile("sample", settings(), max_examples=20, deadline=None)
 settings.register_profile("full", settings(), max_examples=100, deadline=None)
 settings.register_profile("thorough", settings(), max_examples=5000, deadline=None)
 settings.load_profile("sample")
+
+
+SHARED = ("tests/doors/", "tests/engine/server/")
+"""The files of such a folder have servers in common."""
+LONGEST = (
+    "cli/test_up_session.py",
+    "house/test_docs_commands.py",
+    "bench/test_gpu_bench.py",
+    "engine/model/test_experts.py",
+    "operator/test_local_backend.py",
+    "cli/test_plan_command.py",
+    "engine/model/test_hf_equality_smollm2.py",
+    "engine/model/test_structured_output.py",
+    "engine/model/test_hf_equality_tiny.py",
+    "operator/test_local_scaling.py",
+    "engine/model/test_device_runner.py",
+    "engine/model/test_model_families.py",
+    "engine/model/test_compiled_before_ready.py",
+)
+"""Below `tests`, by the CPU time that they take with their processes: they follow on `SHARED`."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, for shared folders as for files, in the order of `_from_longest`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadShared(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(nodeid)
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return LoadShared(config, log)
+
+
+def _scope(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in SHARED if file.startswith(folder)), file)
+
+
+def _from_longest(items: list[pytest.Item]) -> None:
+    """The smallest are left for the end, where workers would wait for the last one."""
+    order = [*SHARED, *(f"tests/{file}" for file in LONGEST)]
+    rank = {scope: position for position, scope in enumerate(order)}
+    scopes = {item.nodeid: _scope(item.nodeid) for item in items}
+    sizes = Counter(scopes.values())
+    place = {scope: (rank.get(scope, len(order)), -size, scope) for scope, size in sizes.items()}
+    items.sort(key=lambda item: place[scopes[item.nodeid]])
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """After its fixtures: what a test has stopped ends, though the test failed."""
+    try:
+        return (yield)
+    finally:
+        if "hung_processes" in sys.modules:
+            sys.modules["hung_processes"].end_hung()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,7 +101,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        _from_longest(items)
     unused: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     used: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for item in items:

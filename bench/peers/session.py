@@ -5,7 +5,6 @@ While one is measured, all others that are loaded are stopped by a signal, so th
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from report import machine
+from report import machine, progress
 
 from peers import http_load, rows, weights
 from peers.catalogue import Peer, Server, Worker
@@ -81,7 +80,7 @@ class Session:
     def not_there(self, peer: Peer, chosen: Sequence[Row], cause: str) -> None:
         for row in chosen:
             self.results.problems.append(Problem(peer.name, row.name, cause))
-            _tell(f"{row.name:10} {peer.name}: {cause}")
+            progress(f"{row.name:10} {peer.name}: {cause}")
 
     def _measure_starts(self, row: Row, peers: Sequence[Peer]) -> None:
         failed: set[str] = set()
@@ -157,7 +156,7 @@ class Session:
     def _resident(self, peer: Peer, process: PeerProcess, server: Server | None, about: dict[str, Any]) -> Resident:
         ready_s = time.perf_counter() - process.started_s
         self.results.about.setdefault(peer.name, {}).update(about)
-        _tell(f"{'ready':10} {peer.name}: {ready_s:.2f} s")
+        progress(f"{'ready':10} {peer.name}: {ready_s:.2f} s")
         return Resident(peer, process, server, about, ready_s, self._timeout_s)
 
     def _offline(self, resident: Resident, row: Row, run: int) -> dict[str, Any]:
@@ -188,7 +187,7 @@ class Session:
     def _keep(self, peer: Peer, row: Row, run: int, values: dict[str, Any]) -> None:
         self.results.samples.append(Sample(peer.name, row.name, run, values))
         shown = ", ".join(f"{key} {value:.2f}" for key, value in values.items() if isinstance(value, float))
-        _tell(f"{row.name:10} {peer.name}, run {run}: {shown}")
+        progress(f"{row.name:10} {peer.name}, run {run}: {shown}")
 
 
 def _single(resident: Resident, run: int) -> dict[str, Any]:
@@ -219,8 +218,3 @@ def _or_stop(process: PeerProcess, wait: Callable[[], Any]) -> Any:
 
 def _ms(seconds: Any) -> list[float]:
     return [round(each * 1000, 3) for each in seconds]
-
-
-def _tell(line: str) -> None:
-    """Progress, on stderr: stdout ends with the table and one line of JSON."""
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")

@@ -23,7 +23,7 @@ SECTIONS = [
     *("start-qwen3-0.6b", "peers-qwen3-0.6b", "peers-llama-3.2-1b"),
 ]
 IN_SAMPLE = [
-    *("smoke", "tests-rows", "kernels", "attention", "engine-qwen3-0.6b", "start-qwen3-0.6b", "peers-qwen3-0.6b"),
+    *("smoke", "kernels", "attention", "engine-qwen3-0.6b", "start-qwen3-0.6b", "peers-qwen3-0.6b"),
 ]
 """Of sections that differ in their shapes, or in which files they run, one each: a section is a process."""
 RUN = """
@@ -234,30 +234,6 @@ except AssertionError as problem:
 """
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What scripts found out in one process, which imports torch once."""
-    path = str(tmp_path_factory.mktemp("section") / "section.json")
-    codes = {
-        "facts": FACTS,
-        "cases that fail": CASES_THAT_FAIL,
-        "section that fails": f"PATH = {path!r}\n{SECTION_THAT_FAILS}",
-    }
-    return dict(zip(codes, inside(*codes.values()), strict=True))
-
-
-def test_a_case_that_fails_costs_its_own_row_and_fails_the_section_at_its_end(found: dict[str, Any]) -> None:
-    problem, rows, markdown = found["cases that fail"]
-    assert problem == "2 of 3 cases failed: differs; raises"
-    assert [(row[0], row[1]) for row in rows] == [
-        *(("differs", "pagemill"), ("raises", "pagemill"), ("good", "pagemill"), ("good", "a peer"))
-    ]
-    assert "differs from its reference by 1" in rows[0][-1]
-    assert rows[2][-1] == "0.0e+00"
-    assert rows[3][-1] == "RuntimeError: two lines | and a bar"
-    assert {line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")} == {9}
-
-
 MAIN = """
 import importlib.util, subprocess, time
 from pathlib import Path
@@ -283,15 +259,7 @@ print(json.dumps([seen, json.loads(Path(PATH).read_text())]))
 )
 
 
-def test_a_section_that_fails_keeps_what_it_had_found(found: dict[str, Any]) -> None:
-    before, kept = found["section that fails"]
-    assert before[0]["tables"] == [{"title": "t", "columns": ["a"], "rows": [[1]]}], "while it was still running"
-    assert kept["error"] == "ValueError: no"
-    assert kept["tables"] == before[0]["tables"]
-
-
-def test_a_section_that_hangs_or_dies_is_ended_with_all_it_started() -> None:
-    (found,) = inside(f"""{MAIN}
+SECTION_THAT_HANGS = f"""{MAIN}
 hung = command.run_apart("smoke", 0.0)
 argv = ["sh", "-c", "sleep 1000 & echo $!; wait"]
 group = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE, text=True)
@@ -307,8 +275,43 @@ while lives():
     time.sleep(0.01)
 died = command.run_apart("no such section")
 print(json.dumps([hung.error, lived, group.returncode, died.error]))
-""")
-    assert found == ["it was ended after 0 s", True, -9, "the process returned 2"]
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What scripts found out in one process, which imports torch once."""
+    path = str(tmp_path_factory.mktemp("section") / "section.json")
+    codes = {
+        "facts": FACTS,
+        "cases that fail": CASES_THAT_FAIL,
+        "section that fails": f"PATH = {path!r}\n{SECTION_THAT_FAILS}",
+        "section that hangs": SECTION_THAT_HANGS,
+    }
+    return dict(zip(codes, inside(*codes.values()), strict=True))
+
+
+def test_a_case_that_fails_costs_its_own_row_and_fails_the_section_at_its_end(found: dict[str, Any]) -> None:
+    problem, rows, markdown = found["cases that fail"]
+    assert problem == "2 of 3 cases failed: differs; raises"
+    assert [(row[0], row[1]) for row in rows] == [
+        *(("differs", "pagemill"), ("raises", "pagemill"), ("good", "pagemill"), ("good", "a peer"))
+    ]
+    assert "differs from its reference by 1" in rows[0][-1]
+    assert rows[2][-1] == "0.0e+00"
+    assert rows[3][-1] == "RuntimeError: two lines | and a bar"
+    assert {line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")} == {9}
+
+
+def test_a_section_that_fails_keeps_what_it_had_found(found: dict[str, Any]) -> None:
+    before, kept = found["section that fails"]
+    assert before[0]["tables"] == [{"title": "t", "columns": ["a"], "rows": [[1]]}], "while it was still running"
+    assert kept["error"] == "ValueError: no"
+    assert kept["tables"] == before[0]["tables"]
+
+
+def test_a_section_that_hangs_or_dies_is_ended_with_all_it_started(found: dict[str, Any]) -> None:
+    assert found["section that hangs"] == ["it was ended after 0 s", True, -9, "the process returned 2"]
 
 
 @pytest.mark.full

@@ -157,7 +157,9 @@ def test_the_same_plan_is_rehearsed_the_same_and_more_load_is_felt() -> None:
     assert (high.tpot_ms or 0) > (low.tpot_ms or 0)
 
 
-@pytest.mark.parametrize(("input_tokens", "output_tokens"), [(128, 256), (256, 128), (1500, 100)])
+@pytest.mark.parametrize(
+    ("input_tokens", "output_tokens"), [(128, 256), pytest.param(256, 128, marks=pytest.mark.full), (1500, 100)]
+)
 @pytest.mark.parametrize(
     "share_of_capacity", [pytest.param(0.1, marks=pytest.mark.full), pytest.param(0.5, marks=pytest.mark.full), 0.9]
 )
@@ -206,6 +208,7 @@ def test_its_own_json_is_such_a_file(file: Path, fit: Path, tmp_path: Path) -> N
     assert again["candidates"] == json.loads(first.stdout)["candidates"]
 
 
+@pytest.mark.sample("memory")
 @pytest.mark.parametrize("where", ["signals", "memory"])
 def test_and_so_are_records_of_decisions(file: Path, fit: Path, tmp_path: Path, where: str) -> None:
     scaled = Scaled(ScalingSettings("Active", 1, 20, slo=SLO))

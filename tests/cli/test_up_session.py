@@ -25,6 +25,7 @@ from typing import Any, cast
 import psutil
 import pytest
 import yaml
+from hung_processes import hang
 from typer.testing import CliRunner
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, wait_until
 
@@ -190,7 +191,7 @@ def test_a_second_ctrl_c_ends_what_does_not_end_by_itself(
         shown.until("sim 1/1 ready")
         pids = family(shown.process.pid)
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            hang(pid)
         shown.press(b"\x03")
         shown.until("Ctrl-C again")
         began_s = time.monotonic()
@@ -198,23 +199,6 @@ def test_a_second_ctrl_c_ends_what_does_not_end_by_itself(
         assert shown.wait() == 0
         assert time.monotonic() - began_s < busy_factor()
     assert_nothing_is_left(environment, pids)
-
-
-def test_keep_serves_until_sigterm(write: Write, simulated: Simulated, environment: dict[str, str]) -> None:
-    file = write("sim.yaml", simulated())
-    command = [sys.executable, "-m", "pagemill", "up", "-f", str(file), "--port", "0", "--keep"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, text=True
-    ) as process:
-        assert process.stdout
-        lines = iter(process.stdout.readline, "")
-        said = list(_up_to(lines, "Ctrl-C stops everything"))
-        pids = family(process.pid)
-        process.send_signal(signal.SIGTERM)
-        rest = process.stdout.read()
-        assert process.wait(WAIT_LIMIT_S) == 0
-    assert rest.endswith("stopped\n")
-    assert_nothing_is_left(environment, pids, base_port("".join(said)))
 
 
 def test_an_engine_that_never_starts_is_given_up_with_its_last_words(
@@ -272,55 +256,43 @@ def test_a_reader_who_leaves_ends_it_and_leaves_nothing_behind(
     assert_nothing_is_left(environment, pids)
 
 
-def test_a_terminal_that_goes_away_ends_everything(
-    write: Write, simulated: Simulated, environment: dict[str, str]
+def test_what_is_shown_to_try_and_the_batch_of_the_how_to_run_until_the_terminal_goes_away(
+    write: Write, simulated: Simulated, environment: dict[str, str], tmp_path: Path
 ) -> None:
     file = write("sim.yaml", simulated())
-    with terminal(environment, "up", "-f", file, "--port", "0") as shown:
+    with terminal(environment, "up", "-f", file, "--port", "0", "--batches-directory", tmp_path / "batches") as shown:
         shown.until("sim 1/1 ready")
+        _try_what_is_shown(shown)
+        _run_the_batch(f"http://127.0.0.1:{base_port(shown.text)}", tmp_path)
         pids = family(shown.process.pid)
         shown.close()
         shown.process.wait(WAIT_LIMIT_S)
     assert_nothing_is_left(environment, pids, base_port(shown.text))
 
 
-def test_what_is_shown_to_try_works_as_it_stands(
-    write: Write, simulated: Simulated, environment: dict[str, str]
-) -> None:
-    file = write("sim.yaml", simulated())
-    with terminal(environment, "up", "-f", file, "--port", "0") as shown:
-        shown.until("sim 1/1 ready")
-        command = cast(re.Match[str], re.search(r"Try +(curl .*\n.*)\n", shown.text)).group(1)
-        words = shlex.split(command.replace("\\\n", " "))
-        assert words[-2] == "-d"
-        body = json.loads(words[-1])
-        status = cast(re.Match[str], re.search(r"http://\S+/status", shown.text)).group(0)
-        file = Path(cast(re.Match[str], re.search(r"Control token +(\S+)", shown.text)).group(1))
-        assert file.stat().st_mode & 0o777 == 0o600
-        headers = {"Authorization": f"Bearer {file.read_text().strip()}"}
-        with urllib.request.urlopen(urllib.request.Request(status, headers=headers), timeout=WAIT_LIMIT_S) as answer:
-            assert json.loads(answer.read())["models"][0]["name"] == body["model"] == "sim"
-        with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(status, timeout=WAIT_LIMIT_S)
-        shown.press(b"\x03")
-        assert shown.wait() == 0
+def _try_what_is_shown(shown: Terminal) -> None:
+    command = cast(re.Match[str], re.search(r"Try +(curl .*\n.*)\n", shown.text)).group(1)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[-2] == "-d"
+    body = json.loads(words[-1])
+    status = cast(re.Match[str], re.search(r"http://\S+/status", shown.text)).group(0)
+    file = Path(cast(re.Match[str], re.search(r"Control token +(\S+)", shown.text)).group(1))
+    assert file.stat().st_mode & 0o777 == 0o600
+    headers = {"Authorization": f"Bearer {file.read_text().strip()}"}
+    with urllib.request.urlopen(urllib.request.Request(status, headers=headers), timeout=WAIT_LIMIT_S) as answer:
+        assert json.loads(answer.read())["models"][0]["name"] == body["model"] == "sim"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(status, timeout=WAIT_LIMIT_S)
 
 
-def test_the_batch_of_the_how_to_runs_behind_up(
-    write: Write, simulated: Simulated, environment: dict[str, str], tmp_path: Path
-) -> None:
+def _run_the_batch(url: str, folder: Path) -> None:
     (snippet,) = re.findall(r"^```python\n(.*?)^```$", BATCHES.read_text(), re.MULTILINE | re.DOTALL)
-    file = write("sim.yaml", simulated())
-    with terminal(environment, "up", "-f", file, "--port", "0", "--batches-directory", tmp_path / "batches") as shown:
-        url = f"http://127.0.0.1:{base_port(shown.until('sim 1/1 ready'))}"
-        code = snippet.replace("http://127.0.0.1:8080", url).replace('"smollm2"', '"sim"')
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_LIMIT_S
-        )
-        assert done.returncode == 0, done.stderr
-        assert sorted(line.split()[0] for line in done.stdout.splitlines()) == ["q0", "q1"]
-        shown.press(b"\x03")
-        assert shown.wait() == 0
+    code = snippet.replace("http://127.0.0.1:8080", url).replace('"smollm2"', '"sim"')
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=WAIT_LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[0] for line in done.stdout.splitlines()) == ["q0", "q1"]
 
 
 def test_a_port_in_use_names_the_flag(
@@ -368,7 +340,7 @@ def _up_to(lines: Iterator[str], word: str) -> Iterator[str]:
     raise AssertionError(f"the command ended before it said {word!r}")
 
 
-def test_why_reports_what_a_running_up_decided_and_decides_it_again(
+def test_keep_serves_until_sigterm_and_why_reports_what_it_decided_and_decides_it_again(
     write: Write, simulated: Simulated, pagemill: Run, environment: dict[str, str]
 ) -> None:
     autoscaling = {"minReplicas": 0, "maxReplicas": 2, "scaleToZeroAfter": "1s"}
@@ -379,16 +351,20 @@ def test_why_reports_what_a_running_up_decided_and_decides_it_again(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, text=True
     ) as process:
         assert process.stdout
-        list(_up_to(iter(process.stdout.readline, ""), "scaled to 0 replicas from 1"))
+        lines = iter(process.stdout.readline, "")
+        said = list(_up_to(lines, "Ctrl-C stops everything"))
+        said += _up_to(lines, "scaled to 0 replicas from 1")
         result = pagemill("why", "sim", "--replay", "-o", "json")
         other = pagemill("why", "other")
+        pids = family(process.pid)
         process.send_signal(signal.SIGTERM)
-        process.stdout.read()
+        rest = process.stdout.read()
         assert process.wait(WAIT_LIMIT_S) == 0
+    assert rest.endswith("stopped\n")
     assert result.returncode == 0, result.stderr
     body = json.loads(result.stdout)
     assert body["recordedBy"] == f"`pagemill up` (process {process.pid})"
     assert "ScaledToZero" in [record["decision"]["reason"] for record in body["records"]]
     assert all(each["same"] for each in body["replays"])
     assert "`pagemill up` on this machine has decided about default/sim" in other.stderr
-    assert_nothing_is_left(environment, set())
+    assert_nothing_is_left(environment, pids, base_port("".join(said)))

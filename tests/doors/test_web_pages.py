@@ -81,7 +81,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     door.stop()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "several processes"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.full, id="one process"), pytest.param(2, id="several processes")],
+)
 def gateway(request: pytest.FixtureRequest, engine: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     door = start_gateway(tmp_path_factory.mktemp("open-gateway"), engine, workers=request.param)
     yield door

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S
 
 from pagemill_engine.config import EngineConfig
@@ -235,7 +236,7 @@ async def test_an_engine_that_does_not_stop_is_killed(monkeypatch: pytest.Monkey
     await channel.start()
     await until_ready(channel)
     process = psutil.Process(channel.pid)
-    process.suspend()
+    hang(process.pid)
     await channel.close()
     assert not process.is_running()
 

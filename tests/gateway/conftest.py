@@ -484,6 +484,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("wire", ["link", "http"], indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where both are named, each layout has a wire of its own in `make test`, and all pairs in `make test-full`."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if {"gateways", "wire"} <= params.keys() and (params["gateways"] == "apart") != (params["wire"] == "link"):
+            item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How requests go to fake engines, for the tests that `wires` marks."""

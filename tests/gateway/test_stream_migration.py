@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from hung_processes import hang
 from light_model import light_model
 from waiting import START_LIMIT_S, event_in
 
@@ -229,11 +230,22 @@ async def until_ready(gateway: Any, fake: Any, engine: EngineProcess) -> None:
     )
 
 
+def stop(gateway: Any, engines: list[EngineProcess]) -> EngineProcess:
+    """The one with most to do hangs."""
+    busiest = busiest_of(gateway, engines)
+    hang(busiest.process.pid)
+    return busiest
+
+
 def strike(gateway: Any, engines: list[EngineProcess], number: signal.Signals) -> EngineProcess:
     """Send a signal to the one with most to do."""
-    busiest = max(engines, key=lambda engine: gateway.record(engine).in_flight)
+    busiest = busiest_of(gateway, engines)
     busiest.process.send_signal(number)
     return busiest
+
+
+def busiest_of(gateway: Any, engines: list[EngineProcess]) -> EngineProcess:
+    return max(engines, key=lambda engine: gateway.record(engine).in_flight)
 
 
 SETTINGS = {"silence_timeout_s": 2.5, "state_stale_after_s": 2.0, "outage_wait_s": 60.0}
@@ -271,7 +283,7 @@ async def test_simulated_engines_that_stop_drain_and_die_lose_nothing(gateways: 
         asked = questions(ignore_eos=True, max_tokens=90)
         struck: list[EngineProcess] = []
 
-        await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGSTOP)))
+        await check_undisturbed(gateway, asked, lambda: struck.append(stop(gateway, engines)))
         struck[0].process.send_signal(signal.SIGCONT)
         await until_ready(gateway, fake, struck[0])
         await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, engines, signal.SIGTERM)))
@@ -295,9 +307,8 @@ async def test_a_stopped_engine_process_gives_its_streams_away_within_ten_second
         await fake.until(lambda: all(gateway.record(engine).usable for engine in engines), limit_s=START_LIMIT_S)
 
         def stop_the_busiest() -> None:
-            busiest = max(engines, key=lambda engine: gateway.record(engine).in_flight)
-            (process,) = psutil.Process(busiest.process.pid).children()
-            process.suspend()
+            (process,) = psutil.Process(busiest_of(gateway, engines).process.pid).children()
+            hang(process.pid)
 
         assert await check_undisturbed(gateway, questions(ignore_eos=True, max_tokens=90), stop_the_busiest) < 10.0
 
@@ -321,7 +332,7 @@ async def test_a_device_that_hangs_in_a_step_gives_its_streams_away_within_ten_s
         client = Direct(fake.TOKEN)
 
         def hang_the_busiest() -> None:
-            hung.append(max(engines, key=lambda engine: gateway.record(engine).in_flight))
+            hung.append(busiest_of(gateway, engines))
             client.post(hung[0], {"model": NAME, "prompt": [7] * 400, "max_tokens": 1})
 
         try:
@@ -385,7 +396,7 @@ async def test_the_real_model_goes_on_where_another_engine_was_stopped_and_kille
     asked.append(("/v1/chat/completions", {**asked[0][1], "stop": text[len(text) // 2 :][:12]}))
     struck: list[EngineProcess] = []
 
-    await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, real_engines, signal.SIGSTOP)))
+    await check_undisturbed(gateway, asked, lambda: struck.append(stop(gateway, real_engines)))
     struck[0].process.send_signal(signal.SIGCONT)
     await until_ready(gateway, fake, struck[0])
     await check_undisturbed(gateway, asked, lambda: struck.append(strike(gateway, real_engines, signal.SIGKILL)))

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import psutil
 import pytest
+from hung_processes import hang
 from waiting import START_LIMIT_S, WAIT_LIMIT_S, busy_factor, eventually, find_event
 
 from pagemill_gateway.config import GatewayConfig
@@ -253,7 +254,7 @@ async def test_a_worker_that_hangs_is_replaced_and_takes_only_its_own_requests_w
         engine.behaviour = fake.says("a", "b", gate=gate)
     by_worker = await streams_on_both(family)
     hung = family.pid("worker-0")
-    os.kill(hung, signal.SIGSTOP)
+    hang(hung)
     for stream in by_worker["worker-0"]:
         with pytest.raises(aiohttp.ClientError):
             await stream.text()
@@ -271,7 +272,7 @@ async def test_a_brain_that_hangs_is_replaced_and_streams_go_on(engines, fake, s
     gate = asyncio.Event()
     engines[0].behaviours.append(fake.says("a", "b", gate=gate))
     stream = await Stream(family).begin()
-    os.kill(family.pid("control"), signal.SIGSTOP)
+    hang(family.pid("control"))
     assert await family.chat() == 200, "it waits for the next one"
     gate.set()
     assert await stream.text() == "ab"

@@ -118,6 +118,33 @@ def _loads(node: ast.AST) -> bool:
     return (node.value.id, node.attr) in {("torch", "load"), ("multiprocessing", "Queue"), ("multiprocessing", "Pipe")}
 
 
+def test_the_longest_test_files_begin_first_and_stand_in_contributing() -> None:
+    (longest,) = (
+        ast.literal_eval(node.value)
+        for node in tree(ROOT / "tests" / "conftest.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LONGEST"
+    )
+    assert [file for file in longest if not (ROOT / "tests" / file).exists()] == []
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [file for file in longest[:10] if f"`{file}`" not in page] == []
+
+
+def test_what_a_test_stops_is_killed_after_it() -> None:
+    """SIGSTOP is sent by `hang` alone, which `tests/conftest.py` follows."""
+    found = [
+        f"{name(path)}:{node.lineno}"
+        for path in files(["tests"])
+        if path.name != "hung_processes.py"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and any(_stops(each) for each in (node.func, *node.args))
+    ]
+    assert found == []
+
+
+def _stops(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in {"suspend", "SIGSTOP"}
+
+
 def test_libraries_neither_evaluate_text_nor_print() -> None:
     found = [
         f"{name(path)}:{node.lineno} calls {node.func.id}"

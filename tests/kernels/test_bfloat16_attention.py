@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attention_batches
 import numpy as np
 import pytest
 import torch
@@ -31,20 +32,10 @@ def batch_of(
     lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int = 16, one_table: bool = False
 ) -> AttentionBatch:
     """lengths: (new tokens, context before them) of each request, in blocks of any order."""
-    num_new = [new for new, _ in lengths]
-    seq_lens = np.array([new + context for new, context in lengths])
-    width = int(-(-seq_lens.max() // block_size))
-    seeds = [0] * len(lengths) if one_table else range(len(lengths))
-    tables = np.stack([np.random.default_rng(seed).permutation(NUM_BLOCKS)[:width] for seed in seeds])
-    return AttentionBatch(
-        query_start_loc=np.concatenate(([0], np.cumsum(num_new))),
-        seq_lens=seq_lens,
-        block_tables=tables.astype(np.int32),
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        padding_block=0,
-    )
+    whole = attention_batches.after_context(lengths)
+    seeds = [0] * len(lengths) if one_table else None
+    tables = attention_batches.scattered_tables(whole, NUM_BLOCKS, block_size, seeds)
+    return attention_batches.batch_of(whole, tables, num_kv_heads, head_dim, block_size)
 
 
 def attend(

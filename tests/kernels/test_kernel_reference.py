@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention_batches import Lengths, batch_of
 
 from pagemill_kernels import registry
 from pagemill_kernels.cpu import library
@@ -89,24 +90,16 @@ def test_store_kv_writes_only_its_slots() -> None:
 
 
 def attention_batch(
-    lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, *, shares_vectors: bool = False
+    lengths: Lengths, num_kv_heads: int, head_dim: int, *, shares_vectors: bool = False
 ) -> AttentionBatch:
-    """`lengths`: (tokens of this step, sequence length). Blocks are scattered over the pool."""
+    """Blocks are scattered over the pool, and no two requests share one."""
     order = np.random.default_rng(0).permutation(NUM_BLOCKS - 1).tolist()
-    widest = max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)
-    tables = np.zeros((len(lengths), widest), dtype=np.int32)
-    for i, (_, seq_len) in enumerate(lengths):
-        for block in range(-(-seq_len // BLOCK_SIZE)):
-            tables[i, block] = order.pop()
-    return AttentionBatch(
-        query_start_loc=np.concatenate(([0], np.cumsum([tokens for tokens, _ in lengths]))),
-        seq_lens=np.array([seq_len for _, seq_len in lengths], dtype=np.int64),
-        block_tables=tables,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        padding_block=NUM_BLOCKS - 1,
-        shares_vectors=shares_vectors,
+    tables = np.zeros((len(lengths), max(-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths)), dtype=np.int32)
+    for table, (_, seq_len) in zip(tables, lengths, strict=True):
+        table[: -(-seq_len // BLOCK_SIZE)] = [order.pop() for _ in range(-(-seq_len // BLOCK_SIZE))]
+    padding = NUM_BLOCKS - 1
+    return batch_of(
+        lengths, tables, num_kv_heads, head_dim, BLOCK_SIZE, padding_block=padding, shares_vectors=shares_vectors
     )
 
 

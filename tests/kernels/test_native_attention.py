@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention_batches import after_context, batch_of, scattered_tables
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,19 +30,9 @@ NUM_BLOCKS = 40
 
 def random_batch(lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int) -> AttentionBatch:
     """lengths: (new tokens, context before them) of each request. Tables are random and may share blocks."""
-    num_new = [new for new, _ in lengths]
-    seq_lens = np.array([new + context for new, context in lengths])
-    width = int(-(-seq_lens.max() // block_size))
-    tables = np.stack([np.random.permutation(NUM_BLOCKS)[:width] for _ in lengths]).astype(np.int32)
-    return AttentionBatch(
-        query_start_loc=np.concatenate(([0], np.cumsum(num_new))),
-        seq_lens=seq_lens,
-        block_tables=tables,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        padding_block=0,
-    )
+    whole = after_context(lengths)
+    seeds = np.random.randint(2**31, size=len(whole)).tolist()
+    return batch_of(whole, scattered_tables(whole, NUM_BLOCKS, block_size, seeds), num_kv_heads, head_dim, block_size)
 
 
 @settings(max_examples=num_examples(60), deadline=None)

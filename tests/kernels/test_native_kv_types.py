@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import attention_batches
 import numpy as np
 import pytest
 import torch
+from attention_batches import Tables
 
 from pagemill_kernels import torch_ops as native
 from pagemill_kernels import torch_ops as rope
@@ -24,16 +26,10 @@ CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16, torch.int8]
 
 
-def batch_of(lengths: list[tuple[int, int]], tables: np.ndarray[tuple[int, int], np.dtype[np.int32]]) -> AttentionBatch:
+def batch_of(lengths: list[tuple[int, int]], tables: Tables) -> AttentionBatch:
     """lengths: (new tokens, context before them) of each request."""
-    return AttentionBatch(
-        query_start_loc=np.concatenate(([0], np.cumsum([new for new, _ in lengths]))),
-        seq_lens=np.array([new + context for new, context in lengths]),
-        block_tables=tables,
-        block_size=BLOCK_SIZE,
-        num_kv_heads=NUM_KV_HEADS,
-        head_dim=HEAD_DIM,
-        padding_block=0,
+    return attention_batches.batch_of(
+        attention_batches.after_context(lengths), tables, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE
     )
 
 

@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import attention_batches
 import numpy as np
 import pytest
 import torch
+from attention_batches import Lengths
 from triton.runtime.interpreter import interpreter_builder
 from triton_device import CODE_TYPES, DEVICE, HAS_GPU, NARROW_TYPES, close, random, sparse
 
@@ -30,21 +32,11 @@ BATCHES = {
 
 
 def batch_of(
-    lengths: list[tuple[int, int]], num_kv_heads: int, head_dim: int, block_size: int = 16, num_blocks: int = NUM_BLOCKS
+    lengths: Lengths, num_kv_heads: int, head_dim: int, block_size: int = 16, num_blocks: int = NUM_BLOCKS
 ) -> AttentionBatch:
     """Tables are scattered over the pool, and requests share blocks."""
-    rng = np.random.default_rng(0)
-    width = max(1, -(-max(seq_len for _, seq_len in lengths) // block_size))
-    tables = np.stack([rng.choice(num_blocks, width, replace=width > num_blocks) for _ in lengths])
-    return AttentionBatch(
-        query_start_loc=np.concatenate(([0], np.cumsum([tokens for tokens, _ in lengths]))),
-        seq_lens=np.array([seq_len for _, seq_len in lengths], dtype=np.int64),
-        block_tables=tables.astype(np.int32),
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        padding_block=0,
-    )
+    tables = attention_batches.scattered_tables(lengths, num_blocks, block_size)
+    return attention_batches.batch_of(lengths, tables, num_kv_heads, head_dim, block_size)
 
 
 def assert_equals_reference(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attention_batches import batch_of
 from code_kinds import group_codes
 from triton_device import CODE_TYPES, DEVICE, HAS_GPU, random, sparse
 
@@ -20,7 +21,6 @@ from pagemill_kernels.linear import triton_launch as linear
 from pagemill_kernels.linear.quantize import quantize
 from pagemill_kernels.norm import triton_launch as norm
 from pagemill_kernels.paged_attention import triton_launch as attention
-from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.scaled_linear import triton_launch as scaled
 from pagemill_kernels.scaled_linear.channels import ChannelCodes, quantize_channels
 
@@ -33,15 +33,7 @@ WEIGHT = random(40, SIZE, seed=1)
 
 def attend(query: torch.Tensor) -> torch.Tensor:
     """Three tokens of one request."""
-    batch = AttentionBatch(
-        query_start_loc=np.array([0, 3]),
-        seq_lens=np.array([20]),
-        block_tables=np.array([[1, 0]], dtype=np.int32),
-        block_size=16,
-        num_kv_heads=1,
-        head_dim=SIZE,
-        padding_block=0,
-    )
+    batch = batch_of([(3, 20)], np.array([[1, 0]], dtype=np.int32), 1, SIZE)
     plan = attention.plan_attention(batch, None, torch.float32, DEVICE)
     return attention.paged_attention(query[:, None], random(2, 2, 16, SIZE, seed=2), plan, 0.1)
 

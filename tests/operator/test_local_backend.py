@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from hung_processes import hang
 from waiting import eventually
 
 from pagemill_operator.backends.base import BackendError
@@ -196,7 +197,7 @@ async def test_an_engine_that_stops_answering_is_not_ready_any_more_and_is_repla
         await machine.until_ready(plan)
         (hung,) = machine.pids(plan)
         (supervisor,) = machine.backend.supervisors(plan.key)
-        os.kill(hung, signal.SIGSTOP)
+        hang(hung)
         await machine.until(lambda: supervisor.phase == "loading" and not machine.ready(plan))
         assert supervisor.reason == "Unresponsive"
         words = "Unresponsive: did not answer /livez 2 times, 0.1 s apart; starting again"

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hung_processes import hang
 from waiting import WAIT_LIMIT_S, wait_until
 
 from pagemill_operator.backends.local.ports import free_port
@@ -54,7 +55,7 @@ class RedisServer:
     def freeze(self) -> None:
         """Connections stay open and nothing is answered, as with a partitioned or overloaded server."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        hang(self._process.pid)
 
     def thaw(self) -> None:
         assert self._process is not None

@@ -124,6 +124,7 @@ def renormalizing(logits: torch.Tensor, top_k: int, renormalized: bool) -> tuple
     return route(logits, top_k, not renormalized)
 
 
+@pytest.mark.sample("next_experts")
 @pytest.mark.parametrize("fault", [next_experts, equal_weights, renormalizing])
 def test_a_fault_in_the_routing_changes_the_answers(
     fault: Any, qwen2: Family, runner_loader: Loader, make_driver: Drivers
@@ -144,6 +145,7 @@ def test_without_its_shared_expert_the_answers_are_others(
     assert tokens_of(make_driver(runner).greedy(qwen2.prompts, NUM_TOKENS)) != qwen2.expected
 
 
+@pytest.mark.sample("sinks")
 @pytest.mark.parametrize("fault", ["sinks", "limit"])
 def test_without_sinks_or_limits_the_answers_are_others(
     fault: str, gpt_oss: Family, runner_loader: Loader, make_driver: Drivers

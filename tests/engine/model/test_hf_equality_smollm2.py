@@ -169,6 +169,7 @@ def test_a_wrong_rope_base_is_noticed(
     assert forced_logprobs(reference, prompts[:10], outputs).argmax(-1).tolist() != outputs
 
 
+@pytest.mark.sample("1.0-False")
 @pytest.mark.parametrize(("length_penalty", "early_stopping"), [(1.0, False), (0.0, True)])
 def test_beam_search_finds_the_same_answers_in_the_same_order(
     prompts: list[list[int]], reference: Any, smollm2_driver: Any, length_penalty: float, early_stopping: bool

@@ -103,7 +103,7 @@ def test_log_probabilities_equal_transformers(family: Family, driver: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[IN_FULL] * (index % 3 > 0)) for index, name in enumerate(VARIANTS)]
+    "name", [pytest.param(name, marks=[IN_FULL] * (index % 6 > 0)) for index, name in enumerate(VARIANTS)]
 )
 def test_variants_equal_transformers(
     name: str, families: Callable[[str], Family], runner_loader: Loader, make_driver: Drivers

@@ -80,6 +80,7 @@ def test_a_bias_counts_among_allowed_tokens(runner: Any) -> None:
 
 
 @pytest.mark.sample("cpu-3-plain", "cpu-2-overlapped", "cuda-2-plain", "cuda-3-overlapped")
+@pytest.mark.sample("*-1-plain", "*-3-overlapped")
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_bad_word_is_never_completed(runner: Any, overlap: bool, length: int) -> None:
@@ -159,6 +160,7 @@ def test_an_answer_that_cannot_begin_is_refused(runner: Any, fields: dict[str, A
     assert not core.has_work
 
 
+@pytest.mark.sample("*-31", "*-63")
 @pytest.mark.parametrize("token_id", [0, 31, 32, 63])
 def test_masks_end_where_the_vocabulary_does(runner: Any, token_id: int) -> None:
     assert serve(runner, params(allowed_token_ids=[token_id]))[0][0] == [token_id] * NUM_TOKENS

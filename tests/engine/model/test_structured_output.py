@@ -146,7 +146,7 @@ def json_form(schema: Any) -> StructuredOutputs:
     return StructuredOutputsParams(json=schema)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full, id="300"), pytest.param(8, id="38")])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full, id="300"), pytest.param(16, id="19")])
 def test_answers_are_valid_for_their_schemas_at_temperature_1(engine: Engine, every: int) -> None:
     chosen = dict(list(enumerate(schemas(300)))[::every])
     checks = FormChecks()
@@ -259,7 +259,7 @@ def test_the_answer_is_the_same_however_the_engine_steps(engine: Engine, setting
 CROWD = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
 
 
-@pytest.mark.sample("small steps", "preempted, overlap")
+@pytest.mark.sample("preempted, overlap")
 @pytest.mark.parametrize(
     ("num_blocks", "settings"),
     [
@@ -324,17 +324,19 @@ def test_a_preempted_answer_goes_on_in_its_form(engine: Engine) -> None:
         jsonschema.validate(json.loads(engine.text(name)), crowd)
 
 
-def test_another_engine_continues_an_answer_at_any_token(engine: Engine) -> None:
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 4])
+def test_another_engine_continues_an_answer_at_any_token(engine: Engine, every: int) -> None:
     engine.add("r", json_form(PERSON))
     whole = list(engine.run()["r", 0].token_ids)
-    for cut in range(1, len(whole) + 1):
+    for cut in range(1, len(whole) + 1, every):
         engine.use()
         engine.add("r", json_form(PERSON), resume=[ChoiceResume(0, whole[:cut], 0)])
         answer = engine.run()["r", 0]
         assert (whole[:cut] + answer.token_ids, answer.finish_reason) == (whole, "stop")
 
 
-def test_another_engine_continues_a_forced_call_behind_reasoning_at_any_token(engine: Engine) -> None:
+@pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.full), 15])
+def test_another_engine_continues_a_forced_call_behind_reasoning_at_any_token(engine: Engine, every: int) -> None:
     call = calls_only(HERMES, [Function("get", JsonSchema(json_schema=PERSON))], parallel=False)
     form = behind_reasoning("<think>", "</think>", call, is_open=True)
     outputs = StructuredOutputs(structural_tag=write_tag(form))
@@ -345,7 +347,7 @@ def test_another_engine_continues_a_forced_call_behind_reasoning_at_any_token(en
     written = json.loads(text.split("<tool_call>")[1].removesuffix("</tool_call>"))
     assert written["name"] == "get"
     jsonschema.validate(written["arguments"], PERSON)
-    for cut in range(len(thought), len(whole) + 1, 5):
+    for cut in range(len(thought), len(whole) + 1, every):
         engine.use()
         engine.add("r", outputs, resume=[ChoiceResume(0, whole[:cut], 0)])
         answer = engine.run()["r", 0]
@@ -387,6 +389,7 @@ def test_an_answer_that_does_not_begin_with_reasoning_has_no_budget(engine: Engi
     assert engine.tokenizer.decode(engine.run()["r", 0].token_ids).startswith("</think>")
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_form_follows_reasoning_that_ended_at_its_budget_on_any_engine(engine: Engine, overlap: bool) -> None:
     form = behind_reasoning("<think>", "</think>", JsonSchema(json_schema=PERSON), is_open=True)

@@ -65,6 +65,7 @@ def generated(model: Any) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.sample("*-HeliumForCausalLM", "*-Ernie4_5ForCausalLM")
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_generate(
     name: str, tmp_path: Path, backend: str, runner_loader: Callable[..., Any], make_driver: Callable[[Any], Any]

@@ -92,6 +92,7 @@ def test_rounded_weights_answer_like_the_native_kernels_codes(
     assert ours == theirs
 
 
+@pytest.mark.sample("w8a8")
 @pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
 def test_products_of_codes_answer_like_the_formula(
     folder: Path,
@@ -124,6 +125,7 @@ def test_products_of_codes_answer_like_the_formula(
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+@pytest.mark.sample("fp8")
 @pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
 def test_products_of_codes_stay_close_to_those_of_floats(
     folder: Path, quantization: str, triton_driver: Any, runner_loader: Any, make_driver: Any
@@ -136,6 +138,7 @@ def test_products_of_codes_stay_close_to_those_of_floats(
         assert a.logprobs == pytest.approx(b.logprobs, abs=0.3)
 
 
+@pytest.mark.sample("w8a8")
 @pytest.mark.parametrize("quantization", ["w8a8", pytest.param("fp8", marks=NO_FP8)])
 def test_floats_of_a_file_that_has_codes_too_are_multiplied_as_asked(
     tmp_path: Path, quantization: str, runner_loader: Any, make_driver: Any
@@ -187,6 +190,7 @@ def test_logits_are_sampled_where_they_lie(triton_driver: Any) -> None:
     assert counts is None or counts.in_output.device.type == DEVICE.type
 
 
+@pytest.mark.sample("int8")
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=NO_FP8)])
 def test_a_cache_of_codes_keeps_its_answers_close(
     folder: Path, kind: str, triton_driver: Any, runner_loader: Any, make_driver: Any
@@ -214,6 +218,7 @@ def test_a_cache_of_16_bits_keeps_its_answers_close(
     assert ours.logprobs == pytest.approx(exact.logprobs, abs=0.05)
 
 
+@pytest.mark.sample("fp8")
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=NO_FP8)])
 def test_a_prefix_of_codes_is_read_again(folder: Path, kind: str, runner_loader: Any, make_driver: Any) -> None:
     driver = make_driver(runner_loader(folder, device="cuda", kv_cache_dtype=kind))

@@ -183,6 +183,7 @@ def test_an_evaluation_reads_the_likelihood_of_a_continuation_from_an_echo(
     assert len(short.logprobs.token_logprobs) == len(context) + max_tokens
 
 
+@pytest.mark.sample("*True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_words_and_allowed_tokens_restrict_a_chat(client: openai.OpenAI, stream: bool) -> None:
     def answer(**extra: Any) -> str:
@@ -212,6 +213,7 @@ def test_named_tokens_are_scored_at_each_position(client: openai.OpenAI) -> None
     assert len(answer.model_extra["prompt_token_ids"]) > 10
 
 
+@pytest.mark.sample("*True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_before_itself(client: openai.OpenAI, stream: bool) -> None:
     arguments: dict[str, Any] = {"model": MODEL, "prompt": "1, 2, 3, 4, 5, 6,", "temperature": 0, "max_tokens": 40}
@@ -271,6 +273,7 @@ async def test_many_clients_at_once_get_the_answers_they_would_get_alone(model_s
     assert list(together[:3]) == alone
 
 
+@pytest.mark.sample("*True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI, stream: bool) -> None:
     schema = {
@@ -300,6 +303,7 @@ def test_a_response_format_holds_the_answer_to_its_schema(client: openai.OpenAI,
     assert reason == "stop"
 
 
+@pytest.mark.sample("*True")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "expected"), [({"stop": ["Paris"]}, "Paris"), ({"stop_token_ids": [7042]}, 7042), ({}, None)]

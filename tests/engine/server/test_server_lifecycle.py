@@ -21,6 +21,7 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
+from hung_processes import hang
 from starlette.applications import Starlette
 from starlette.requests import Request
 from waiting import WAIT_LIMIT_S, busy_factor, wait_until
@@ -324,7 +325,7 @@ def test_a_second_signal_ends_a_server_within_a_second_in_the_middle_of_a_step(
             idle_s = cpu_s(pid)
             wait_until(lambda: cpu_s(pid) > idle_s + 0.3)
         if what == "a stopped process":
-            os.kill(pid, signal.SIGSTOP)
+            hang(pid)
         server.process.send_signal(signal.SIGINT)
         server.wait_for("draining")
         began_s = time.monotonic()
