@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_protocol.generate import GenerateRequest
@@ -19,8 +17,8 @@ from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 
 SWEEP_LIMIT_S = 0.8
 SLOW_STEP_MS = 100.0
-_SKIPPED_SIZES = {8}
-"""Between 1 and 32 tokens a line is accurate enough for a prior."""
+_SKIPPED_SIZES = {4}
+"""Between 1 and 8 tokens a line is accurate enough for a prior."""
 _TOKEN_STRIDE = 7919
 """Spreads probe tokens over the vocabulary."""
 
@@ -45,41 +43,33 @@ def self_test(core: EngineCore) -> None:
 def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
     """Measure prefill steps of growing size for about `limit_s` seconds; sizes that would take longer are skipped.
 
-    At least two sizes are measured: fewer would not show how time grows. Context costs are learned from requests, since
-    the short prompts measured here cannot separate them from the cost of tokens.
+    At least two sizes are measured: fewer would not show how time grows; larger ones than were reached are on a line.
+    Context costs are learned from requests, since prompts without a context cannot separate them from the cost of tokens.
     """
     limits = core.scheduler.limits
     largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
-    sizes = default_knots(largest)
     samples: list[StepSample] = []
     started_s = time.monotonic()
-    for num_tokens in [size for size in sizes if size not in _SKIPPED_SIZES or size == largest]:
+    for num_tokens in [size for size in default_knots(largest) if size not in _SKIPPED_SIZES or size == largest]:
         left_ms = (limit_s - (time.monotonic() - started_s)) * 1000
         if len(samples) > 1 and _line_through(samples[-2], samples[-1], num_tokens) > left_ms:
             break
-        samples.append(StepSample(num_tokens, 0, 0, _measure_ms(core, num_tokens)))
-    core.step_time = _with_knots(StepTimeModel.from_calibration(samples), sizes)
+        samples.append(_measure(core, num_tokens))
+    core.step_time = StepTimeModel.from_calibration(samples, largest)
     _leave_no_trace(core)
 
 
-def _measure_ms(core: EngineCore, num_tokens: int) -> float:
+def _measure(core: EngineCore, num_tokens: int) -> StepSample:
     """The faster of two runs; a slow one is not repeated. The first run includes the one-time preparation of its
     shape."""
     ms = _run_prompt(core, num_tokens).load.step_ms
-    return ms if ms > SLOW_STEP_MS else min(ms, _run_prompt(core, num_tokens).load.step_ms)
+    ms = ms if ms > SLOW_STEP_MS else min(ms, _run_prompt(core, num_tokens).load.step_ms)
+    return StepSample(num_tokens, 0, num_tokens**2, ms)
 
 
 def _line_through(first: StepSample, second: StepSample, num_tokens: int) -> float:
     slope = (second.ms - first.ms) / (second.num_tokens - first.num_tokens)
     return second.ms + max(0.0, slope) * (num_tokens - second.num_tokens)
-
-
-def _with_knots(model: StepTimeModel, knots_tokens: list[int]) -> StepTimeModel:
-    """The same predictions at more knots, so that requests can refine sizes that were not measured."""
-    knot_ms = [model.predict_ms(knot) for knot in knots_tokens]
-    return StepTimeModel.from_params(
-        msgspec.structs.replace(model.params(), knots_tokens=knots_tokens, knot_ms=knot_ms)
-    )
 
 
 def _run_prompt(core: EngineCore, num_tokens: int) -> StepOutputs:
