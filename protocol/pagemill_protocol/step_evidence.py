@@ -19,7 +19,7 @@ MEMORY_STEPS = 200
 """Steps of one size that count."""
 PRIOR_STEPS = 2.0
 """Steps that each sample of a prior counts as."""
-GUESSED_STEPS = 0.1
+GUESSED_STEPS = 0.02
 """The same where nothing was measured."""
 SCALE_WINDOW = 64
 """Steps whose median says how much slower or faster than the prior the engine is."""
