@@ -1,9 +1,10 @@
 """What a step-time model knows of an engine's steps: the steps themselves, by their size, and a prior for other sizes.
 
 Evidence is normal equations (XᵀWX and XᵀWy) of a linear model whose rows are divided by the time that they took. Steps
-of each size forget steps of that size only, so an hour of single decodes neither erases what a step of 300 tokens
-takes nor outvotes it. The prior is a few steps that are never forgotten: they decide where no step has been, hardly
-count where steps are, and follow the engine in scale, since a calibration may have run while the machine was slow. Neighbour: `step_time` makes the rows and solves the equations.
+of each size forget steps of that size only, so an hour of single decodes neither erases what a step of 300 tokens takes
+nor outvotes it. The prior is a few steps that are never forgotten: they decide where no step has been, hardly count
+where steps are, and follow the engine in scale, since a calibration may have run while the machine was slow.
+Neighbour: `step_time` makes the rows and solves the equations.
 """
 
 from __future__ import annotations

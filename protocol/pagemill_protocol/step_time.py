@@ -238,16 +238,10 @@ class StepTimeModel:
         return StepEvidence(rows, np.array([sample.ms for sample in self._prior]), self._prior_steps)
 
     def _fit_prior(self) -> None:
-        """Without costs of context, if that explains the sweep: a prompt alone does not tell its attention from its
-        tokens."""
         ms = np.array([sample.ms for sample in self._prior])
         rows = np.array([self._row(sample) for sample in self._prior]) / ms[:, None]
-        for num_features in (rows.shape[1] - 2, rows.shape[1]):
-            known = rows[:, :num_features]
-            normal = known.T @ known + _PROXIMAL * np.diag(np.square(known).max(axis=0) + 1e-12)
-            self._weights[:num_features] = _nonnegative(normal, known.sum(axis=0), np.zeros(num_features))
-            if np.abs(rows @ self._weights - 1).max() < _SMALLEST_OUTLIER / 2:
-                break
+        normal = rows.T @ rows + np.diag(_PROXIMAL * np.square(rows).max(axis=0) + 1e-12)
+        self._weights = _nonnegative(normal, rows.sum(axis=0), self._weights)
         self._publish()
 
     def _record_error(self, error: float) -> None:

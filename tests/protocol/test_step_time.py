@@ -181,7 +181,9 @@ def test_beyond_the_last_knot_it_goes_on_with_the_last_slope() -> None:
     assert model.predict_ms(1000) == pytest.approx(1000.0)
 
 
-@pytest.mark.parametrize(("budget", "knots"), [(1, [1]), (8, [1, 4, 8]), (512, [1, 4, 8, 9, 16, 32, 64, 128, 256, 512])])
+@pytest.mark.parametrize(
+    ("budget", "knots"), [(1, [1]), (8, [1, 4, 8]), (512, [1, 4, 8, 9, 16, 32, 64, 128, 256, 512])]
+)
 def test_default_knots_end_at_the_budget(budget: int, knots: list[int]) -> None:
     assert default_knots(budget) == knots
     assert len(default_knots(10**9)) == MAX_KNOTS

@@ -44,7 +44,7 @@ def calibrate(core: EngineCore, limit_s: float = SWEEP_LIMIT_S) -> None:
     """Measure prefill steps of growing size for about `limit_s` seconds; sizes that would take longer are skipped.
 
     At least two sizes are measured: fewer would not show how time grows; larger ones than were reached are on a line.
-    Context costs are learned from requests, since prompts without a context cannot separate them from the cost of tokens.
+    Context costs are learned from requests: prompts without a context cannot separate them from the cost of tokens.
     """
     limits = core.scheduler.limits
     largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
@@ -64,7 +64,7 @@ def _measure(core: EngineCore, num_tokens: int) -> StepSample:
     shape."""
     ms = _run_prompt(core, num_tokens).load.step_ms
     ms = ms if ms > SLOW_STEP_MS else min(ms, _run_prompt(core, num_tokens).load.step_ms)
-    return StepSample(num_tokens, 0, num_tokens**2, ms)
+    return StepSample(num_tokens, 0, 0, ms)
 
 
 def _line_through(first: StepSample, second: StepSample, num_tokens: int) -> float:
