@@ -256,8 +256,6 @@ class StepTimeModel:
         normal[np.diag_indices_from(normal)] += anchor
         self._weights = _nonnegative(normal, target + anchor * self._weights, self._weights)
         self._publish()
-        if not self._num_errors:
-            return
         recent = np.sort(self._errors[: min(self._num_errors, ERROR_WINDOW)])
         self._error_p50 = float(recent[recent.size // 2])
         self._error_p95 = float(recent[min(recent.size - 1, recent.size * 95 // 100)])

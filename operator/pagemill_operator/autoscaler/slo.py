@@ -19,7 +19,7 @@ from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 
 SHORTAGE = 0.02
-"""Share of the arrivals that may be beyond what the replicas hold before one more is ordered: no rate is known better."""
+"""Share of the arrivals beyond what the replicas hold for which none is ordered: no rate is known better."""
 
 
 class SloTarget(msgspec.Struct, frozen=True):
