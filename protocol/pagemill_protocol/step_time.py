@@ -126,19 +126,27 @@ class StepTimeModel:
         return model
 
     @classmethod
-    def from_calibration(cls, samples: Iterable[StepSample], max_num_tokens: int | None = None) -> StepTimeModel:
+    def from_calibration(
+        cls, samples: Iterable[StepSample], max_num_tokens: int | None = None, decode_ms: float = 0.0
+    ) -> StepTimeModel:
         """Fit a sweep of measured steps, which is the prior of what is learned later.
 
         Knots are the sweep's token counts, so that every piece has evidence; with `max_num_tokens` the default ones,
-        to which the sweep's last two sizes are continued where it has not reached. Raises `ValueError` if no sample is
-        usable.
+        to which lines through the sweep's sizes are drawn where it has none. `decode_ms`: what a decode takes
+        beyond a token of the sweep's prompts; steps of few tokens are mostly decodes. Raises `ValueError` if no sample
+        is usable.
         """
         usable = [sample for sample in samples if _usable(sample)]
         if not usable:
             raise ValueError("step time: the calibration sweep has no usable sample (tokens > 0, finite ms > 0)")
         sizes = sorted({sample.num_tokens for sample in usable})
         model = cls(knots_tokens=_thin(sizes) if max_num_tokens is None else default_knots(max_num_tokens))
-        model._prior = usable + _continued(usable, [knot for knot in model._knots if knot > sizes[-1]])
+        model._prior = [
+            sample._replace(ms=sample.ms + decode_ms * (sample.num_tokens - 1))
+            if sample.num_tokens <= FEW_TOKENS[-1]
+            else sample
+            for sample in usable + _on_lines(usable, model._knots)
+        ]
         model._fit_prior()
         model._num_observed = len(usable)
         return model
@@ -352,14 +360,23 @@ def _thin(sizes: list[int]) -> list[int]:
     return [sizes[pick] for pick in picks]
 
 
-def _continued(samples: Sequence[StepSample], sizes: Sequence[int]) -> list[StepSample]:
-    """Samples of larger sizes, on the line through the two largest of those that were measured."""
+def _on_lines(samples: Sequence[StepSample], sizes: Iterable[int]) -> list[StepSample]:
+    """Samples of other sizes: on the line between their neighbours, or through the two largest."""
     by_size = {sample.num_tokens: sample.ms for sample in samples}
-    last = sorted(by_size)[-2:]
-    slope_ms = by_size[last[-1]] / last[-1]
-    if len(last) > 1:
-        slope_ms = max(0.0, by_size[last[1]] - by_size[last[0]]) / (last[1] - last[0])
-    return [StepSample(size, 0, 0, by_size[last[-1]] + slope_ms * (size - last[-1])) for size in sizes]
+    known = sorted(by_size)
+    slope_ms = by_size[known[-1]] / known[-1]
+    if len(known) > 1:
+        slope_ms = max(0.0, by_size[known[-1]] - by_size[known[-2]]) / (known[-1] - known[-2])
+    return [
+        StepSample(
+            size,
+            0,
+            0,
+            float(np.interp(size, known, [by_size[each] for each in known])) + slope_ms * max(0, size - known[-1]),
+        )
+        for size in sizes
+        if size not in by_size
+    ]
 
 
 def _rising(values: Sequence[float]) -> Vector:

@@ -283,7 +283,7 @@ def test_step_times_are_learnt_and_sent_now_and_then() -> None:
     assert core.num_steps == 300
     assert sent == int(now_s / 0.5) + 1
     assert core.step_time.params().num_steps_observed == 300
-    assert core.step_time.predict_ms(1, 600) == pytest.approx(6.0, rel=0.05)
+    assert core.step_time.predict_ms(1, 600) == pytest.approx(6.0, rel=0.06)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
