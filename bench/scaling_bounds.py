@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -18,10 +17,8 @@ from report import emit, markdown_table
 from scaling import BOUNDS, COLD_START, ENGINE, FAST_STEP_TIME, SLO, policies, shape
 
 from pagemill_engine.config import EngineConfig
-from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import Slo
-from pagemill_operator.autoscaler.slo import meets
-from pagemill_simulator.bounds.capacity import SteadyCapacity
+from pagemill_simulator.bounds.capacity import SteadyCapacity, predicted_intensity
 from pagemill_simulator.bounds.clairvoyant import search
 from pagemill_simulator.bounds.informed import Informed
 from pagemill_simulator.bounds.trials import Trials
@@ -33,7 +30,6 @@ from pagemill_simulator.workloads.agentic import Agentic
 from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights, Weekly
-from pagemill_simulator.workloads.request import computed_tokens
 from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Steady
 
 LOADS = {"light": 0.6, "middle": 1.8, "heavy": 3.6}
@@ -87,22 +83,11 @@ KINDS = {
 }
 
 
-def per_replica(kind: Kind) -> float:
-    """What one replica holds by the autoscaler's own prediction: only a unit for the loads."""
-    requests = kind.make(1.0).steady(1.0, 600.0).workload(0).requests
-    prompt = fmean(each.num_prompt_tokens for each in requests)
-    output = fmean(each.num_output_tokens for each in requests)
-    computed = fmean(computed_tokens(requests))
-    load = OfferedLoad(1.0, prompt, computed, 2 * computed, output)
-    held = Predictor(shape(kind.engine), 0.95).highest_rate(load, 1, lambda found: meets(found, kind.slo))
-    return 600.0 * held / len(requests)
-
-
 def compare(
     kind: Kind, load: str, cold_start: ColdStart, seed: int, names: list[str], changes: int
 ) -> tuple[list[Figures], Trials]:
     """Of the bounds first; and what the search has tried out."""
-    unit = per_replica(kind)
+    unit = predicted_intensity(kind.make(1.0), shape(kind.engine), kind.slo)
     traffic = kind.make(unit * LOADS[load])
     workload = traffic.workload(seed)
     bounds = Bounds(kind.lowest, MOST_REPLICAS)

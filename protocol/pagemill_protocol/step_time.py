@@ -2,15 +2,17 @@
 
     ms = piecewise_linear(tokens in the step) + d * decode context + e * sum(chunk * context)
 
+The piecewise part is the weights, read once for all tokens of a step, and the products with them, for which devices
+have other kernels for few tokens than for many; the other two terms are attention, of decodes and of prompts.
+
 One implementation for router, autoscaler, planner and simulator. The piecewise part rises from knot to knot; it and
 both coefficients are never negative, so neither is any prediction. The engine observes its steps and publishes
 `params()`; all others predict from those with `from_params`. A calibration before ready gives the prior
 (`from_calibration`).
 
-The fit is weighted least squares with exponential forgetting in information form (the recursive state is XᵀWX and
-XᵀWy), solved under non-negativity by `_nonnegative`. Residuals are relative, so a 3 ms decode step counts as much as a
-300 ms prefill. Outliers lose weight relative to the running median error. A proximal term keeps directions that recent
-steps do not excite (no prefill for an hour) where they were.
+The fit is weighted least squares over `step_evidence`, solved under non-negativity by `_nonnegative`. Residuals are
+relative, so a 3 ms decode step counts as much as a 300 ms prefill. Outliers lose weight relative to the running median
+error. A proximal term keeps directions that no step excites where they were.
 """
 
 from __future__ import annotations
@@ -22,17 +24,20 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagemill_protocol.state import StepTimeParams
+from pagemill_protocol.step_evidence import GUESSED_STEPS, PRIOR_STEPS, StepEvidence, Vector
 
-FORGETTING = 0.998
-"""Weight of the past per step: a memory of about 500 steps."""
 REFIT_EVERY = 16
 """Steps between two solutions of the normal equations."""
 ERROR_WINDOW = 256
 """Steps over which error quantiles are taken."""
-MAX_KNOTS = 12
+MAX_KNOTS = 14
+FEW_TOKENS = (1, 4, 8, 9, 16, 32)
+"""First knots. The native kernels multiply up to 8 rows of activations otherwise than 9 and more, and twice as fast."""
+
+LITTLE_CONTEXT = 0.25
+"""Share of a step's time up to which it says how the rest of it compares with the prior."""
 
 _CONTEXT_SCALE = 1e4
 _PRODUCT_SCALE = 1e6
@@ -42,8 +47,6 @@ _PROXIMAL = 1e-3
 _SMALLEST_OUTLIER = 0.1
 _OUTLIER_MEDIANS = 5.0
 _LOST = 0.4
-
-Vector = NDArray[np.float64]
 
 
 class StepSample(NamedTuple):
@@ -69,8 +72,8 @@ class StepTimePieces(NamedTuple):
 
 
 def default_knots(max_num_tokens: int) -> list[int]:
-    """1, 8, 32, 64 and further powers of two, up to `max_num_tokens`."""
-    knots = [1, 8, 32]
+    """Dense for few tokens, then powers of two, up to `max_num_tokens`."""
+    knots = list(FEW_TOKENS)
     while knots[-1] * 2 < max_num_tokens and len(knots) < MAX_KNOTS - 1:
         knots.append(knots[-1] * 2)
     return [knot for knot in knots if knot < max_num_tokens] + [max(1, max_num_tokens)]
@@ -91,11 +94,12 @@ class StepTimeModel:
         self._num_observed = 0
         self._guessed = False
         # Weights: value at the first knot, rise to each further knot, then the two context coefficients.
-        num_weights = len(self._knots) + 2
-        self._weights: Vector = np.zeros(num_weights)
-        self._information: Vector = np.zeros((num_weights, num_weights))
-        self._target: Vector = np.zeros(num_weights)
-        self._leverage: Vector = np.zeros(num_weights)
+        self._weights: Vector = np.zeros(len(self._knots) + 2)
+        self._prior: list[StepSample] = []
+        self._prior_weights = self._weights
+        self._prior_steps = PRIOR_STEPS
+        self._evidence: StepEvidence | None = None
+        """None: it has only predicted until now, as most models do."""
         self._errors: Vector = np.zeros(ERROR_WINDOW)
         self._num_errors = 0
 
@@ -122,20 +126,29 @@ class StepTimeModel:
         return model
 
     @classmethod
-    def from_calibration(cls, samples: Iterable[StepSample]) -> StepTimeModel:
-        """Fit a sweep of measured steps; knots are its token counts, so every piece has evidence.
+    def from_calibration(
+        cls, samples: Iterable[StepSample], max_num_tokens: int | None = None, decode_ms: float = 0.0
+    ) -> StepTimeModel:
+        """Fit a sweep of measured steps, which is the prior of what is learned later.
 
-        Raises `ValueError` if no sample is usable.
+        Knots are the sweep's token counts, so that every piece has evidence; with `max_num_tokens` the default ones,
+        to which lines through the sweep's sizes are drawn where it has none. `decode_ms`: what a decode takes
+        beyond a token of the sweep's prompts; steps of few tokens are mostly decodes. Raises `ValueError` if no sample
+        is usable.
         """
         usable = [sample for sample in samples if _usable(sample)]
         if not usable:
             raise ValueError("step time: the calibration sweep has no usable sample (tokens > 0, finite ms > 0)")
-        model = cls(knots_tokens=_thin(sorted({sample.num_tokens for sample in usable})))
-        for _ in range(2):  # the second pass knows which samples are outliers
-            model._forget()
-            for sample in usable:
-                model.observe(*sample)
-            model._refit()
+        sizes = sorted({sample.num_tokens for sample in usable})
+        model = cls(knots_tokens=_thin(sizes) if max_num_tokens is None else default_knots(max_num_tokens))
+        model._prior = [
+            sample._replace(ms=sample.ms + decode_ms * (sample.num_tokens - 1))
+            if sample.num_tokens <= FEW_TOKENS[-1]
+            else sample
+            for sample in usable + _on_lines(usable, model._knots)
+        ]
+        model._fit_prior()
+        model._num_observed = len(usable)
         return model
 
     @property
@@ -164,19 +177,24 @@ class StepTimeModel:
             return
         if not self.known:
             self._guess(sample)
+        if self._evidence is None:
+            self._start_learning()
         predicted_ms = self.predict_ms(num_tokens, decode_context_tokens, chunk_context_products)
         self._record_error(abs(predicted_ms - ms) / ms)
         limit = max(_SMALLEST_OUTLIER, _OUTLIER_MEDIANS * self._error_p50)
         # The more plausible of prediction and measurement scales the row, so that similar rows weigh the same.
         scale_ms = ms if ms > predicted_ms * (1 + limit) else predicted_ms
-        row = self._row(sample) / scale_ms
-        weight = _trust(abs(ms - predicted_ms) / scale_ms, limit)
-        weighted = row * weight
-        self._information *= FORGETTING
-        self._information += weighted[:, None] * row
-        self._target *= FORGETTING
-        self._target += weighted * (ms / scale_ms)
-        np.maximum(self._leverage, row * row, out=self._leverage)
+        features = self._row(sample)
+        assert self._evidence is not None
+        self._evidence.observe(
+            (bisect_right(self._knots, num_tokens), chunk_context_products > 0),
+            features / scale_ms,
+            ms / scale_ms,
+            _trust(abs(ms - predicted_ms) / scale_ms, limit),
+        )
+        context_ms = float(features[-2:] @ self._weights[-2:])
+        if context_ms <= LITTLE_CONTEXT * predicted_ms:
+            self._evidence.compare(max(ms - context_ms, ms / 2), float(features[:-2] @ self._prior_weights[:-2]))
         self._num_observed += 1
         if self._num_observed % REFIT_EVERY == 0 or self._num_observed <= REFIT_EVERY:
             self._refit()
@@ -210,9 +228,28 @@ class StepTimeModel:
     def _guess(self, first: StepSample) -> None:
         """Without evidence of the shape: half the first step is a fixed cost, half grows with its tokens."""
         slope_ms = first.ms / (2 * max(first.num_tokens, 32))
-        self._guessed = True
+        self._guessed, self._prior_steps = True, GUESSED_STEPS
         self._weights[0] = first.ms / 2
         self._weights[1:-2] = slope_ms * np.diff(self._knots)
+        self._publish()
+
+    def _start_learning(self) -> None:
+        """What is predicted now is the prior, unless a sweep was measured."""
+        self._prior = self._prior or [
+            StepSample(knot, 0, 0, ms) for knot, ms in zip(self._knots, self._knot_ms, strict=True) if ms > 0
+        ]
+        self._prior_weights = self._weights.copy()
+        self._evidence = self._without_steps()
+
+    def _without_steps(self) -> StepEvidence:
+        rows = np.array([self._row(sample) for sample in self._prior]).reshape(-1, self._weights.size)
+        return StepEvidence(rows, np.array([sample.ms for sample in self._prior]), self._prior_steps)
+
+    def _fit_prior(self) -> None:
+        ms = np.array([sample.ms for sample in self._prior])
+        rows = np.array([self._row(sample) for sample in self._prior]) / ms[:, None]
+        normal = rows.T @ rows + np.diag(_PROXIMAL * np.square(rows).max(axis=0) + 1e-12)
+        self._weights = _nonnegative(normal, rows.sum(axis=0), self._weights)
         self._publish()
 
     def _record_error(self, error: float) -> None:
@@ -220,11 +257,12 @@ class StepTimeModel:
         self._num_errors += 1
 
     def _refit(self) -> None:
-        anchor = _PROXIMAL * self._leverage
+        assert self._evidence is not None
+        anchor = _PROXIMAL * self._evidence.leverage
         anchor[anchor == 0.0] = 1.0
-        normal = self._information.copy()
+        normal, target = self._evidence.normal_equations()
         normal[np.diag_indices_from(normal)] += anchor
-        self._weights = _nonnegative(normal, self._target + anchor * self._weights, self._weights)
+        self._weights = _nonnegative(normal, target + anchor * self._weights, self._weights)
         self._publish()
         recent = np.sort(self._errors[: min(self._num_errors, ERROR_WINDOW)])
         self._error_p50 = float(recent[recent.size // 2])
@@ -233,15 +271,17 @@ class StepTimeModel:
             self._forget()
 
     def _forget(self) -> None:
-        """Keep the weights as a start only.
+        """Keep the weights as a start, and what the prior says of sizes beside each other.
 
         Either most predictions are far off, so the evidence describes other behaviour, or it was scaled by a first
         guess, under which a first step that was much too short would outweigh hundreds of others.
         """
-        self._guessed = False
-        self._information[:] = 0.0
-        self._target[:] = 0.0
-        self._leverage[:] = 0.0
+        assert self._evidence is not None
+        scale = self._evidence.scale
+        self._guessed, self._prior_steps = False, GUESSED_STEPS
+        self._prior = [sample._replace(ms=sample.ms * scale) for sample in self._prior]
+        self._prior_weights = self._prior_weights * scale
+        self._evidence = self._without_steps()
         self._num_errors = 0
 
     def _publish(self) -> None:
@@ -318,6 +358,25 @@ def _thin(sizes: list[int]) -> list[int]:
         return sizes
     picks = np.unique(np.linspace(0, len(sizes) - 1, MAX_KNOTS).round().astype(int))
     return [sizes[pick] for pick in picks]
+
+
+def _on_lines(samples: Sequence[StepSample], sizes: Iterable[int]) -> list[StepSample]:
+    """Samples of other sizes: on the line between their neighbours, or through the two largest."""
+    by_size = {sample.num_tokens: sample.ms for sample in samples}
+    known = sorted(by_size)
+    slope_ms = by_size[known[-1]] / known[-1]
+    if len(known) > 1:
+        slope_ms = max(0.0, by_size[known[-1]] - by_size[known[-2]]) / (known[-1] - known[-2])
+    return [
+        StepSample(
+            size,
+            0,
+            0,
+            float(np.interp(size, known, [by_size[each] for each in known])) + slope_ms * max(0, size - known[-1]),
+        )
+        for size in sizes
+        if size not in by_size
+    ]
 
 
 def _rising(values: Sequence[float]) -> Vector:

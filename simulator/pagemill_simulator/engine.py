@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -58,17 +58,23 @@ class _Course:
         return self.finished_s - self.request.arrival_s
 
 
-class EngineSimulation:
-    """Runs one trace through one engine."""
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds."""
 
-    def __init__(self, trace: Sequence[SimRequest], config: EngineConfig, params: StepTimeParams | None = None) -> None:
-        self.clock = VirtualClock()
-        settings = msgspec.structs.replace(
-            config, null_runner=True, step_time=params or config.step_time, seed=config.seed or 0
-        )
-        runner = NullRunner.from_config(settings, clock=self.clock.now, sleep=self.clock.advance)
-        self.core = EngineCore(settings, runner, clock=self.clock.now)
-        self._trace = sorted(trace, key=lambda request: request.arrival_s)
+    def advance_to(self, instant_s: float) -> None:
+        """Nothing happens until then."""
+
+
+class EngineRun:
+    """Runs one trace through one engine, from the clock's present on."""
+
+    def __init__(self, trace: Sequence[SimRequest], core: EngineCore, clock: Clock) -> None:
+        """`core` measures by `clock`."""
+        self.core = core
+        self.clock = clock
+        came = sorted(trace, key=lambda request: request.arrival_s)
+        self._trace = [each._replace(arrival_s=clock.now() + each.arrival_s) for each in came]
         self._courses: dict[str, _Course] = {}
         self._refusals: Counter[str] = Counter()
         self._wastes: list[float] = []
@@ -161,6 +167,18 @@ class EngineSimulation:
             kv_waste_mean=sum(self._wastes) / len(self._wastes) if self._wastes else 0.0,
             kv_waste_max=max(self._wastes, default=0.0),
         )
+
+
+class EngineSimulation(EngineRun):
+    """An engine whose steps take what the step-time model says."""
+
+    def __init__(self, trace: Sequence[SimRequest], config: EngineConfig, params: StepTimeParams | None = None) -> None:
+        clock = VirtualClock()
+        settings = msgspec.structs.replace(
+            config, null_runner=True, step_time=params or config.step_time, seed=config.seed or 0
+        )
+        runner = NullRunner.from_config(settings, clock=clock.now, sleep=clock.advance)
+        super().__init__(trace, EngineCore(settings, runner, clock=clock.now), clock)
 
 
 def simulate(

@@ -24,6 +24,7 @@ from pagemill.simulation.traffic import Traffic, workload_of
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.registry import BUILT_IN
 from pagemill_operator.autoscaler.settings import Slo, settings_of
+from pagemill_simulator.bounds.informed import Informed
 from pagemill_simulator.fleet.settings import ColdStart
 from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.scaling.rivals import RIVALS
@@ -97,6 +98,21 @@ def test_a_policy_of_another_package_is_simulated_like_any_other(
             assert (figures["policy"], figures["most_replicas"], figures["num_scale_downs"]) == ("PerRequest", 3, 0)
     finally:
         foreign_policy.uninstall()
+
+
+def test_the_bound_without_foresight_needs_the_rate_behind_the_traffic(file: Path, fit: Path, write: Write) -> None:
+    rising = "ramp:from_rate=2,to_rate=30,before_s=20,over_s=60,after_s=30,prompt_tokens=200,output_tokens=60"
+    asked = ["--fit", fit, "--fast", "--cold-start", "5s", "-o", "json"]
+    found = simulate(file, *asked, "--policy", "informed", "--policy", "fixed:replicas=1", workload=rising)
+    assert found.exit_code == 0, found.output
+    informed, fixed = json.loads(found.stdout)["policies"]
+    assert informed["policy"] == "informed"
+    assert (informed["num_scale_ups"] > 0, informed["slo_attained"] > fixed["slo_attained"]) == (True, True)
+    trace = write("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,300,40\n")
+    refused = simulate(file, "--fit", fit, "--policy", "informed", "--trace", trace, workload=None)
+    assert refused.exit_code == 2
+    assert "--policy informed: knows the rate behind traffic that is drawn" in refused.stderr
+    assert "use --workload" in refused.stderr
 
 
 def test_fast_forward_says_so_and_finds_nearly_the_same(file: Path, fit: Path) -> None:
@@ -207,7 +223,7 @@ def test_the_own_settings_without_an_slo_goes_by_targets(section: dict[str, Any]
 def test_the_help_and_the_page_name_all_workloads_and_policies() -> None:
     options = {name: " ".join(str(each.help).split()) for name, each in _options().items()}
     page = PAGE.read_text()
-    for name in (OWN, *BUILT_IN, *RIVALS, BOUND):
+    for name in (OWN, *BUILT_IN, *RIVALS, Informed.name, BOUND):
         assert name in options["policy"]
         assert f"`{name}" in page
     for name in GENERATORS:
@@ -293,7 +309,7 @@ def test_what_the_page_says_to_type_works(line: str, fit: Path, write: Write, mo
     else:
         place = words.index("--workload") + 1
         asked = Traffic(None, words[place], None, None, None, None, skip_broken=False)
-        assert len(workload_of(asked, seed=0).requests) > 1000
+        assert len(workload_of(asked, seed=0)[0].requests) > 1000
         words[place] = SHORT
     result = CliRunner().invoke(app, words if "--accelerator" in words else [*words, "--fit", str(fit)])
     assert result.exit_code == 0, result.output

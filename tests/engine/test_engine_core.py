@@ -15,10 +15,12 @@ from pagemill_engine.kv.integrity import IntegrityError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.loop.probe import probe
 from pagemill_engine.loop.warmup import Calibration, SelfTestError, self_test
-from pagemill_engine.runner.null import NullRunner
+from pagemill_engine.runner.null import DEFAULT_STEP_TIME, NullRunner
+from pagemill_engine.scheduler.step import StepPlan
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.step_time import StepTimeModel
 
 Make = Callable[..., Any]
 
@@ -283,7 +285,7 @@ def test_step_times_are_learnt_and_sent_now_and_then() -> None:
     assert core.num_steps == 300
     assert sent == int(now_s / 0.5) + 1
     assert core.step_time.params().num_steps_observed == 300
-    assert core.step_time.predict_ms(1, 600) == pytest.approx(6.0, rel=0.05)
+    assert core.step_time.predict_ms(1, 600) == pytest.approx(6.0, rel=0.06)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -344,7 +346,34 @@ def test_measuring_ends_with_the_largest_step(checking_runner: Make) -> None:
     core = make_core(checking_runner, max_num_batched_tokens=100)
     calibration = Calibration(core)
     calibration.begin(limit_s=0)
-    assert [calibration.go_on() for _ in range(3)] == [True, True, False]
+    found = [calibration.go_on() for _ in range(8)]  # 16 decodes, and prompts of 8, 9, 32, 64 and 100 tokens
+    assert found == [True] * 6 + [False] * 2
+
+
+def test_warm_up_knows_what_decodes_take_beyond_tokens_of_prompts() -> None:
+    """An engine with a large head, which only sampled tokens meet."""
+    head_ms = 0.02  # beside 0.03 of a token
+    now_s = 0.0
+
+    def pass_by(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    class WithHead(NullRunner):
+        def launch(self, plan: StepPlan) -> Any:
+            pass_by(head_ms * len(plan.samples) / 1000)
+            return super().launch(plan)
+
+    config = EngineConfig(model="m", null_runner=True, seed=1, overlap=False, max_num_batched_tokens=512)
+    core = EngineCore(config, WithHead.from_config(config, clock=lambda: now_s, sleep=pass_by), clock=lambda: now_s)
+    Calibration(core).begin(limit_s=60.0)
+    without_head = StepTimeModel.from_params(DEFAULT_STEP_TIME)
+    for decodes in (1, 8, 16, 32):
+        truth_ms = without_head.predict_ms(decodes) + head_ms * decodes
+        assert core.step_time.predict_ms(decodes) == pytest.approx(truth_ms, rel=0.005)
+    for prompt in (64, 512):
+        assert core.step_time.predict_ms(prompt) == pytest.approx(without_head.predict_ms(prompt) + head_ms, rel=0.005)
+    assert not core.has_work
 
 
 def test_the_self_test_fails_when_no_token_comes(checking_runner: Make) -> None:

@@ -11,14 +11,16 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scaling_world import BLOCK_SIZE, BLOCKS, SEATS, STEP_TIME, Scaled, arrivals, engines, signals
+from scaling_world import BLOCK_SIZE, BLOCKS, LENGTHS, SEATS, STEP_TIME, Scaled, arrivals, engines, signals
 
 from examples import num_examples
+from pagemill_operator.autoscaler.decision import Goal
 from pagemill_operator.autoscaler.expected_load import expected_load, is_burst
 from pagemill_operator.autoscaler.memory import Memory, Rate
 from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals
+from pagemill_operator.autoscaler.slo import meets, slo_target
 from pagemill_protocol.load import Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
 
@@ -119,6 +121,37 @@ def test_the_reason_says_what_replicas_buy() -> None:
     found = re.search(r"with 1, (\d+) requests/min would miss ttft 500 ms and tpot 40 ms from 30 s on", goal.reason)
     assert found is not None
     assert 0 < int(found[1]) < 60 * 40
+
+
+@settings(max_examples=num_examples(30))
+@given(st.floats(1.0001, 1.018), st.integers(1, 3), st.floats(10.0, 4000.0))
+def test_a_shortage_that_no_rate_can_tell_orders_nothing(over: float, replicas: int, slowness: float) -> None:
+    """Just above what the replicas hold, from hundreds of requests a minute to less than one."""
+    slow = msgspec.structs.replace(STEP_TIME, knot_ms=[slowness / 10 * each for each in STEP_TIME.knot_ms])
+    slo = Slo(ttft_ms=20 * slowness, tpot_ms=4 * slowness)
+    policy = msgspec.structs.replace(SLO, slo=slo)
+    predictor = Predictor(msgspec.structs.replace(SHAPE, step_time=slow), slo.share)
+    demand = OfferedLoad(1.0, *(each.mean() or 0.0 for each in (LENGTHS.prompt, LENGTHS.computed)), 0.0, 0.0)
+    demand = msgspec.structs.replace(
+        demand,
+        computed_tokens_high=LENGTHS.computed.quantile(slo.share) or 0.0,
+        output_tokens=LENGTHS.output.mean() or 0.0,
+    )
+    held = predictor.highest_rate(demand, replicas, lambda found: meets(found, slo))
+
+    def goal(rate: float) -> Goal:
+        fields = {"arrivals": arrivals(rate), "engines": engines(replicas, step_time=slow)}
+        now = signals(replicas, **fields)
+        memory = Memory(shape=msgspec.structs.replace(SHAPE, step_time=slow))
+        return slo_target(policy, slo, now, memory, expected_load(now, memory)).goal
+
+    # The search ends within 2 % of the rate: from there up to 2 % more nothing can be told.
+    assert goal(held * over).needed == replicas
+    many = goal(held * 1.5)
+    assert many.needed > replicas
+    missed = re.search(r"([\d.]+) requests/min would miss", many.reason)
+    assert missed is not None
+    assert float(missed[1]) > 0
 
 
 @pytest.mark.parametrize(

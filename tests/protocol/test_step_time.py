@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from examples import num_examples
 from pagemill_protocol.state import StepTimeParams
-from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
+from pagemill_protocol.step_time import MAX_KNOTS, StepSample, StepTimeModel, default_knots
 
 Law = Callable[[int, int, int], float]
 
@@ -181,10 +181,12 @@ def test_beyond_the_last_knot_it_goes_on_with_the_last_slope() -> None:
     assert model.predict_ms(1000) == pytest.approx(1000.0)
 
 
-@pytest.mark.parametrize(("budget", "knots"), [(1, [1]), (8, [1, 8]), (512, [1, 8, 32, 64, 128, 256, 512])])
+@pytest.mark.parametrize(
+    ("budget", "knots"), [(1, [1]), (8, [1, 4, 8]), (512, [1, 4, 8, 9, 16, 32, 64, 128, 256, 512])]
+)
 def test_default_knots_end_at_the_budget(budget: int, knots: list[int]) -> None:
     assert default_knots(budget) == knots
-    assert len(default_knots(10**9)) <= 12
+    assert len(default_knots(10**9)) == MAX_KNOTS
 
 
 steps = st.tuples(

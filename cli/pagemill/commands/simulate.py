@@ -42,8 +42,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             help="What scales: pagemill (the file's own policy), Demand, TargetTracking, kubeai, hpa, keda-epp, wva, "
-            "wva-hpa, knative, dynamo, fixed or clairvoyant, with parameters as fixed:replicas=4; again for several "
-            "(default: pagemill)."
+            "wva-hpa, knative, dynamo, fixed, informed or clairvoyant, with parameters as fixed:replicas=4; again for "
+            "several (default: pagemill)."
         ),
     ] = None,
     min_replicas: Annotated[int | None, typer.Option(min=0, help="In place of autoscaling.minReplicas.")] = None,
@@ -84,7 +84,7 @@ def simulate(
     from pagemill.planning.replica import Means, engine_config, replica_of
     from pagemill.printable import printable
     from pagemill.simulation.fleet import Asked, bounds_of, fleet_of
-    from pagemill.simulation.policies import own_slo, policies_of
+    from pagemill.simulation.policies import Offered, own_slo, policies_of
     from pagemill.simulation.running import report_folder, run
     from pagemill.simulation.table import Simulated, as_json, as_table
     from pagemill.simulation.traffic import Traffic, usual_lengths, workload_of
@@ -96,7 +96,7 @@ def simulate(
         asked = Asked(min_replicas, max_replicas, start_replicas, cold_start, crash_mean)
         bounds = bounds_of(loaded, asked)
         slo = slo_of(own_slo(section), ttft, tpot, None)
-        traffic = workload_of(Traffic(trace, workload, rps, duration, limit, speedup, skip_broken), seed)
+        traffic, generator = workload_of(Traffic(trace, workload, rps, duration, limit, speedup, skip_broken), seed)
         prices = prices_of(price_per_hour or [])
         subjects = subjects_of([(model, loaded)], accelerator or [], fit)
         simulated = []
@@ -105,7 +105,8 @@ def simulate(
             config = engine_config(found, means)
             replica = replica_of(found, means, *usual_lengths(traffic, config.max_model_len))
             settings = fleet_of(found, config, replica, bounds, slo, asked, seed)
-            policies = policies_of(policy or [], section, settings, slo, traffic)
+            offered = Offered(traffic, generator, replica.shape)
+            policies = policies_of(policy or [], section, settings, slo, offered)
             folder = report_folder(report, subject.device, len(subjects))
             figures = [
                 figures_of(each, slo_ttft_ms=slo.ttft_ms, slo_tpot_ms=slo.tpot_ms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,7 +11,10 @@ from pagemill.planning.errors import PlanError
 from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.registry import UnknownPolicyError, registered
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo, settings_of, with_default_targets
+from pagemill_operator.autoscaler.signals import Shape
+from pagemill_simulator.bounds.capacity import SteadyCapacity, predicted_intensity
 from pagemill_simulator.bounds.clairvoyant import search
+from pagemill_simulator.bounds.informed import Informed
 from pagemill_simulator.bounds.schedule import ScheduledReplicas
 from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.settings import FleetSettings
@@ -19,6 +23,7 @@ from pagemill_simulator.scaling.dynamo import Dynamo
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.scaling.rivals import RIVALS, make_rival
 from pagemill_simulator.scaling.simulated import own, rival
+from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.request import Workload
 
 OWN = "pagemill"
@@ -26,18 +31,28 @@ BOUND = "clairvoyant"
 """It knows all requests ahead, and searches schedules in the simulation."""
 
 
+class Offered(NamedTuple):
+    """What the policies are tried with."""
+
+    workload: Workload
+    generator: Generator | None
+    """`None`: the workload was recorded."""
+    shape: Shape
+    """Of a replica."""
+
+
 def policies_of(
     names: Sequence[str],
     section: AutoscalingSection | None,
     settings: FleetSettings,
     slo: Slo,
-    workload: Workload,
+    offered: Offered,
 ) -> list[FleetScaler]:
     """Each with a memory of its own. Raises `PlanError`."""
     policies = []
     for name in names or [OWN]:
         try:
-            policies.append(_policy(name, section, settings, slo, workload))
+            policies.append(_policy(name, section, settings, slo, offered))
         except (ParameterError, UnknownPolicyError) as error:
             raise PlanError(f"--policy {error}") from None
     return policies
@@ -48,14 +63,15 @@ def _policy(
     section: AutoscalingSection | None,
     settings: FleetSettings,
     slo: Slo,
-    workload: Workload,
+    offered: Offered,
 ) -> FleetScaler:
     name, parameters = split_choice(choice)
     if name in RIVALS:
         return rival(make_rival(name, {**(_aims(slo) if name == Dynamo.name else {}), **parameters}), settings.bounds)
     names = registered().policies
-    if name not in (OWN, BOUND, *names):
-        raise ParameterError(f"{name!r}: there is none such; there are {', '.join([OWN, *names, *RIVALS, BOUND])}")
+    bounds = Informed.name, BOUND
+    if name not in (OWN, *bounds, *names):
+        raise ParameterError(f"{name!r}: there is none such; there are {', '.join([OWN, *names, *RIVALS, *bounds])}")
     if parameters:
         raise ParameterError(f"{choice}: {name} has no parameters; spec.autoscaling and --ttft, --tpot are its own")
     if name == OWN:
@@ -63,8 +79,21 @@ def _policy(
     if name in names:
         aims = msgspec.structs.replace(own_settings(section, settings.bounds, slo), policy=name)
         return own(aims, name=name)
-    best = search(Trials(name, workload, settings, slo))
+    if name == Informed.name:
+        return _informed(settings, slo, offered)
+    best = search(Trials(name, offered.workload, settings, slo))
     return ScheduledReplicas(name, best.schedule)
+
+
+def _informed(settings: FleetSettings, slo: Slo, offered: Offered) -> Informed:
+    traffic = offered.generator
+    if traffic is None:
+        raise ParameterError(
+            f"{Informed.name}: knows the rate behind traffic that is drawn, and a trace has none; use --workload"
+        )
+    guess = predicted_intensity(traffic, offered.shape, slo)
+    capacity = SteadyCapacity(traffic, settings, slo, guess=guess, seed=settings.seed + 1)
+    return Informed(traffic, capacity, settings.cold_start.total_s, settings.bounds.max_replicas)
 
 
 def _aims(slo: Slo) -> dict[str, str]:

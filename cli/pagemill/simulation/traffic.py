@@ -8,7 +8,8 @@ from typing import NamedTuple
 from pagemill.planning.choosing import seconds
 from pagemill.planning.errors import PlanError
 from pagemill_simulator.parameters import ParameterError, split_choice
-from pagemill_simulator.workloads.generators import make_workload
+from pagemill_simulator.workloads.generator import Generator
+from pagemill_simulator.workloads.generators import make_generator
 from pagemill_simulator.workloads.request import Workload
 from pagemill_simulator.workloads.traces import TraceError, read_trace
 
@@ -25,12 +26,15 @@ class Traffic(NamedTuple):
     skip_broken: bool
 
 
-def workload_of(asked: Traffic, seed: int) -> Workload:
-    """The workload. Raises `PlanError`."""
+def workload_of(asked: Traffic, seed: int) -> tuple[Workload, Generator | None]:
+    """The workload, and what draws it unless it was recorded. Raises `PlanError`."""
     if (asked.trace is None) == (asked.workload is None):
         raise PlanError("give either --trace FILE or --workload NAME, such as --workload ramp:from_rate=2,to_rate=10")
     try:
-        return _recorded(asked, asked.trace) if asked.trace is not None else _drawn(asked, asked.workload or "", seed)
+        if asked.trace is not None:
+            return _recorded(asked, asked.trace), None
+        generator = _generator(asked, asked.workload or "")
+        return generator.workload(seed), generator
     except TraceError as error:
         raise PlanError(f"--trace {error}") from None
     except ParameterError as error:
@@ -44,7 +48,7 @@ def _recorded(asked: Traffic, path: Path) -> Workload:
     return read_trace(path, limit=asked.limit, speedup=asked.speedup or 1.0, skip_broken=asked.skip_broken)
 
 
-def _drawn(asked: Traffic, choice: str, seed: int) -> Workload:
+def _generator(asked: Traffic, choice: str) -> Generator:
     for option, value in (("--limit", asked.limit), ("--speedup", asked.speedup)):
         if value is not None:
             raise PlanError(f"{option} {value}: is for traces; a workload has parameters, as NAME:PARAMETER=VALUE")
@@ -53,7 +57,7 @@ def _drawn(asked: Traffic, choice: str, seed: int) -> Workload:
         parameters["rate"] = str(asked.rps)
     if asked.duration is not None:
         parameters["duration_s"] = str(seconds("--duration", asked.duration))
-    return make_workload(name, parameters, seed=seed)
+    return make_generator(name, parameters)
 
 
 def usual_lengths(workload: Workload, max_model_len: int | None) -> tuple[int, int]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 
-import msgspec
-
 from pagemill_engine.ipc.messages import StepOutputs
 from pagemill_engine.loop.core import EngineCore
 from pagemill_protocol.generate import GenerateRequest
@@ -25,8 +23,10 @@ DEVICE_LIMIT_S = 0.8
 LONGEST_STEP_MS = 300.0
 """Of one step after ready."""
 SLOW_STEP_MS = 100.0
-_SKIPPED_SIZES = {8}
-"""Between 1 and 32 tokens a line is accurate enough for a prior."""
+FEW = 16
+"""Of the sizes that are always measured the larger one, where native kernels work as for hundreds of tokens."""
+_SKIPPED_SIZES = {4}
+"""Between 1 and 8 tokens a line is accurate enough for a prior."""
 _TOKEN_STRIDE = 7919
 """Spreads probe tokens over the vocabulary."""
 
@@ -37,7 +37,7 @@ class SelfTestError(RuntimeError):
 
 def self_test(core: EngineCore) -> None:
     """Generate one token, or pool one. Raises `SelfTestError` with what happened instead."""
-    for output in _run_prompt(core, 1).outputs:
+    for output in _run_prompts(core, 1, 1).outputs:
         if output.error is not None:
             raise SelfTestError(output.error)
         if any(not 0 <= token_id < core.runner.info.vocab_size for token_id in output.token_ids):
@@ -49,86 +49,105 @@ def self_test(core: EngineCore) -> None:
 
 
 class Calibration:
-    """Step times by size, from prompts that no client sent: the prior of the step-time model.
+    """Step times by size, from prompts that no client sent, and how much longer as many decodes take: the prior of the
+    step-time model. Sizes larger than what was measured are on a line.
 
-    Context costs are learned from requests, since the short prompts measured here cannot separate them from the cost of
-    tokens.
+    Context costs are learned from requests: prompts without a context cannot separate them from the cost of tokens.
     """
 
     def __init__(self, core: EngineCore) -> None:
         limits = core.scheduler.limits
-        largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
         self._core = core
-        self._knots = default_knots(largest)
-        self._left = deque(size for size in self._knots if size not in _SKIPPED_SIZES or size == largest)
-        self._samples: list[StepSample] = []
+        self._largest = largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
+        sizes = sorted(default_knots(largest), key=lambda size: (size > FEW, size not in (1, FEW), size))
+        self._left = deque(size for size in sizes if size not in _SKIPPED_SIZES or size == largest)
+        self._sample_ms: dict[int, float] = {}
+        self._decode_ms: float | None = None
+        """What one decode takes beyond a prompt's token; `None`: not measured."""
         self._num_steps = 0
         """Of the core, when the last size was measured."""
 
     def begin(self, limit_s: float | None = None) -> None:
-        """Measure growing sizes for about `limit_s` seconds (by default what the device is worth); those that would
-        take longer are left. At least two are measured: fewer would not show how time grows."""
+        """Measure sizes for about `limit_s` seconds (by default what the device is worth); what would take longer is
+        left. At least two are measured: fewer would not show how time grows."""
         if limit_s is None:
             limit_s = CPU_LIMIT_S if self._core.runner.info.device == "cpu" else DEVICE_LIMIT_S
         end_s = time.monotonic() + limit_s
-        while self._left and (len(self._samples) < 2 or self._expected_ms() <= (end_s - time.monotonic()) * 1000):
+        while self._has_more and (len(self._sample_ms) < 2 or self._expected_ms() <= (end_s - time.monotonic()) * 1000):
             self._measure()
         self._fit()
 
     def go_on(self) -> bool:
-        """Measure one more size, where the core has no work. False: no more is measured, because all is, because it
+        """Measure one thing more, where the core has no work. False: no more is measured, because all is, because it
         would keep a request waiting for long, or because there were requests, from which the model learns."""
-        if not self._left or self._core.num_steps != self._num_steps or self._expected_ms() > LONGEST_STEP_MS:
+        if not self._has_more or self._core.num_steps != self._num_steps or self._expected_ms() > LONGEST_STEP_MS:
             return False
         self._measure()
         self._fit()
         return True
 
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._left) or self._decodes_are_next
+
+    @property
+    def _decodes_are_next(self) -> bool:
+        return self._decode_ms is None and FEW in self._sample_ms and _most_at_once(self._core) >= FEW
+
     def _expected_ms(self) -> float:
-        return _line_through(self._samples[-2], self._samples[-1], self._left[0])
+        return self._sample_ms[FEW] if self._decodes_are_next else _estimated_ms(self._sample_ms, self._left[0])
 
     def _measure(self) -> None:
-        num_tokens = self._left.popleft()
-        self._samples.append(StepSample(num_tokens, 0, 0, _measure_ms(self._core, num_tokens)))
+        if self._decodes_are_next:
+            self._decode_ms = max(0.0, _measure_ms(self._core, FEW, 1) - self._sample_ms[FEW]) / (FEW - 1)
+            return
+        size = self._left.popleft()
+        self._sample_ms[size] = _measure_ms(self._core, 1, size)
 
     def _fit(self) -> None:
-        self._core.step_time = _with_knots(StepTimeModel.from_calibration(self._samples), self._knots)
+        samples = [StepSample(size, 0, 0, ms) for size, ms in self._sample_ms.items()]
+        self._core.step_time = StepTimeModel.from_calibration(samples, self._largest, self._decode_ms or 0.0)
         self._num_steps = self._core.num_steps
         _leave_no_trace(self._core)
 
 
-def _measure_ms(core: EngineCore, num_tokens: int) -> float:
+def _measure_ms(core: EngineCore, num_prompts: int, num_tokens: int) -> float:
     """The faster of two runs; a slow one is not repeated. The first run includes the one-time preparation of its
     shape."""
-    ms = _run_prompt(core, num_tokens).load.step_ms
-    return ms if ms > SLOW_STEP_MS else min(ms, _run_prompt(core, num_tokens).load.step_ms)
+    ms = _run_prompts(core, num_prompts, num_tokens).load.step_ms
+    return ms if ms > SLOW_STEP_MS else min(ms, _run_prompts(core, num_prompts, num_tokens).load.step_ms)
 
 
-def _line_through(first: StepSample, second: StepSample, num_tokens: int) -> float:
-    slope = (second.ms - first.ms) / (second.num_tokens - first.num_tokens)
-    return second.ms + max(0.0, slope) * (num_tokens - second.num_tokens)
+def _most_at_once(core: EngineCore) -> int:
+    """Prompts of one token that one step may hold."""
+    limits, info = core.scheduler.limits, core.runner.info
+    return 1 if info.pooling is not None else min(limits.max_num_seqs, limits.max_num_waiting, info.num_blocks // 2)
 
 
-def _with_knots(model: StepTimeModel, knots_tokens: list[int]) -> StepTimeModel:
-    """The same predictions at more knots, so that requests can refine sizes that were not measured."""
-    knot_ms = [model.predict_ms(knot) for knot in knots_tokens]
-    return StepTimeModel.from_params(
-        msgspec.structs.replace(model.params(), knots_tokens=knots_tokens, knot_ms=knot_ms)
-    )
+def _estimated_ms(sample_ms: dict[int, float], size: int) -> float:
+    """As the next larger size, or on the line through the two largest."""
+    larger = [known for known in sample_ms if known >= size]
+    if larger:
+        return sample_ms[min(larger)]
+    first, second = sorted(sample_ms)[-2:]
+    slope_ms = (sample_ms[second] - sample_ms[first]) / (second - first)
+    return sample_ms[second] + max(0.0, slope_ms) * (size - second)
 
 
-def _run_prompt(core: EngineCore, num_tokens: int) -> StepOutputs:
+def _run_prompts(core: EngineCore, num_prompts: int, num_tokens: int) -> StepOutputs:
+    """One step of so many prompts of so many tokens."""
     vocab_size, pooling = core.runner.info.vocab_size, core.runner.info.pooling
-    core.add(
-        GenerateRequest(
-            request_id="warmup",
-            model="",
-            prompt_token_ids=[(1 + index * _TOKEN_STRIDE) % vocab_size for index in range(num_tokens)],
-            sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
-            cache_salt="warmup",
-            pooling=None if pooling is None else PoolingParams(pooling.task),
+    for number in range(num_prompts):
+        core.add(
+            GenerateRequest(
+                request_id=f"warmup-{number}",
+                model="",
+                prompt_token_ids=[(1 + index * _TOKEN_STRIDE) % vocab_size for index in range(num_tokens)],
+                sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
+                cache_salt="warmup",
+                pooling=None if pooling is None else PoolingParams(pooling.task),
+            )
         )
-    )
     step = core.step()
     core.scheduler.kv.reset_prefix_cache()
     return step

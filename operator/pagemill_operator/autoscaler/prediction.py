@@ -23,6 +23,7 @@ CONVERGED = 1e-4
 LEAST_RATE, MOST_RATE = 1e-3, 1e6
 """Requests per second that are looked for."""
 RATE_PRECISION = 0.02
+"""Share of a rate within which `highest_rate` finds it, unless it is told otherwise."""
 FULLEST = 0.95
 """The share of KV cache, concurrent requests and a step's tokens beyond which requests wait for each other."""
 
@@ -84,12 +85,14 @@ class Predictor:
         tpot_s = self._tpot_s(load, rate, high, prefill)
         return Prediction(self._ttft_s(load, rate, step_s, decoding) * 1000, tpot_s * 1000)
 
-    def highest_rate(self, load: OfferedLoad, replicas: int, meets: Callable[[Prediction], bool]) -> float:
-        """Requests per second of `load`'s lengths with which so many replicas still meet it, within 2 %; 0: none."""
+    def highest_rate(
+        self, load: OfferedLoad, replicas: int, meets: Callable[[Prediction], bool], precision: float = RATE_PRECISION
+    ) -> float:
+        """Requests per second of `load`'s lengths with which so many replicas still meet it; 0: none."""
         low, high = 0.0, load.requests_per_s
         while high < MOST_RATE and meets(self.predict(msgspec.structs.replace(load, requests_per_s=high), replicas)):
             low, high = high, 2 * high
-        while high - low > RATE_PRECISION * high and high > LEAST_RATE:
+        while high - low > precision * high and high > LEAST_RATE:
             middle = (low + high) / 2
             if meets(self.predict(msgspec.structs.replace(load, requests_per_s=middle), replicas)):
                 low = middle

@@ -18,6 +18,9 @@ from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 
+SHORTAGE = 0.02
+"""Share of the arrivals beyond what the replicas hold for which none is ordered: no rate is known better."""
+
 
 class SloTarget(msgspec.Struct, frozen=True):
     goal: Goal = Goal("slo")
@@ -51,10 +54,12 @@ def slo_target(
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
-        missed = rate - predictor.highest_rate(load, wanted, lambda found: meets(found, slo))
-        reason += (
-            f"; with {wanted}, {60 * missed:.0f} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
-        )
+        held = predictor.highest_rate(load, wanted, lambda found: meets(found, slo), SHORTAGE / 10)
+        missed = f"{_number(60 * (rate - held))} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
+        if rate - held <= SHORTAGE * rate:
+            needed, reason = wanted, f"{offered}: with {wanted}, no more than {missed}, which no rate can tell"
+        else:
+            reason += f"; with {wanted}, {missed}"
     return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
 
 
@@ -89,6 +94,11 @@ def meets(prediction: Prediction, slo: Slo) -> bool:
     if not (math.isfinite(ttft_ms) and math.isfinite(tpot_ms)):
         return False
     return ttft_ms <= (slo.ttft_ms or math.inf) and tpot_ms <= (slo.tpot_ms or math.inf)
+
+
+def _number(value: float) -> str:
+    """Whole where that says enough."""
+    return f"{value:.0f}" if value >= 1 else f"{value:.1g}"
 
 
 def _aim(slo: Slo) -> str:

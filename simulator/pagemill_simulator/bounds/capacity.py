@@ -5,20 +5,39 @@ What an operator could find out with load tests of its deployment, and all that 
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import msgspec
 
+from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import Slo
+from pagemill_operator.autoscaler.signals import Shape
+from pagemill_operator.autoscaler.slo import meets
 from pagemill_simulator.bounds.schedule import Schedule
 from pagemill_simulator.bounds.trials import Trials, share
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.workloads.generator import Generator
+from pagemill_simulator.workloads.request import computed_tokens
 
 HALVINGS = 4
 MOST_SIMULATED = 4
 """More replicas are taken to hold no more each, which is nearly so."""
+PREDICTED_S = 600.0
+"""Of the traffic whose mean lengths a prediction takes."""
 SHARE = 0.98
 """Of the requests of a load that is held: within the SLO."""
+
+
+def predicted_intensity(kind: Generator, shape: Shape, slo: Slo) -> float:
+    """What one replica holds by the autoscaler's own prediction; a unit where that says none."""
+    requests = kind.steady(1.0, PREDICTED_S).workload(0).requests
+    prompt = fmean(each.num_prompt_tokens for each in requests)
+    output = fmean(each.num_output_tokens for each in requests)
+    computed = fmean(computed_tokens(requests))
+    load = OfferedLoad(1.0, prompt, computed, 2 * computed, output)
+    held = Predictor(shape, slo.share).highest_rate(load, 1, lambda found: meets(found, slo))
+    return PREDICTED_S * held / len(requests) or 1.0
 
 
 class SteadyCapacity:

@@ -31,9 +31,14 @@ GENERATORS: dict[str, type[Generator]] = {
 }
 
 
-def make_workload(name: str, parameters: Mapping[str, str] | None = None, *, seed: int = 0) -> Workload:
-    """By the generator's name and texts of its parameters. Raises `ParameterError`."""
+def make_generator(name: str, parameters: Mapping[str, str] | None = None) -> Generator:
+    """By its name and texts of its parameters. Raises `ParameterError`."""
     kind = GENERATORS.get(name)
     if kind is None:
         raise ParameterError(f"there is no workload {name!r}; there are {', '.join(GENERATORS)}, and files of traces")
-    return read_parameters(kind, parameters or {}, name).workload(seed)
+    return read_parameters(kind, parameters or {}, name)
+
+
+def make_workload(name: str, parameters: Mapping[str, str] | None = None, *, seed: int = 0) -> Workload:
+    """Drawn by that generator. Raises `ParameterError`."""
+    return make_generator(name, parameters).workload(seed)

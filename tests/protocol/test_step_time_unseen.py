@@ -1,0 +1,133 @@
+"""Step times of sizes that no step has had yet: bounded by the sweep before ready, in proportion to the other sizes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from examples import num_examples
+from pagemill_kernels.linear.native import BFLOAT16_ROWS
+from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
+
+BUDGET = 512
+SWEPT = (1, 8, 9, 16, 32, 64)
+"""As far as a slow engine gets before it is ready."""
+
+
+class Law(NamedTuple):
+    """An engine whose kernels change at some number of rows."""
+
+    read_ms: float
+    token_ms: float
+    jump: float
+    """Times by which a token more costs from `BFLOAT16_ROWS` on."""
+    context_ms: float
+    product_ms: float
+
+    def ms(self, tokens: int, context: int, products: int) -> float:
+        few = min(tokens, BFLOAT16_ROWS - 1)
+        base = self.read_ms + self.token_ms * few
+        if tokens > few:
+            base = self.read_ms + self.token_ms * self.jump * tokens
+        return base + self.context_ms * context + self.product_ms * products
+
+
+MEASURED = Law(10.0, 1.8, 1.5, 0.005, 0.0015)
+"""Near SmolLM2-135M in 4 bits on one core."""
+laws = st.builds(
+    lambda read_ms, token_ms, jump, context_share, product_share: Law(
+        read_ms, token_ms, jump, context_share * read_ms, product_share * token_ms
+    ),
+    st.floats(1, 30),
+    st.floats(0.05, 3),
+    st.floats(1, 2),
+    st.floats(1e-6, 5e-4),
+    st.floats(1e-6, 1e-3),
+)
+"""A token of context costs up to a two-thousandth of the weights, beside a token of a prompt a thousandth of it."""
+
+
+def steps(draw: random.Random, num_steps: int, most_seqs: int, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Mostly decodes, prompts of up to `longest` tokens among them."""
+    for _ in range(num_steps):
+        seqs = draw.randint(0, most_seqs)
+        chunk = draw.randint(2, longest) if draw.random() < 0.05 or not seqs else 0
+        yield seqs + chunk, seqs * draw.randint(20, 400), chunk * chunk
+
+
+def learned(law: Law, num_steps: int, *, seqs: int, longest: int, noise: float, slow: float = 1.0) -> StepTimeModel:
+    """Of an engine that measured its sweep, `slow` times as long, and then took so many steps."""
+    draw = random.Random(1)
+    sweep = [StepSample(size, 0, 0, slow * law.ms(size, 0, size**2) * draw.gauss(1, noise)) for size in SWEPT]
+    model = StepTimeModel.from_calibration(sweep, BUDGET)
+    for step in steps(draw, num_steps, seqs, longest):
+        model.observe(*step, law.ms(*step) * draw.gauss(1, noise))
+    return model
+
+
+@pytest.mark.parametrize("num_steps", [0, 40, 169, 1000])
+def test_sizes_beyond_all_steps_are_not_absurd(num_steps: int) -> None:
+    """An engine of 169 steps with up to 136 tokens once said 37 s for 256."""
+    model = learned(MEASURED, num_steps, seqs=3, longest=136, noise=0.1)
+    for tokens in (200, 256, 384, 512):
+        truth_ms = MEASURED.ms(tokens, 0, 0)
+        assert 0.7 * truth_ms < model.predict_ms(tokens) < 1.4 * truth_ms
+
+
+def test_what_was_learned_with_few_sequences_holds_for_many() -> None:
+    model = learned(MEASURED, 800, seqs=4, longest=200, noise=0.05)
+    for step in steps(random.Random(2), 200, 32, 500):
+        assert model.predict_ms(*step) == pytest.approx(MEASURED.ms(*step), rel=0.15)
+
+
+@settings(max_examples=num_examples(40), deadline=None)
+@given(laws, st.integers(0, 400), st.integers(1, 8), st.integers(2, 200), st.floats(0, 0.15))
+def test_predictions_rise_with_tokens_and_contexts_and_stay_within_bounds(
+    law: Law, num_steps: int, seqs: int, longest: int, noise: float
+) -> None:
+    model = learned(law, num_steps, seqs=seqs, longest=longest, noise=noise)
+    before_ms = 0.0
+    for tokens in range(1, BUDGET + 100):
+        ms = model.predict_ms(tokens)
+        assert ms >= before_ms * (1 - 1e-9)
+        before_ms = ms
+        assert model.predict_ms(tokens, 1000) >= ms
+        assert model.predict_ms(tokens, 0, 1000) >= ms
+        assert law.ms(tokens, 0, 0) / 3 < ms < law.ms(tokens, 1000, tokens**2) * 3
+
+
+@settings(max_examples=num_examples(20), deadline=None)
+@given(laws)
+def test_any_engine_is_learned_within_its_noise(law: Law) -> None:
+    model = learned(law, 3000, seqs=16, longest=BUDGET - 16, noise=0.05)
+    errors = sorted(
+        abs(model.predict_ms(*step) / law.ms(*step) - 1) for step in steps(random.Random(2), 300, 16, BUDGET - 16)
+    )
+    assert errors[len(errors) // 2] < 0.03
+    assert errors[-1] < 0.2
+
+
+@pytest.mark.parametrize("slow", [0.4, 3.0])
+def test_a_sweep_in_a_slow_phase_says_what_sizes_take_beside_each_other(slow: float) -> None:
+    model = learned(MEASURED, 300, seqs=3, longest=60, noise=0.05, slow=slow)
+    for tokens in (128, 256, 512):
+        assert model.predict_ms(tokens) == pytest.approx(MEASURED.ms(tokens, 0, 0), rel=0.3)
+
+
+def test_a_size_is_not_forgotten_while_others_are_busy() -> None:
+    draw = random.Random(3)
+    model = learned(MEASURED, 1000, seqs=16, longest=400, noise=0.05)
+    before_ms = model.predict_ms(300, 0, 300**2)
+    for _ in range(20_000):
+        context = draw.randint(20, 400)
+        model.observe(1, context, 0, MEASURED.ms(1, context, 0) * draw.gauss(1, 0.05))
+    assert model.predict_ms(300, 0, 300**2) == pytest.approx(before_ms, rel=0.02)
+
+
+def test_knots_are_where_native_kernels_change() -> None:
+    assert {BFLOAT16_ROWS - 1, BFLOAT16_ROWS} <= set(default_knots(BUDGET))
