@@ -99,9 +99,18 @@ def per_replica(kind: Kind) -> float:
 
 
 def compare(
-    kind: Kind, load: str, cold_start: ColdStart, seed: int, names: list[str], changes: int
+    kind: Kind,
+    load: str,
+    cold_start: ColdStart,
+    seed: int,
+    names: list[str],
+    changes: int,
+    held: dict[int, float] | None = None,
 ) -> tuple[list[Figures], Trials]:
-    """Of the bounds first; and what the search has tried out."""
+    """Of the bounds first; and what the search has tried out.
+
+    `held`: what so many replicas hold, if that was found before; what is found is added.
+    """
     unit = per_replica(kind)
     traffic = kind.make(unit * LOADS[load])
     workload = traffic.workload(seed)
@@ -112,20 +121,30 @@ def compare(
     offered = policies(workload, kind.engine, bounds=bounds, slo=kind.slo)
     scalers: dict[str, FleetScaler] = {name: offered[name]() for name in names or offered}
     if changes >= 0:
-        capacity = SteadyCapacity(traffic, settings, kind.slo, guess=unit, seed=seed + 1)
+        capacity = capacity_of(kind, traffic, unit, held)
         scalers["informed"] = Informed(traffic, capacity, cold_start.total_s, MOST_REPLICAS)
     outcomes = {name: simulate_fleet(workload, settings, each, fast=True) for name, each in scalers.items()}
+    limits = {"slo_ttft_ms": kind.slo.ttft_ms, "slo_tpot_ms": kind.slo.tpot_ms}
+    found = {name: figures_of(each, **limits) for name, each in outcomes.items()}
     trials = Trials("clairvoyant", workload, settings, kind.slo)
     if changes >= 0:
         best = search(trials, others=outcomes.values(), num_changes=changes, seed=seed)
-        outcomes["clairvoyant"] = trials.simulate(best.schedule)
-    figures = [
-        msgspec.structs.replace(
-            figures_of(each, slo_ttft_ms=kind.slo.ttft_ms, slo_tpot_ms=kind.slo.tpot_ms), policy=name
-        )
-        for name, each in outcomes.items()
-    ]
+        found["clairvoyant"] = best.figures
+    figures = [msgspec.structs.replace(each, policy=name) for name, each in found.items()]
     return sorted(figures, key=lambda each: each.policy not in ("informed", "clairvoyant")), trials
+
+
+def capacity_of(kind: Kind, traffic: Generator, unit: float, held: dict[int, float] | None) -> SteadyCapacity:
+    """The same for every load, start and seed: what load tests of the engine would find."""
+    settings = FleetSettings(engine=kind.engine, slowness=kind.slowness, bounds=Bounds(kind.lowest, MOST_REPLICAS))
+    return SteadyCapacity(traffic, settings, kind.slo, guess=unit, known=held)
+
+
+def cold_start_of(seconds: float) -> ColdStart:
+    """All phases in proportion."""
+    share = seconds / COLD_START.total_s
+    phases = ("schedule_s", "pull_s", "load_s", "warm_s")
+    return msgspec.structs.replace(COLD_START, **{name: share * getattr(COLD_START, name) for name in phases})
 
 
 def rows(figures: list[Figures], trials: Trials) -> list[list[str]]:
@@ -154,9 +173,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
     args = parser.parse_args()
-    share = args.cold_start / COLD_START.total_s
-    phases = ("schedule_s", "pull_s", "load_s", "warm_s")
-    cold_start = msgspec.structs.replace(COLD_START, **{name: share * getattr(COLD_START, name) for name in phases})
+    cold_start = cold_start_of(args.cold_start)
     for name in args.kinds:
         for load in args.loads:
             figures, trials = compare(KINDS[name], load, cold_start, args.seed, args.policies, args.changes)
