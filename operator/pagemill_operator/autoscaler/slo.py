@@ -42,16 +42,17 @@ def slo_target(
     weighed: dict[int, Candidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
-    needed = fewest(predictor, load, slo, most, weighed)
+    sure = msgspec.structs.replace(load, requests_per_s=expected.sure_per_s)
+    needed = fewest(predictor, sure, slo, most, weighed)
     seen = tuple(weighed[number] for number in sorted(weighed))
-    offered = f"{rate:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
+    offered = f"{sure.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
     if needed > most:
         unreachable = _unreachable(settings, slo, weighed[max(weighed)])
         return SloTarget(Goal("slo", most, most, offered, unreachable=unreachable), seen)
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
-        missed = rate - predictor.highest_rate(load, wanted, lambda found: meets(found, slo))
+        missed = sure.requests_per_s - predictor.highest_rate(load, wanted, lambda found: meets(found, slo))
         reason += (
             f"; with {wanted}, {60 * missed:.0f} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
         )
