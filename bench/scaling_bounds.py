@@ -30,6 +30,7 @@ from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.workloads.agentic import Agentic
+from pagemill_simulator.workloads.batches import BesideBatch
 from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights, Weekly
@@ -76,6 +77,7 @@ KINDS = {
     ),
     "retrieval": Kind(lambda rate: Retrieval(rate=rate, duration_s=900)),
     "agents": Kind(lambda rate: Agentic(sessions_per_s=rate, duration_s=900)),
+    "batch beside live": Kind(lambda rate: BesideBatch(rate=rate / 1.6, period_s=450, duration_s=900)),
     "a slow model": Kind(
         lambda rate: Ramp(from_rate=rate / 5, to_rate=rate, before_s=300, over_s=900, after_s=1800),
         engine=FleetSettings(engine=ENGINE, bounds=BOUNDS).engine_of(SLOW),

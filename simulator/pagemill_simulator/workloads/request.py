@@ -25,6 +25,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """For the report: the file, or the generator with its parameters and seed."""
     requests: Sequence[SimRequest]
     """By arrival."""
+    lines: Sequence[SimRequest] = ()
+    """Of batches: they are started where capacity is left, in order, after their `arrival_s`."""
     duration_s: float
     """How long traffic is offered; requests still open then are served to their end."""
 
