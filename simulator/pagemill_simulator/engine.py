@@ -111,6 +111,7 @@ class EngineSimulation:
                     model="",
                     prompt_token_ids=prompt[: max(1, request.num_prompt_tokens)],
                     sampling=sampling,
+                    priority=request.priority,
                 )
             )
         except PagemillError as error:

@@ -6,19 +6,14 @@ Neighbours: `relay` takes a line through the brain as any request, with the prio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pagemill_gateway.batches.idle import POLL_S
 from pagemill_gateway.brain.brain import LocalBrain
 from pagemill_gateway.config import BatchesConfig
-from pagemill_protocol.keys.caller import Caller
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.conversations import fresh_prompt
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.relay import MODEL, Relay
 from pagemill_simulator.workloads.request import Workload
-
-PRIORITY = Caller(is_batch=True).priority(0)
 
 
 class BatchLines:
@@ -33,9 +28,7 @@ class BatchLines:
         loop: EventsLoop,
         event_log: EventLog,
     ) -> None:
-        self._lines: Sequence[tuple[float, int, int]] = [
-            (each.arrival_s, each.num_prompt_tokens, each.num_output_tokens) for each in workload.lines
-        ]
+        self._lines = workload.lines
         self._first_index = len(workload.requests)
         self._num_started = self._num_running = 0
         self._config = config
@@ -48,7 +41,7 @@ class BatchLines:
 
     def begin(self) -> None:
         if self._lines:
-            self._events.at(self._lines[0][0], self._poll)
+            self._events.at(self._lines[0].arrival_s, self._poll)
 
     def _poll(self) -> None:
         if self._num_started < len(self._lines):
@@ -58,16 +51,16 @@ class BatchLines:
     async def _start(self) -> None:
         """As many lines as there is capacity for."""
         for _ in range(await self._brain.idle_capacity(MODEL, self._config.max_load)):
-            is_over = self._num_started == len(self._lines) or self._lines[self._num_started][0] > self._events.now_s
+            is_over = self._num_started == len(self._lines) or self._lines[self._num_started].arrival_s > self._events.now_s
             if is_over or self._num_running >= self._config.max_concurrency:
                 return
             self._num_started, self._num_running = self._num_started + 1, self._num_running + 1
             self._loop.spawn(self._serve(self._num_started - 1))
 
     async def _serve(self, number: int) -> None:
-        _, num_prompt_tokens, num_output_tokens = self._lines[number]
+        line = self._lines[number]
         index = self._first_index + number
-        prompt = fresh_prompt(index, num_prompt_tokens, self._vocab_size)
-        served, _ = await self._relay.serve(index, None, prompt, num_output_tokens, priority=PRIORITY)
+        prompt = fresh_prompt(index, line.num_prompt_tokens, self._vocab_size)
+        served, _ = await self._relay.serve(index, None, prompt, line.num_output_tokens, priority=line.priority)
         self._num_running -= 1
         self._event_log.line_ended(served)

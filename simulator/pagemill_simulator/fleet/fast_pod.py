@@ -270,6 +270,8 @@ class FastPod:
 
     def _launch(self, begin_s: float) -> float | None:
         """Decide one step that the device begins then; when it ends. None: nothing can run before another is read."""
+        if self._num_unhurried:
+            self._make_way()
         num_preemptions = self.num_preemptions
         kv = self.kv
         while kv.needed_at(self.num_steps) > kv.num_free:
@@ -292,9 +294,6 @@ class FastPod:
     def _schedule_prefills(self, step: _Step, num_preemptions: int) -> None:
         """As `Scheduler._schedule_prefills`."""
         kv, limits = self.kv, self.limits
-        if self._num_unhurried:
-            self._make_way()
-            num_preemptions = self.num_preemptions
         step.num_reserved_blocks = sum(kv.blocks_for(row.num_tokens) - row.num_blocks for _, row in self._prefilling)
         running = deque(self._prefilling)
         fits = True
@@ -316,9 +315,11 @@ class FastPod:
 
     def _make_way(self) -> None:
         """As `Scheduler._make_way`."""
-        if self.num_running < self.limits.max_num_seqs:
+        most = self.limits.max_num_seqs
+        if self.num_running < most:
             return
-        for _ in range(sum(1 for _, row in self._waiting if not row.is_unhurried)):
+        num_hurried = sum(1 for _, row in self._waiting if not row.is_unhurried)
+        for _ in range(min(num_hurried, most)):
             last = self._newest()
             if not last.is_unhurried:
                 return

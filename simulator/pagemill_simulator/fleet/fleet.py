@@ -249,7 +249,9 @@ class _Fleet:
             self._num_prompt_tokens += len(prompt)
             if not self._platform.wanted:
                 self._events.after(0.0, self._wake)
-            served, answer = await self._relay.serve(index, request.session, prompt, request.num_output_tokens)
+            served, answer = await self._relay.serve(
+                index, request.session, prompt, request.num_output_tokens, priority=request.priority
+            )
             self._num_ended += 1
             self._event_log.ended(index, served)
             following = self._conversations.ended(index, prompt, answer)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import random
 from typing import ClassVar
 
+from pagemill_protocol.keys.caller import Caller
 from pagemill_simulator.parameters import Count, NotNegative, Positive, Sigma
 from pagemill_simulator.workloads.lengths import LogNormal
 from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Sine
+
+LINE_PRIORITY = Caller(is_batch=True).priority(0)
+"""Of a line, in gateways and engines."""
 
 
 class BesideBatch(Sine, frozen=True, kw_only=True):
@@ -34,5 +38,6 @@ class BesideBatch(Sine, frozen=True, kw_only=True):
         prompt = LogNormal(self.line_prompt_tokens, self.line_sigma, self.longest_prompt)
         output = LogNormal(self.line_output_tokens, self.line_sigma, self.longest_output)
         return [
-            SimRequest(self.submitted_s, prompt.draw(sizes), output.draw(sizes)) for _ in range(int(self.num_lines))
+            SimRequest(self.submitted_s, prompt.draw(sizes), output.draw(sizes), priority=LINE_PRIORITY)
+            for _ in range(int(self.num_lines))
         ]

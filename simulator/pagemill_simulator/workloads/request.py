@@ -17,6 +17,8 @@ class SimRequest(NamedTuple):
     session: int | None = None
     """Requests of one session are turns of one conversation: each prompt begins with the prompt and the answer before
     it, as far as both are that long, and none is sent before that answer has ended."""
+    priority: int = 0
+    """Smaller is served first (`pagemill_protocol.sampling`)."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
