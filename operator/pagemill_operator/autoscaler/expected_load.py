@@ -84,7 +84,7 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     # Prompts that are longer than usual count for several.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
-    left = max(0.0, waiting + signals.arrivals.requests_per_s * horizon_s - served)
+    left = max(0.0, waiting + _arrivals_per_s(signals, memory, 0.0) * horizon_s - served)
     return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, capacity)
 
 
@@ -126,8 +126,12 @@ def _arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float
     arrivals = signals.arrivals
     if arrivals.truth != "value":
         return 0.0
-    rate = _grown(arrivals, arrivals.requests_per_s, _slope(signals, memory, 0.0), horizon_s)
-    return max(rate, arrivals.burst_requests_per_s) if is_burst(signals) else rate
+    rate, burst, slope = arrivals.requests_per_s, arrivals.burst_requests_per_s, _slope(signals, memory, 0.0)
+    if not slope:
+        rate = _settled(arrivals, memory, signals.at_s)[0]
+    elif _still_rises(arrivals, slope):
+        rate = _grown(arrivals, rate, slope, horizon_s)
+    return max(rate, burst) if slope or is_burst(signals) else rate
 
 
 def _sure_arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float:
@@ -135,10 +139,21 @@ def _sure_arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> 
     arrivals, num_answers = signals.arrivals, signals.lengths.output.total
     if arrivals.truth != "value":
         return 0.0
-    rate, burst = arrivals.requests_per_s, arrivals.burst_requests_per_s
-    rate *= _sure(rate * arrivals.window_s, num_answers)
-    rate = _grown(arrivals, rate, _sure(num_answers) * _slope(signals, memory, SURE_SPREADS), horizon_s)
-    return max(rate, burst * _sure(burst * arrivals.burst_window_s, num_answers)) if is_burst(signals) else rate
+    rate, window_s = arrivals.requests_per_s, arrivals.window_s
+    slope = _slope(signals, memory, SURE_SPREADS)
+    if not slope:
+        rate, window_s = _settled(arrivals, memory, signals.at_s)
+    rate *= _sure(rate * window_s, num_answers)
+    if slope and _still_rises(arrivals, slope):
+        rate = _grown(arrivals, rate, _sure(num_answers) * slope, horizon_s)
+    burst, burst_s = arrivals.burst_requests_per_s, arrivals.burst_window_s
+    return max(rate, burst * _sure(burst * burst_s, num_answers)) if slope or is_burst(signals) else rate
+
+
+def _still_rises(arrivals: Arrivals, slope: float) -> bool:
+    """The last seconds are as far above the minute as a steady rise puts them: it was no step that is over."""
+    between_s = (arrivals.window_s - arrivals.burst_window_s) / 2
+    return arrivals.burst_requests_per_s >= arrivals.requests_per_s + slope * between_s
 
 
 def _grown(arrivals: Arrivals, rate: float, slope: float, horizon_s: float) -> float:
@@ -152,6 +167,20 @@ def _sure(*samples: float) -> float:
     if min(samples) <= 0:
         return 0.0
     return max(0.0, 1.0 - SURE_SPREADS * math.sqrt(sum(1.0 / each for each in samples)))
+
+
+def _settled(arrivals: Arrivals, memory: Memory, now: float) -> tuple[float, float]:
+    """The rate over as many of the past minutes as chance alone tells apart, and how many seconds those are."""
+    rate, window_s, step_s = arrivals.requests_per_s, arrivals.window_s, arrivals.window_s
+    for before in reversed(memory.rates):
+        # Windows that overlap say nothing new.
+        if step_s <= 0 or now - before.at_s < window_s:
+            continue
+        both = (rate * window_s + before.requests_per_s * step_s) / (window_s + step_s)
+        if abs(rate - before.requests_per_s) > SURE_SPREADS * math.sqrt(both * (1 / window_s + 1 / step_s)):
+            break
+        rate, window_s = both, window_s + step_s
+    return rate, window_s
 
 
 def is_burst(signals: Signals) -> bool:
