@@ -34,8 +34,9 @@ def slo_target(
     if rate <= 0:
         return SloTarget(Goal("slo", reason="nothing arrives"))
     load = offered_load(signals, rate, slo.share)
-    if load is None:
-        return SloTarget(Goal("slo", missing="no answer has ended yet, so lengths are not known"))
+    if load is None or not expected.sure_of_lengths:
+        number = "no answer has" if load is None else "too few answers have"
+        return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
     predictor = predictor_of(memory.shape, slo.share)
     if predictor is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
