@@ -131,7 +131,9 @@ def _cell(results: Sequence[Result], name: str) -> str:
     """Share within the SLO, pod-seconds of `informed`'s, and what went wrong."""
     points = [each.points[name] for each in results]
     ratio = fmean(each.of_informed(name) for each in results)
-    marks = [f"{sum(values)} {what}" for what in ("flaps", "refused") if sum(values := [getattr(p, what) for p in points])]
+    marks = [
+        f"{sum(values)} {what}" for what in ("flaps", "refused") if sum(values := [getattr(p, what) for p in points])
+    ]
     return ", ".join([f"{_mean_share(points)} {ratio:.2f}", *marks])
 
 
@@ -155,7 +157,8 @@ def _goals(results: Sequence[Result]) -> str:
     missed = [(each, found) for each in results if (found := each.misses())]
     can_be_met = sum(each.can_be_met for each in results)
     lines = [
-        f"Of {len(results)} cells, in {can_be_met} of which `informed` keeps the SLO, {len(missed)} miss a goal:", ""
+        f"Of {len(results)} cells, in {can_be_met} of which `informed` keeps the SLO, {len(missed)} miss a goal:",
+        "",
     ]
     for each, found in missed:
         lines.append(f"- {each.kind}, {each.load}, {each.cold_start_s:.0f} s, seed {each.seed}: {'; '.join(found)}")

@@ -115,7 +115,12 @@ requests = st.tuples(
     caches=st.booleans(),
 )
 def test_any_small_workload_takes_what_it_takes_the_scheduler(
-    drawn: list[tuple[float, int, int, int]], num_blocks: int, max_num_seqs: int, budget: int, overlap: bool, caches: bool
+    drawn: list[tuple[float, int, int, int]],
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    overlap: bool,
+    caches: bool,
 ) -> None:
     now, trace = 0.0, []
     for gap_s, num_prompt_tokens, num_output_tokens, priority in drawn:

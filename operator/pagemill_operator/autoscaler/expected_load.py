@@ -1,10 +1,10 @@
 """The load when a replica that is ordered now can serve: the rate of arrivals, and what is left of the queue by then.
 
-A rise that stands out of the noise is extrapolated over the cold start. What few arrivals or few answers may show by
-chance is told apart (`sure_per_s`): it is no reason for another replica, only one to keep what is there. Requests that wait now are served by the
-replicas that are there, and by those that start, as far as the step-time model says; what is served by then is no
-reason for another replica. Neighbours: `targets` and `slo` ask what that needs, `prediction` what a replica
-can do.
+A rise that stands out of the noise, and is not over, is extrapolated over the cold start. What few arrivals or few
+answers may show by chance is told apart (`sure_per_s`): it orders no replica, and keeps those that are there. Requests
+that wait now are served by the replicas that are there, and by those that start, as far as the step-time model says;
+what is served by then is no reason for another replica. Neighbours: `targets` and `slo` ask what that needs,
+`prediction` what a replica can do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     arrivals_per_s: float
     """Requests per second by then."""
     sure_arrivals_per_s: float
-    """Of them, those that are not there by chance: few arrivals, or few answers of which lengths are known, say little."""
+    """Of them, those that chance does not explain: few arrivals say little, and few answers little of their work."""
     sure_of_lengths: float
     """Share of a request's work that the number of known answers makes sure of, 0 to 1."""
     num_waiting: float

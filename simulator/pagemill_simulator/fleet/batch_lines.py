@@ -51,7 +51,9 @@ class BatchLines:
     async def _start(self) -> None:
         """As many lines as there is capacity for."""
         for _ in range(await self._brain.idle_capacity(MODEL, self._config.max_load)):
-            is_over = self._num_started == len(self._lines) or self._lines[self._num_started].arrival_s > self._events.now_s
+            is_over = (
+                self._num_started == len(self._lines) or self._lines[self._num_started].arrival_s > self._events.now_s
+            )
             if is_over or self._num_running >= self._config.max_concurrency:
                 return
             self._num_started, self._num_running = self._num_started + 1, self._num_running + 1
