@@ -126,8 +126,10 @@ def compare(
         capacity = capacity_of(kind, traffic, unit, held)
         scalers["informed"] = Informed(traffic, capacity, cold_start.total_s, MOST_REPLICAS)
     outcomes = {name: simulate_fleet(workload, settings, each, fast=True) for name, each in scalers.items()}
-    limits = {"slo_ttft_ms": kind.slo.ttft_ms, "slo_tpot_ms": kind.slo.tpot_ms}
-    found = {name: figures_of(each, **limits) for name, each in outcomes.items()}
+    found = {
+        name: figures_of(each, slo_ttft_ms=kind.slo.ttft_ms, slo_tpot_ms=kind.slo.tpot_ms)
+        for name, each in outcomes.items()
+    }
     trials = Trials("clairvoyant", workload, settings, kind.slo)
     if changes >= 0:
         best = search(trials, others=outcomes.values(), num_changes=changes, seed=seed)

@@ -91,7 +91,9 @@ def results_of(lines: Iterable[dict[str, Any]]) -> list[Result]:
     for key, points in figures.items():
         if CLAIRVOYANT in points:
             points[CLAIRVOYANT] = _best(points, frontiers[key])
-    return [Result(*key, points) for key, points in figures.items()]
+    return [
+        Result(kind, load, cold_start_s, seed, points) for (kind, load, cold_start_s, seed), points in figures.items()
+    ]
 
 
 def _best(points: dict[str, Point], frontier: list[tuple[int, float, int]]) -> Point:
@@ -113,7 +115,7 @@ def render(results: Sequence[Result]) -> str:
 
 def _table(results: Sequence[Result]) -> str:
     """A row for each kind and load, over all seeds."""
-    names = [name for name in results[0].points if name not in BOUNDS]
+    names = list(dict.fromkeys(name for each in results for name in each.points if name not in BOUNDS))
     columns = ["kind, load", "seeds", "informed", "clairvoyant", *names, "$"]
     rows = []
     for kind, load in dict.fromkeys((each.kind, each.load) for each in results):
@@ -129,8 +131,10 @@ def _table(results: Sequence[Result]) -> str:
 
 def _cell(results: Sequence[Result], name: str) -> str:
     """Share within the SLO, pod-seconds of `informed`'s, and what went wrong."""
-    points = [each.points[name] for each in results]
-    ratio = fmean(each.of_informed(name) for each in results)
+    known = [each for each in results if name in each.points]
+    if not known:
+        return "-"
+    points, ratio = [each.points[name] for each in known], fmean(each.of_informed(name) for each in known)
     marks = [
         f"{sum(values)} {what}" for what in ("flaps", "refused") if sum(values := [getattr(p, what) for p in points])
     ]

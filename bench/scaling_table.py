@@ -1,8 +1,9 @@
 """The table of `scaling_bounds`: every kind of traffic at every load and cold start, in cells that can be resumed.
 
 `run` simulates the cells that the results lack, the cheap ones first, and adds one line of JSON for each; it may be
-ended at any time, and goes on where it ended. `--again pagemill` simulates one policy anew in cells that are there; the
-latest line counts. `render` makes the tables for the documentation from all lines, and says which goals are met.
+ended at any time, and goes on where it ended. `--again pagemill` simulates one policy, anew or at first, in cells that
+are there; the latest line counts. `render` makes the tables for the documentation from all lines, and says which goals
+are met.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,11 +89,12 @@ def run(args: argparse.Namespace) -> None:
     held, open_cells = held_by(lines), to_do(lines, args.again, args)
     args.results.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.processes) as pool, args.results.open("a") as out:
-        running = set()
+        running: set[Future[dict[str, Any]]] = set()
         while True:
             while len(running) < args.processes and time.monotonic() < until_s and (cell := next(open_cells, None)):
                 changes = -1 if args.again else CHANGES
-                running.add(pool.submit(simulate, cell, args.again, changes, held[cell.kind]))
+                names = args.again or args.policies
+                running.add(pool.submit(simulate, cell, names, changes, held[cell.kind]))
             if not running:
                 return
             ended, running = wait(running, return_when=FIRST_COMPLETED)
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--cold-starts", type=float, nargs="+", default=list(COLD_STARTS_S), metavar="SECONDS")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--policies", nargs="+", default=[], help="beside the bounds, in place of all")
     parser.add_argument("--again", nargs="+", default=[], metavar="POLICY", help="simulate only these, in known cells")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="in which cells are begun")
