@@ -27,6 +27,7 @@ from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler
 from pagemill_simulator.workloads.agentic import Agentic
+from pagemill_simulator.workloads.batches import BesideBatch
 from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights, Weekly
@@ -72,6 +73,7 @@ KINDS = {
     ),
     "retrieval": Kind(lambda rate: Retrieval(rate=rate, duration_s=900)),
     "agents": Kind(lambda rate: Agentic(sessions_per_s=rate, duration_s=900)),
+    "batch beside live": Kind(lambda rate: BesideBatch(rate=rate / 1.6, period_s=450, duration_s=900)),
     "a slow model": Kind(
         lambda rate: Ramp(from_rate=rate / 5, to_rate=rate, before_s=300, over_s=900, after_s=1800),
         engine=FleetSettings(engine=ENGINE, bounds=BOUNDS).engine_of(SLOW),
@@ -84,9 +86,18 @@ KINDS = {
 
 
 def compare(
-    kind: Kind, load: str, cold_start: ColdStart, seed: int, names: list[str], changes: int
+    kind: Kind,
+    load: str,
+    cold_start: ColdStart,
+    seed: int,
+    names: list[str],
+    changes: int,
+    held: dict[int, float] | None = None,
 ) -> tuple[list[Figures], Trials]:
-    """Of the bounds first; and what the search has tried out."""
+    """Of the bounds first; and what the search has tried out.
+
+    `held`: what so many replicas hold, if that was found before; what is found is added.
+    """
     unit = predicted_intensity(kind.make(1.0), shape(kind.engine), kind.slo)
     traffic = kind.make(unit * LOADS[load])
     workload = traffic.workload(seed)
@@ -97,20 +108,32 @@ def compare(
     offered = policies(workload, kind.engine, bounds=bounds, slo=kind.slo)
     scalers: dict[str, FleetScaler] = {name: offered[name]() for name in names or offered}
     if changes >= 0:
-        capacity = SteadyCapacity(traffic, settings, kind.slo, guess=unit, seed=seed + 1)
+        capacity = capacity_of(kind, traffic, unit, held)
         scalers["informed"] = Informed(traffic, capacity, cold_start.total_s, MOST_REPLICAS)
     outcomes = {name: simulate_fleet(workload, settings, each, fast=True) for name, each in scalers.items()}
+    found = {
+        name: figures_of(each, slo_ttft_ms=kind.slo.ttft_ms, slo_tpot_ms=kind.slo.tpot_ms)
+        for name, each in outcomes.items()
+    }
     trials = Trials("clairvoyant", workload, settings, kind.slo)
     if changes >= 0:
         best = search(trials, others=outcomes.values(), num_changes=changes, seed=seed)
-        outcomes["clairvoyant"] = trials.simulate(best.schedule)
-    figures = [
-        msgspec.structs.replace(
-            figures_of(each, slo_ttft_ms=kind.slo.ttft_ms, slo_tpot_ms=kind.slo.tpot_ms), policy=name
-        )
-        for name, each in outcomes.items()
-    ]
+        found["clairvoyant"] = best.figures
+    figures = [msgspec.structs.replace(each, policy=name) for name, each in found.items()]
     return sorted(figures, key=lambda each: each.policy not in ("informed", "clairvoyant")), trials
+
+
+def capacity_of(kind: Kind, traffic: Generator, unit: float, held: dict[int, float] | None) -> SteadyCapacity:
+    """The same for every load, start and seed: what load tests of the engine would find."""
+    settings = FleetSettings(engine=kind.engine, slowness=kind.slowness, bounds=Bounds(kind.lowest, MOST_REPLICAS))
+    return SteadyCapacity(traffic, settings, kind.slo, guess=unit, known=held)
+
+
+def cold_start_of(seconds: float) -> ColdStart:
+    """All phases in proportion."""
+    share = seconds / COLD_START.total_s
+    phases = ("schedule_s", "pull_s", "load_s", "warm_s")
+    return msgspec.structs.replace(COLD_START, **{name: share * getattr(COLD_START, name) for name in phases})
 
 
 def rows(figures: list[Figures], trials: Trials) -> list[list[str]]:
@@ -139,9 +162,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
     args = parser.parse_args()
-    share = args.cold_start / COLD_START.total_s
-    phases = ("schedule_s", "pull_s", "load_s", "warm_s")
-    cold_start = msgspec.structs.replace(COLD_START, **{name: share * getattr(COLD_START, name) for name in phases})
+    cold_start = cold_start_of(args.cold_start)
     for name in args.kinds:
         for load in args.loads:
             figures, trials = compare(KINDS[name], load, cold_start, args.seed, args.policies, args.changes)

@@ -140,8 +140,12 @@ def real(requests: Sequence[SimRequest], seed: str) -> list[Request]:
     """Prompts of ordinary tokens; no two have a prefix in common, also of two replays if their seeds differ."""
     draw = random.Random(seed)
     return [
-        Request(at_s=at_s, prompt=draw.choices(ORDINARY_TOKENS, k=prompt), num_tokens=output)
-        for at_s, prompt, output, _ in requests
+        Request(
+            at_s=each.arrival_s,
+            prompt=draw.choices(ORDINARY_TOKENS, k=each.num_prompt_tokens),
+            num_tokens=each.num_output_tokens,
+        )
+        for each in requests
     ]
 
 

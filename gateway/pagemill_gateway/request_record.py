@@ -10,7 +10,7 @@ from typing import Literal
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
 
 
 @dataclass(slots=True)
@@ -84,12 +84,15 @@ class RequestRecord:
     ended_by_limit: bool = False
     """A limit of the key ended the answer, by `length`."""
     usage: Usage = field(default_factory=Usage)
+    gives_way: bool = False
+    """To all others, as a batch's line does."""
     status: int = 0
     error_code: str | None = None
 
     def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
         self.model = target.model
         self.deployment = target.deployment
+        self.gives_way = requests[0].priority >= UNHURRIED_PRIORITY
         self.response_id = requests[0].response_id or requests[0].request_id
         self.stream = requests[0].stream
         self.dialect = requests[0].dialect

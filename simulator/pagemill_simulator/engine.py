@@ -117,6 +117,7 @@ class EngineRun:
                     model="",
                     prompt_token_ids=prompt[: max(1, request.num_prompt_tokens)],
                     sampling=sampling,
+                    priority=request.priority,
                 )
             )
         except PagemillError as error:

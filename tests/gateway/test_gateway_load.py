@@ -17,6 +17,7 @@ from pagemill_gateway.brain.load.traffic import TrafficMeter
 from pagemill_gateway.brain.queue.queues import Queues
 from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint, QueueLimits
 from pagemill_protocol.load import DeploymentLoad, EngineHeld, EngineStart
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY
 from pagemill_protocol.state import EngineLoad, StateFrame, StepTimeParams
 
 
@@ -134,6 +135,16 @@ async def test_requests_are_reported_with_their_rate_their_latency_and_their_len
     assert load.arrivals.tokens_per_s > 0
     assert load.latencies.ttft_ms.total == 2, "of streams alone"
     assert load.lengths.output.total == 3
+
+
+async def test_who_gives_way_to_all_others_is_no_reason_for_another_engine(engines, gateways, fake) -> None:
+    gateway = await gateways(engines[0])
+    for priority in (0, UNHURRIED_PRIORITY, UNHURRIED_PRIORITY):
+        assert (await gateway.chat(stream=True, priority=priority)).status == 200
+    async with reading(gateway, "t0ken") as response:
+        (load,) = (await anext(load_frames(response))).deployments
+    assert load.arrivals.requests_per_s * load.arrivals.window_s == pytest.approx(1, abs=0.1)
+    assert (load.latencies.ttft_ms.total, load.lengths.output.total) == (1, 1)
 
 
 async def test_a_request_that_waits_for_an_engine_is_reported_at_once_and_served_when_it_comes(

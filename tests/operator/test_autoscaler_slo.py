@@ -21,6 +21,7 @@ from pagemill_operator.autoscaler.prediction import OfferedLoad, Predictor
 from pagemill_operator.autoscaler.settings import ScalingSettings, Slo
 from pagemill_operator.autoscaler.signals import Fleet, Shape, Signals
 from pagemill_operator.autoscaler.slo import meets, slo_target
+from pagemill_protocol.histogram import histogram_of
 from pagemill_protocol.load import Lengths, QueueLoad
 from pagemill_protocol.state import StepTimeParams
 
@@ -173,23 +174,67 @@ def rate(now: Signals, memory: Memory) -> float:
 def test_a_rise_is_carried_on_over_the_learned_cold_start() -> None:
     rising = Memory(rates=(Rate(970.0, 2.0),))
     fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
+    now = signals(1, arrivals=arrivals(5.0, burst=8.0), fleet=fleet)
     assert rate(now, rising) == pytest.approx(5.0 + 0.1 * (30 + 60))
     assert rate(now, Memory()) == 5.0
     steep = Memory(rates=(Rate(970.0, 0.1),))
-    long = signals(1, arrivals=arrivals(5.0), fleet=Fleet(wanted=1, ready=1, cold_start_s=6000.0))
+    long = signals(1, arrivals=arrivals(5.0, burst=9.5), fleet=Fleet(wanted=1, ready=1, cold_start_s=6000.0))
     assert rate(long, steep) == 15.0, "not for ever"
     assert rate(signals(1, arrivals=arrivals(5.0)), Memory(rates=(Rate(970.0, 4.5),))) == 5.0, "noise is no rise"
 
 
-def test_a_gentle_rise_shows_over_minutes() -> None:
+def test_a_step_that_is_over_is_not_carried_on() -> None:
+    """Half a minute ago the rate was 2, and the last seconds bring no more than the minute by now."""
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    assert rate(signals(1, arrivals=arrivals(5.0, burst=5.5), fleet=fleet), Memory(rates=(Rate(970.0, 2.0),))) == 5.5
+
+
+def test_few_arrivals_more_are_no_rise() -> None:
+    """Nine of fifteen within ten seconds: where so little comes, chance does that."""
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    assert rate(signals(1, arrivals=arrivals(0.25, burst=0.5), fleet=fleet), Memory(rates=(Rate(990.0, 0.1),))) == 0.25
+    many = signals(1, arrivals=arrivals(2.5, burst=5.0), fleet=fleet)
+    assert rate(many, Memory(rates=(Rate(990.0, 1.0),))) > 2.5
+
+
+def test_minutes_that_chance_alone_tells_apart_count_together() -> None:
     fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
     now = signals(1, arrivals=arrivals(5.0), fleet=fleet)
+    minutes = (Rate(760.0, 9.0), Rate(820.0, 4.6), Rate(880.0, 5.2), Rate(940.0, 4.8))
+    assert rate(now, Memory(rates=minutes)) == pytest.approx((5.0 + 4.8 + 5.2 + 4.6) / 4, rel=0.01)
+    few = expected_load(now, Memory(shape=SHAPE)).sure_per_s
+    many = expected_load(now, Memory(shape=SHAPE, rates=minutes)).sure_per_s
+    assert few < many < 5.0, "the more are known, the less of them is chance"
+
+
+def test_what_one_answer_says_orders_nothing() -> None:
+    known = signals(1).lengths
+    once = msgspec.structs.replace(
+        known, output=histogram_of([400]), computed=histogram_of([6000]), prompt=histogram_of([6000])
+    )
+    few = Scaled(SLO, replicas=1).decide(rate=2.0, active=0.1, lengths=once)
+    assert few.replicas == 1
+    many = msgspec.structs.replace(
+        known, output=histogram_of([400] * 100), computed=histogram_of([6000] * 100), prompt=histogram_of([6000] * 100)
+    )
+    assert Scaled(SLO, replicas=1).decide(rate=2.0, active=0.1, lengths=many).replicas > 1
+
+
+def test_before_a_request_is_known_no_more_than_double_is_ordered() -> None:
+    decision = Scaled(SLO, replicas=1).decide(
+        rate=2.0, lengths=Lengths(), queue=QueueLoad(num_requests=50, num_tokens=10)
+    )
+    assert decision.replicas == 2
+
+
+def test_a_gentle_rise_shows_over_minutes() -> None:
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    now, steeper = (signals(1, arrivals=arrivals(5.0, burst=burst), fleet=fleet) for burst in (5.4, 8.0))
     half_a_minute = Rate(970.0, 4.8)
-    assert rate(now, Memory(rates=(Rate(850.0, 4.6), half_a_minute))) == 5.0, "may be chance"
+    assert rate(now, Memory(rates=(Rate(850.0, 4.6), half_a_minute))) == pytest.approx(4.8), "may be chance"
     assert rate(now, Memory(rates=(Rate(700.0, 2.0), Rate(850.0, 4.6), half_a_minute))) == pytest.approx(5.9)
     steep = (Rate(700.0, 4.0), Rate(970.0, 2.0))
-    assert rate(now, Memory(rates=steep)) == pytest.approx(14.0), "the latest rise that shows is the one"
+    assert rate(steeper, Memory(rates=steep)) == pytest.approx(14.0), "the latest rise that shows is the one"
 
 
 def test_rates_of_the_past_minutes_are_kept_a_few_of_them() -> None:

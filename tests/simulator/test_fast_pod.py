@@ -17,6 +17,7 @@ from pagemill_simulator.engine import EngineSimulation
 from pagemill_simulator.fleet.fast_pod import FastPod
 from pagemill_simulator.fleet.fast_row import Row
 from pagemill_simulator.fleet.fast_steps import StepTimes
+from pagemill_simulator.workloads.batches import LINE_PRIORITY
 from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Steady
 
@@ -45,6 +46,7 @@ def run_fast(trace: Sequence[SimRequest], engine: EngineConfig) -> tuple[FastPod
     for request in trace:
         pod.advance(request.arrival_s)
         rows.append(Row(request.arrival_s, request.num_prompt_tokens, request.num_output_tokens))
+        rows[-1].priority = request.priority
         pod.add(rows[-1], request.arrival_s)
     pod.advance(math.inf)
     return pod, rows
@@ -81,6 +83,13 @@ def test_whoever_finds_no_seat_waits_for_one_alike() -> None:
     assert_same([SimRequest(0.05 * number, 200, 40) for number in range(25)], config(max_num_seqs=3))
 
 
+def test_lines_of_a_batch_leave_their_seats_to_others_alike() -> None:
+    lines = [SimRequest(0.001 * number, 60, 200, priority=LINE_PRIORITY) for number in range(8)]
+    live = [SimRequest(0.3 + 0.02 * number, 80, 40) for number in range(12)]
+    pod = assert_same([*lines, *live], config(max_num_seqs=6))
+    assert pod.num_preemptions >= 6
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("policy", ["fcfs", "shortest-prefill-first"])
 def test_loops_and_policies_are_followed(overlap: bool, policy: str) -> None:
@@ -92,6 +101,7 @@ requests = st.tuples(
     st.floats(0.0, 0.2),
     st.one_of(st.integers(1, 40), st.integers(1, 700)),
     st.one_of(st.integers(1, 4), st.integers(1, 120)),
+    st.sampled_from([0, 0, LINE_PRIORITY]),
 )
 
 
@@ -105,12 +115,17 @@ requests = st.tuples(
     caches=st.booleans(),
 )
 def test_any_small_workload_takes_what_it_takes_the_scheduler(
-    drawn: list[tuple[float, int, int]], num_blocks: int, max_num_seqs: int, budget: int, overlap: bool, caches: bool
+    drawn: list[tuple[float, int, int, int]],
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    overlap: bool,
+    caches: bool,
 ) -> None:
     now, trace = 0.0, []
-    for gap_s, num_prompt_tokens, num_output_tokens in drawn:
+    for gap_s, num_prompt_tokens, num_output_tokens, priority in drawn:
         now += gap_s
-        trace.append(SimRequest(now, num_prompt_tokens, num_output_tokens))
+        trace.append(SimRequest(now, num_prompt_tokens, num_output_tokens, priority=priority))
     engine = config(
         num_kv_blocks=num_blocks,
         max_model_len=960,
@@ -129,13 +144,13 @@ def test_any_small_workload_takes_what_it_takes_the_scheduler(
     num_blocks=st.sampled_from([60, 1000]),
 )
 def test_when_it_is_looked_at_changes_nothing(
-    drawn: list[tuple[float, int, int]], looks: list[float], num_blocks: int
+    drawn: list[tuple[float, int, int, int]], looks: list[float], num_blocks: int
 ) -> None:
     """Brought up to instants in between, and to each that it names itself."""
     trace = []
-    for gap_s, num_prompt_tokens, num_output_tokens in drawn:
+    for gap_s, num_prompt_tokens, num_output_tokens, priority in drawn:
         arrival_s = gap_s + (trace[-1].arrival_s if trace else 0.0)
-        trace.append(SimRequest(arrival_s, num_prompt_tokens, num_output_tokens))
+        trace.append(SimRequest(arrival_s, num_prompt_tokens, num_output_tokens, priority=priority))
     engine = config(num_kv_blocks=num_blocks, max_model_len=960)
     _, plain = run_fast(trace, engine)
     pod = FastPod(EngineSimulation([], engine).core.scheduler.limits, StepTimes(STEP_TIME, 512))
@@ -154,6 +169,7 @@ def test_when_it_is_looked_at_changes_nothing(
         pod.advance(until_s)
         if request is not None:
             looked.append(Row(request.arrival_s, request.num_prompt_tokens, request.num_output_tokens))
+            looked[-1].priority = request.priority
             pod.add(looked[-1], request.arrival_s)
     for mine, theirs in zip(looked, plain, strict=True):
         assert mine.first_token_s == pytest.approx(theirs.first_token_s, abs=1e-6)

@@ -22,9 +22,11 @@ from pagemill_simulator.fleet.settings import ColdStart, FleetSettings
 from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.scaling.rivals import make_rival
 from pagemill_simulator.scaling.simulated import own, rival
+from pagemill_simulator.workloads.agentic import Agentic
+from pagemill_simulator.workloads.batches import BesideBatch
 from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.generator import Generator
-from pagemill_simulator.workloads.patterns import FlashCrowd, SilentNights
+from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights
 from pagemill_simulator.workloads.shapes import Burst, Ramp, Steady, Step
 
 STEP_TIME = StepTimeParams(
@@ -41,7 +43,19 @@ KINDS: dict[str, Generator] = {
     "flash crowd": FlashCrowd(rate=1, factor=8, at_s=40, rises_s=10, halves_s=30, duration_s=150, **LENGTHS),
     "clusters": Clusters(rate=1, cluster_requests=12, duration_s=150),
     "silent nights": SilentNights(high_rate=4, days=2, compress=1152, **LENGTHS),
+    "retrieval": Retrieval(rate=0.6, duration_s=150),
+    "agents": Agentic(sessions_per_s=0.1, duration_s=150, turns=2, calls=4, first_prompt_tokens=1500),
+    "beside a batch": BesideBatch(rate=3, period_s=80, duration_s=150, num_lines=150, submitted_s=20, **LENGTHS),
 }
+LIGHT: dict[str, Generator] = {
+    "steady": Steady(rate=1.5, duration_s=240, **LENGTHS),
+    "ramp": Ramp(from_rate=0.3, to_rate=1.5, before_s=60, over_s=60, after_s=120, **LENGTHS),
+    "burst": Burst(rate=0.3, factor=5, at_s=100, for_s=60, duration_s=240, **LENGTHS),
+    "flash crowd": FlashCrowd(rate=0.3, factor=5, at_s=80, rises_s=10, halves_s=60, duration_s=240, **LENGTHS),
+    "retrieval": Retrieval(rate=0.12, duration_s=400),
+    "beside a batch": BesideBatch(rate=1, period_s=80, duration_s=240, num_lines=150, submitted_s=20, **LENGTHS),
+}
+"""One replica suffices."""
 
 
 def fleet(low: int = 1) -> FleetSettings:
@@ -67,6 +81,27 @@ def test_no_policy_beats_the_search_by_more_than_one_percent_at_equal_or_lower_c
     search(beside_them, others=outcomes, num_changes=0)
     for each in figures:
         assert (each.slo_attained or 0.0) <= beside_them.best_share(each.pod_seconds), each.policy
+
+
+@pytest.mark.sample("retrieval")
+@pytest.mark.parametrize("kind", list(LIGHT))
+def test_where_one_replica_suffices_ours_costs_little_more_than_who_knows_the_rate(kind: str) -> None:
+    traffic, settings = LIGHT[kind], fleet()
+    workload = traffic.workload(4)
+    capacity = SteadyCapacity(traffic, settings, SLO, guess=0.2 if kind == "retrieval" else 4.0, duration_s=100.0)
+    informed = Informed(traffic, capacity, COLD_START.total_s, BOUNDS.max_replicas)
+    bound, found = (
+        figures_of(
+            simulate_fleet(workload, settings, policy, fast=True), slo_ttft_ms=SLO.ttft_ms, slo_tpot_ms=SLO.tpot_ms
+        )
+        for policy in (informed, own(ScalingSettings("Active", *BOUNDS, slo=SLO)))
+    )
+    assert bound.slo_attained is not None
+    assert found.slo_attained is not None
+    assert bound.slo_attained >= SLO.share, "a case that says nothing"
+    assert found.slo_attained >= bound.slo_attained - 0.005
+    assert found.pod_seconds <= 1.15 * bound.pod_seconds
+    assert (found.num_flaps, found.num_refused) == (0, 0)
 
 
 def test_who_learns_of_a_change_when_it_happens_orders_then_and_not_before() -> None:

@@ -24,7 +24,7 @@ def simulate(
         str | None,
         typer.Option(
             help="Generated traffic: steady, ramp, step, burst, sine, diurnal, weekly, silent-nights, flash-crowd, "
-            "clusters, retrieval or agentic, with parameters as ramp:from_rate=2,to_rate=10."
+            "clusters, retrieval, beside-batch or agentic, with parameters as ramp:from_rate=2,to_rate=10."
         ),
     ] = None,
     rps: Annotated[float | None, typer.Option(help="Requests per second of a workload that has one rate.")] = None,

@@ -270,7 +270,7 @@ class LocalBrain:
             self.registry.deployments.get(key), target, tried, request, ticket, retry, probe
         )
         outage = Outage()
-        if retry is None and not (ticket.paid or ticket.num_refusals or tried):
+        if retry is None and not (ticket.paid or ticket.num_refusals or tried or ticket.gives_way):
             num_new = 0 if target.queued_s else 1
             self.traffic.arrived(key, request.num_prompt_tokens, ticket.arrived_at, num_new)
         if ticket.num_refusals <= MAX_REROUTES and self.queues.is_empty(key):

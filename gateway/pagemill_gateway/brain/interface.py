@@ -10,6 +10,7 @@ import math
 from typing import Literal, NamedTuple, Protocol
 
 from pagemill_protocol.answers.registry import ParserSettings
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY
 
 EngineFailureKind = Literal["lost", "killed", "crashed"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
@@ -61,6 +62,11 @@ class QueueTicket(NamedTuple):
     """By engines since it last left the queue."""
     paid: bool = False
     """It was at an engine before: its key has paid for its turn."""
+
+    @property
+    def gives_way(self) -> bool:
+        """To all others, as a batch's line does: it is no reason for another engine."""
+        return self.priority >= UNHURRIED_PRIORITY
 
 
 DEFAULT_TICKET = QueueTicket()

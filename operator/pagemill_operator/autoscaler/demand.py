@@ -30,6 +30,8 @@ from pagemill_operator.autoscaler.targets import goals, is_idle
 
 PANIC_S = 60.0
 """After a burst nothing is removed for this long."""
+BLIND_GROWTH = 2
+"""Times the replicas that serve: more are not ordered for an SLO before it is known what a request costs."""
 STARTS_S = 600.0
 COLD_STARTS = 2.0
 """A start is waited for this long, or for so many times what starts have taken, whichever is longer."""
@@ -102,6 +104,8 @@ def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Dem
     leading = max(judged, key=lambda goal: (goal.needed, goal.enough))
     needed, enough = (max(getattr(goal, name) for goal in judged) for name in ("needed", "enough"))
     wanted = signals.fleet.wanted
+    if settings.slo is not None and view.goal.missing:
+        needed = min(needed, max(wanted, BLIND_GROWTH * max(1, signals.fleet.ready)))
     replicas = needed if wanted < needed else min(wanted, max(needed, enough))
     ample = settings.clamp(max(replicas, min(wanted, max(goal.most_used for goal in judged))))
     return _Demand(settings.clamp(replicas), ample, leading, tuple(judged), view.candidates)

@@ -1,9 +1,10 @@
 """The load when a replica that is ordered now can serve: the rate of arrivals, and what is left of the queue by then.
 
-A rise that stands out of the noise is extrapolated over the cold start. Requests that wait now are served by the
-replicas that are there, and by those that start, as far as the step-time model says; what is served by then is no
-reason for another replica. Neighbours: `targets` and `slo` ask what that needs, `prediction` what a replica
-can do.
+A rise that stands out of the noise, and is not over, is extrapolated over the cold start. What few arrivals or few
+answers may show by chance is told apart (`sure_per_s`): it orders no replica, and keeps those that are there. Requests
+that wait now are served by the replicas that are there, and by those that start, as far as the step-time model says;
+what is served by then is no reason for another replica. Neighbours: `targets` and `slo` ask what that needs,
+`prediction` what a replica can do.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ TREND_SPREADS = 3.5
 LEAST_TREND_S = 10.0
 MOST_GROWTH = 3.0
 """A rise is extrapolated to no more than this many times the present load."""
+SURE_SPREADS = 1.645
+"""Standard deviations below an estimate: it is as high by chance in one of 20 cases."""
 CAPACITY_SHARE = 0.5
 """The percentile at which a replica's capacity is predicted: what it serves on average."""
 
@@ -36,6 +39,10 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     """Until a replica that is ordered now is ready."""
     arrivals_per_s: float
     """Requests per second by then."""
+    sure_arrivals_per_s: float
+    """Of them, those that chance does not explain: few arrivals say little, and few answers little of their work."""
+    sure_of_lengths: float
+    """Share of a request's work that the number of known answers makes sure of, 0 to 1."""
     num_waiting: float
     """Requests that wait now, or come until then, and will still wait; where no capacity is known, those of now."""
     capacity_per_s: float | None = None
@@ -45,6 +52,12 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     def requests_per_s(self) -> float:
         """Arrivals, and what is left of the queue, worked off within another cold start."""
         return self.arrivals_per_s + self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
+
+    @property
+    def sure_per_s(self) -> float:
+        """Of `requests_per_s`, what more replicas are ordered for."""
+        waiting = self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
+        return self.sure_arrivals_per_s + self.sure_of_lengths * waiting
 
     def to_serve(self, factor: float = 1.0) -> int | None:
         """Replicas that serve arrivals and queue, `factor` times as many of both; None: not known."""
@@ -59,18 +72,20 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     horizon_s = UNLEARNED_COLD_START_S if fleet.cold_start_s is None else fleet.cold_start_s
     if fleet.asleep:
         horizon_s = 0.0  # one that sleeps is awake at once
-    rate = _arrivals_per_s(signals, memory, horizon_s)
+    num_answers = signals.lengths.output.total
+    rate, sure = _arrivals_per_s(signals, memory, horizon_s), _sure_arrivals_per_s(signals, memory, horizon_s)
+    sure_of_lengths = _sure(num_answers)
     waiting = float(signals.num_waiting)
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
     capacity = None if load is None or _is_refuted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
     if load is None or capacity is None:
-        return ExpectedLoad(horizon_s, rate, waiting)
+        return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, waiting)
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # Prompts that are longer than usual count for several.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
-    left = max(0.0, waiting + signals.arrivals.requests_per_s * horizon_s - served)
-    return ExpectedLoad(horizon_s, rate, left, capacity)
+    left = max(0.0, waiting + _arrivals_per_s(signals, memory, 0.0) * horizon_s - served)
+    return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, capacity)
 
 
 def _is_refuted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
@@ -111,11 +126,61 @@ def _arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float
     arrivals = signals.arrivals
     if arrivals.truth != "value":
         return 0.0
-    rate = arrivals.requests_per_s
+    rate, burst, slope = arrivals.requests_per_s, arrivals.burst_requests_per_s, _slope(signals, memory, 0.0)
+    if not slope:
+        rate = _settled(arrivals, memory, signals.at_s)[0]
+    elif _still_rises(arrivals, slope):
+        rate = _grown(arrivals, rate, slope, horizon_s)
+    return max(rate, burst) if slope or is_burst(signals) else rate
+
+
+def _sure_arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float:
+    """What is left of the same when each number in it is as low as chance lets it be."""
+    arrivals, num_answers = signals.arrivals, signals.lengths.output.total
+    if arrivals.truth != "value":
+        return 0.0
+    rate, window_s = arrivals.requests_per_s, arrivals.window_s
+    slope = _slope(signals, memory, SURE_SPREADS)
+    if not slope:
+        rate, window_s = _settled(arrivals, memory, signals.at_s)
+    rate *= _sure(rate * window_s, num_answers)
+    if slope and _still_rises(arrivals, slope):
+        rate = _grown(arrivals, rate, _sure(num_answers) * slope, horizon_s)
+    burst, burst_s = arrivals.burst_requests_per_s, arrivals.burst_window_s
+    return max(rate, burst * _sure(burst * burst_s, num_answers)) if slope or is_burst(signals) else rate
+
+
+def _still_rises(arrivals: Arrivals, slope: float) -> bool:
+    """The last seconds are as far above the minute as a steady rise puts them: it was no step that is over."""
+    between_s = (arrivals.window_s - arrivals.burst_window_s) / 2
+    return arrivals.burst_requests_per_s >= arrivals.requests_per_s + slope * between_s
+
+
+def _grown(arrivals: Arrivals, rate: float, slope: float, horizon_s: float) -> float:
     # The average over a window is that of its middle.
     ahead_s = arrivals.window_s / 2 + horizon_s
-    rate = min(rate * MOST_GROWTH, rate + _slope(signals, memory) * ahead_s)
-    return max(rate, arrivals.burst_requests_per_s) if is_burst(signals) else rate
+    return min(rate * MOST_GROWTH, rate + slope * ahead_s)
+
+
+def _sure(*samples: float) -> float:
+    """The share of a product of means that is no chance. Of counts; lengths spread about as much as their mean."""
+    if min(samples) <= 0:
+        return 0.0
+    return max(0.0, 1.0 - SURE_SPREADS * math.sqrt(sum(1.0 / each for each in samples)))
+
+
+def _settled(arrivals: Arrivals, memory: Memory, now: float) -> tuple[float, float]:
+    """The rate over as many of the past minutes as chance alone tells apart, and how many seconds those are."""
+    rate, window_s, step_s = arrivals.requests_per_s, arrivals.window_s, arrivals.window_s
+    for before in reversed(memory.rates):
+        # Windows that overlap say nothing new.
+        if step_s <= 0 or now - before.at_s < window_s:
+            continue
+        both = (rate * window_s + before.requests_per_s * step_s) / (window_s + step_s)
+        if abs(rate - before.requests_per_s) > SURE_SPREADS * math.sqrt(both * (1 / window_s + 1 / step_s)):
+            break
+        rate, window_s = both, window_s + step_s
+    return rate, window_s
 
 
 def is_burst(signals: Signals) -> bool:
@@ -128,24 +193,26 @@ def is_burst(signals: Signals) -> bool:
     return fast >= BURST * slow and fast - slow > BURST_SPREADS * spread
 
 
-def _slope(signals: Signals, memory: Memory) -> float:
+def _slope(signals: Signals, memory: Memory, less: float) -> float:
     """Requests per second more with each second, as far as a rise stands out of the noise; never negative.
 
-    The latest rise that does: over half a minute, else over the shortest of the past minutes that shows one.
+    The latest rise that does: over half a minute, else over the shortest of the past minutes that shows one. `less`:
+    standard deviations that are taken off it.
     """
     arrivals, now = signals.arrivals, signals.at_s
     recent = [rate for rate in memory.rates if LEAST_TREND_S <= now - rate.at_s <= TREND_S]
     older = [rate for rate in reversed(memory.rates) if now - rate.at_s > TREND_S]
-    rises = (_rise(arrivals, before, now - before.at_s) for before in (*recent[:1], *older))
+    rises = (_rise(arrivals, before, now - before.at_s, less) for before in (*recent[:1], *older))
     return next((slope for slope in rises if slope > 0), 0.0)
 
 
-def _rise(arrivals: Arrivals, before: Rate, apart_s: float) -> float:
+def _rise(arrivals: Arrivals, before: Rate, apart_s: float, less: float) -> float:
     """Since that rate, for each second; 0 where chance may have made it."""
     if arrivals.window_s <= 0:
         return 0.0
     rise = arrivals.requests_per_s - before.requests_per_s
-    # Where the two windows overlap, only what entered and what left them differs.
+    # Where the two windows overlap, only what entered and what left them differs: that is no less than the rise.
     differs_s = min(apart_s, arrivals.window_s)
-    spread = math.sqrt((arrivals.requests_per_s + before.requests_per_s) * differs_s) / arrivals.window_s
-    return rise / apart_s if rise > TREND_SPREADS * spread else 0.0
+    num_differing = max(rise * arrivals.window_s, (arrivals.requests_per_s + before.requests_per_s) * differs_s)
+    spread = math.sqrt(max(0.0, num_differing)) / arrivals.window_s
+    return (rise - less * spread) / apart_s if rise > TREND_SPREADS * spread else 0.0

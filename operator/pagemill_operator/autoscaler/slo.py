@@ -37,26 +37,30 @@ def slo_target(
     if rate <= 0:
         return SloTarget(Goal("slo", reason="nothing arrives"))
     load = offered_load(signals, rate, slo.share)
-    if load is None:
-        return SloTarget(Goal("slo", missing="no answer has ended yet, so lengths are not known"))
+    if load is None or not expected.sure_of_lengths:
+        number = "no answer has" if load is None else "too few answers have"
+        return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
     predictor = predictor_of(memory.shape, slo.share)
     if predictor is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))
     weighed: dict[int, Candidate] = {}
 
     most, wanted = settings.max_replicas, signals.fleet.wanted
-    needed = fewest(predictor, load, slo, most, weighed)
+    sure = msgspec.structs.replace(load, requests_per_s=expected.sure_per_s)
+    needed = fewest(predictor, sure, slo, most, weighed)
     seen = tuple(weighed[number] for number in sorted(weighed))
-    offered = f"{rate:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
+    offered = f"{sure.requests_per_s:.2f} requests/s of {load.computed_tokens:.0f} + {load.output_tokens:.0f} tokens"
     if needed > most:
         unreachable = _unreachable(settings, slo, weighed[max(weighed)])
         return SloTarget(Goal("slo", most, most, offered, unreachable=unreachable), seen)
     enough, ample = (min(most, fewest(predictor, load.times(each), slo, most, {})) for each in (MARGIN, AMPLE))
     reason = f"{offered} need {replicas_of(needed)}"
     if needed > wanted > 0:
-        held = predictor.highest_rate(load, wanted, lambda found: meets(found, slo), SHORTAGE / 10)
-        missed = f"{_number(60 * (rate - held))} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
-        if rate - held <= SHORTAGE * rate:
+        short = sure.requests_per_s - predictor.highest_rate(
+            load, wanted, lambda found: meets(found, slo), SHORTAGE / 10
+        )
+        missed = f"{_number(60 * short)} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
+        if short <= SHORTAGE * sure.requests_per_s:
             needed, reason = wanted, f"{offered}: with {wanted}, no more than {missed}, which no rate can tell"
         else:
             reason += f"; with {wanted}, {missed}"

@@ -50,15 +50,19 @@ class SteadyCapacity:
         guess: float,
         duration_s: float = 240.0,
         seed: int = 0,
+        known: dict[int, float] | None = None,
     ) -> None:
-        """`guess`: what one replica might hold, within a factor of two. `duration_s`: of each simulation."""
+        """`guess`: what one replica might hold, within a factor of two. `duration_s`: of each simulation.
+
+        `known`: what was found before, by the number of replicas; what is found is added to it.
+        """
         self._kind = kind
         self._settings = settings
         self._slo = slo
         self._guess = guess
         self._duration_s = duration_s
         self._seed = seed
-        self._held: dict[int, float] = {}
+        self._held = {} if known is None else known
 
     def held(self, replicas: int) -> float:
         """The intensity that so many replicas hold; where it is not simulated, in proportion."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
-from pagemill_simulator.bounds.trials import Trial, Trials
+from pagemill_simulator.bounds.trials import Trial, Trials, share
 from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart
 
@@ -40,6 +40,8 @@ def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int =
     for other in others:
         trials.add(Schedule.ordered(other.timeline), other)
     missed, window_s = _constant(trials)
+    if found := _fewest_suffice(trials):
+        return found
     for price in PRICES:
         ready = cheapest_course(missed, window_s, price * _pod_seconds_each(trials), trials.settings.cold_start)
         trials.try_out(Schedule.ready_at(ready, window_s, AHEAD * trials.settings.cold_start.total_s))
@@ -48,6 +50,16 @@ def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int =
         start = draw.choice(_near_best(trials))
         trials.try_out(_changed(start.schedule, trials, draw))
     return trials.cheapest(trials.best_share() - TOLERANCE)
+
+
+def _fewest_suffice(trials: Trials) -> Trial | None:
+    """As few replicas as there may be, if their share is near the best: nothing costs less."""
+    fewest = trials.settings.bounds.min_replicas
+    if not fewest:
+        return None
+    constant = trials.try_out(Schedule.constant(fewest))
+    is_near = share(constant.missed, trials.workload.requests) >= trials.best_share() - TOLERANCE
+    return constant if is_near else None
 
 
 def _near_best(trials: Trials) -> Sequence[Trial]:
@@ -77,12 +89,9 @@ def _constant(trials: Trials) -> tuple[dict[int, list[int]], float]:
         missed[0] = by_window(request.arrival_s for request in trials.workload.requests)
     fewest = math.inf
     for replicas in _numbers(max(1, low), high):
-        schedule = Schedule.constant(replicas)
-        outcome = trials.simulate(schedule)
-        trials.add(schedule, outcome)
-        found = by_window(served.arrival_s for served in outcome.requests if trials.missed(served))
+        found = by_window(trials.try_out(Schedule.constant(replicas)).missed_arrivals_s)
         missed[replicas] = found
-        if fewest - sum(found) <= len(outcome.requests) // 2000:
+        if fewest - sum(found) <= len(trials.workload.requests) // 2000:
             break
         fewest = sum(found)
     return missed, window_s

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
-from pagemill_simulator.fleet.figures import is_within_slo
+from pagemill_simulator.fleet.figures import Figures, figures_of, is_within_slo
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome, Served
 from pagemill_simulator.fleet.settings import FleetSettings
@@ -23,6 +23,8 @@ class Trial(NamedTuple):
     missed: int
     """Requests that were not served within the SLO."""
     pod_seconds: float
+    figures: Figures
+    missed_arrivals_s: tuple[float, ...]
 
 
 class Trials:
@@ -46,8 +48,10 @@ class Trials:
 
     def add(self, schedule: Schedule, outcome: Outcome) -> None:
         """What came of it."""
-        missed = sum(map(self.missed, outcome.requests))
-        trial = self._known[schedule] = Trial(schedule, missed, outcome.pod_seconds)
+        arrivals_s = tuple(served.arrival_s for served in outcome.requests if self.missed(served))
+        figures = figures_of(outcome, slo_ttft_ms=self._slo.ttft_ms, slo_tpot_ms=self._slo.tpot_ms)
+        missed = len(arrivals_s)
+        trial = self._known[schedule] = Trial(schedule, missed, outcome.pod_seconds, figures, arrivals_s)
         if not any(each.missed <= missed and each.pod_seconds <= trial.pod_seconds for each in self.frontier):
             kept = [each for each in self.frontier if each.missed < missed or each.pod_seconds < trial.pod_seconds]
             self.frontier = sorted([*kept, trial], key=lambda each: each.pod_seconds)

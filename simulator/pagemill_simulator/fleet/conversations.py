@@ -15,6 +15,12 @@ FILLER = 7
 """Token of all that is not distinguished."""
 
 
+def fresh_prompt(index: int, length: int, vocab_size: int) -> list[int]:
+    """That begins as no other: its number distinguishes it."""
+    beginning = [index % vocab_size, index // vocab_size % vocab_size][:length]
+    return beginning + [FILLER] * (length - len(beginning))
+
+
 class Conversations:
     def __init__(self, requests: Sequence[SimRequest], vocab_size: int) -> None:
         self._requests = requests
@@ -40,9 +46,9 @@ class Conversations:
         request = self._requests[index]
         length = max(1, request.num_prompt_tokens)
         said = self._said.get(request.session, []) if request.session is not None else []
-        # Its number distinguishes it from all others.
-        beginning = said[:length] or [index % self._vocab_size, index // self._vocab_size % self._vocab_size][:length]
-        return beginning + [FILLER] * (length - len(beginning))
+        if not said:
+            return fresh_prompt(index, length, self._vocab_size)
+        return said[:length] + [FILLER] * (length - len(said[:length]))
 
     def ended(self, index: int, prompt: list[int], answer: list[int]) -> int | None:
         """The turn that has waited for this one, if there is any."""

@@ -23,6 +23,7 @@ class EventLog:
         self.num_open = len(workload.requests)
         """Requests that have not ended, those included that have still to come."""
         self.num_crashes = 0
+        self._num_lines = self._num_line_tokens = 0
 
     def ended(self, index: int, served: Served) -> None:
         """The workload's `index`-th request has come to its end. Raises `RuntimeError` if it had before."""
@@ -30,6 +31,12 @@ class EventLog:
             raise RuntimeError(f"request {index} ended twice: {self._served[index]}, then {served}")
         self._served[index] = served
         self.num_open -= 1
+
+    def line_ended(self, served: Served) -> None:
+        """A line of a batch has come to its end."""
+        if served.ending == "served":
+            self._num_lines += 1
+            self._num_line_tokens += served.num_output_tokens
 
     def changed(self, at_s: float, before: int, after: int) -> None:
         """Other replicas are wanted."""
@@ -64,6 +71,8 @@ class EventLog:
             num_scale_downs=sum(delta < 0 for _, delta in self._changes),
             num_flaps=count_flaps(self._changes),
             is_exact=is_exact,
+            num_lines=self._num_lines,
+            num_line_tokens=self._num_line_tokens,
         )
 
 

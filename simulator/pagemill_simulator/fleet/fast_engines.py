@@ -126,7 +126,9 @@ class FastEngine:
             raise unavailable("The queue of the simulated engine is full.", retry_after_s=1)
         num_output_tokens = min(request.sampling.max_tokens or room, room) - num_made
         self._pod.advance(now)
-        self._pod.add(Row(now, num_prompt_tokens + num_made, num_output_tokens, session, request.request_id), now)
+        row = Row(now, num_prompt_tokens + num_made, num_output_tokens, session, request.request_id)
+        row.priority = request.priority
+        self._pod.add(row, now)
         self._num_owed = REPORTS_UNTIL_SEEN
         self._plan()
 

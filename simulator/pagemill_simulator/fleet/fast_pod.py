@@ -22,6 +22,7 @@ import msgspec
 
 from pagemill_engine.scheduler.limits import SchedulerLimits
 from pagemill_engine.scheduler.policies import POLICIES
+from pagemill_engine.scheduler.sorted_sequences import unhurried_last
 from pagemill_protocol.state import EngineLoad
 from pagemill_simulator.fleet.fast_kv import KVCounts
 from pagemill_simulator.fleet.fast_row import Place, Row
@@ -44,7 +45,7 @@ class FastPod:
         """Rows whose last step was launched, in the order of its end; the reader removes them."""
         self._steps = steps
         self._overlaps = overlaps
-        self._rank = POLICIES[limits.policy]
+        self._rank = unhurried_last(POLICIES[limits.policy])
         self._budget = limits.max_num_batched_tokens
         self._num_arrivals = 0
         self._launch_s = 0.0
@@ -74,8 +75,10 @@ class FastPod:
         self._known_run: tuple[Run, int] | None = None
         """None: a step was launched, or blocks were freed, since it was worked out."""
         self._is_starting = False
-        self._num_new = self._num_new_tokens = 0
-        """Requests, and tokens of their prompts, that came since a step was launched last."""
+        self._num_new = self._num_new_tokens = self._num_new_unhurried = 0
+        """Requests, tokens of their prompts, and those that give way, that came since a step was launched last."""
+        self._num_unhurried = 0
+        """That give way to others, wherever they are."""
 
     # -- requests come -------------------------------------------------------------------------------------------
 
@@ -88,6 +91,8 @@ class FastPod:
         row.num_tokens, row.num_left = row.num_prompt_tokens, row.num_output_tokens
         row.owner = row.session
         self._num_new, self._num_new_tokens = self._num_new + 1, self._num_new_tokens + row.num_tokens
+        self._num_unhurried += row.is_unhurried
+        self._num_new_unhurried += row.is_unhurried
         self._queue(row)
 
     @property
@@ -133,6 +138,7 @@ class FastPod:
             num_requests_prefilling=len(self._prefilling),
             num_tokens_prefilling=num_tokens_prefilling,
             num_tokens_prefilled=num_tokens_prefilled,
+            num_requests_giving_way=self._num_unhurried - self._num_new_unhurried,
         )
 
     def report_age_s(self, now_s: float) -> float:
@@ -194,7 +200,7 @@ class FastPod:
                 self._last_report = None
                 self._last_report = self.report()
                 self._is_starting = self._end_s is None and self._overlaps
-                self._num_new = self._num_new_tokens = 0
+                self._num_new = self._num_new_tokens = self._num_new_unhurried = 0
                 self._iterate()
         self._release(until_s)
 
@@ -264,6 +270,8 @@ class FastPod:
 
     def _launch(self, begin_s: float) -> float | None:
         """Decide one step that the device begins then; when it ends. None: nothing can run before another is read."""
+        if self._num_unhurried:
+            self._make_way()
         num_preemptions = self.num_preemptions
         kv = self.kv
         while kv.needed_at(self.num_steps) > kv.num_free:
@@ -304,6 +312,18 @@ class FastPod:
             else:
                 self._is_stuck = self.num_preemptions == num_preemptions
                 return
+
+    def _make_way(self) -> None:
+        """As `Scheduler._make_way`."""
+        most = self.limits.max_num_seqs
+        if self.num_running < most:
+            return
+        num_hurried = sum(1 for _, row in self._waiting if not row.is_unhurried)
+        for _ in range(min(num_hurried, most)):
+            last = self._newest()
+            if not last.is_unhurried:
+                return
+            self._preempt(last)
 
     def _start(self, row: Row, step: _Step) -> bool:
         """As `Scheduler._start`."""
@@ -429,6 +449,7 @@ class FastPod:
         while leaving and leaving[0].end_s <= now_s:
             row = leaving.popleft()
             row.place = Place.GONE
+            self._num_unhurried -= row.is_unhurried
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
             self._is_stuck, self._last_report, self._known_run = False, None, None
 
@@ -444,11 +465,11 @@ class FastPod:
         self._is_stuck = False
 
     def _newest(self) -> Row:
-        """Whoever is preempted first: of all that run, the latest to arrive."""
+        """Whoever is preempted first: of all that run, the latest to arrive of those that give way, else of all."""
         rows = [row for _, _, row in self._decoding]
         rows += [row for _, row in self._prefilling]
         rows += self._leaving
-        return max(rows, key=lambda row: row.arrival)
+        return max(rows, key=lambda row: (row.priority, row.arrival))
 
     def _settle(self, row: Row) -> None:
         """A decoding row, taken out of the heap by the caller, has its own counters again."""
@@ -467,6 +488,7 @@ class FastPod:
             self._leaving.remove(row)
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
             row.place = Place.GONE
+            self._num_unhurried -= row.is_unhurried
             return
         if row.place is Place.DECODING:
             self._decoding = [each for each in self._decoding if each[2] is not row]

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY
 from pagemill_simulator.fleet.fast_kv import Owner
 
 
@@ -57,6 +58,11 @@ class Row:
     first_token_s: float = math.inf
     end_s: float = math.inf
     """Of the step that samples its last token."""
+
+    @property
+    def is_unhurried(self) -> bool:
+        """As `pagemill_engine.scheduler.sequence.Sequence`."""
+        return self.priority >= UNHURRIED_PRIORITY
 
     @property
     def num_due_tokens(self) -> int:

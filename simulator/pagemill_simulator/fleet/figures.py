@@ -50,6 +50,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     num_flaps: int
     is_exact: bool
     wall_s: float
+    num_lines: int = 0
+    """Of a batch, answered beside the requests; all else is about those."""
+    num_line_tokens: int = 0
 
 
 def figures_of(
@@ -81,6 +84,8 @@ def figures_of(
         num_flaps=outcome.num_flaps,
         is_exact=outcome.is_exact,
         wall_s=outcome.wall_s,
+        num_lines=outcome.num_lines,
+        num_line_tokens=outcome.num_line_tokens,
     )
 
 

@@ -25,6 +25,7 @@ from pagemill_protocol.catalog import Catalog, CatalogModel, Endpoint
 from pagemill_protocol.load import DeploymentLoad, EngineHeld
 from pagemill_protocol.state import StateFrame
 from pagemill_simulator.events import Events, EventsLoop
+from pagemill_simulator.fleet.batch_lines import BatchLines
 from pagemill_simulator.fleet.controller import Controller
 from pagemill_simulator.fleet.conversations import Conversations
 from pagemill_simulator.fleet.engines import EngineKind
@@ -109,6 +110,16 @@ class _Fleet:
         self._conversations = Conversations(workload.requests, self._kinds[0].vocab_size)
         self._platform = Platform(events, settings, self, self._event_log)
         self._controller = Controller(events, self._platform, policy, settings.bounds, self._see)
+        self._batch_lines = BatchLines(
+            workload,
+            settings.batches,
+            self._kinds[0].vocab_size,
+            self._brain,
+            self._relay,
+            events,
+            self._loop,
+            self._event_log,
+        )
         self._num_arrived = self._num_ended = self._num_prompt_tokens = self._num_made_by_gone = 0
 
     def run(self) -> Outcome:
@@ -118,6 +129,7 @@ class _Fleet:
         self._platform.begin()
         self._controller.begin()
         self._schedule_arrival(0)
+        self._batch_lines.begin()
         duration_s = self._workload.duration_s
         self._schedule_progress()
         try:
@@ -237,7 +249,9 @@ class _Fleet:
             self._num_prompt_tokens += len(prompt)
             if not self._platform.wanted:
                 self._events.after(0.0, self._wake)
-            served, answer = await self._relay.serve(index, request.session, prompt, request.num_output_tokens)
+            served, answer = await self._relay.serve(
+                index, request.session, prompt, request.num_output_tokens, priority=request.priority
+            )
             self._num_ended += 1
             self._event_log.ended(index, served)
             following = self._conversations.ended(index, prompt, answer)

@@ -53,3 +53,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Changes that were reversed within five minutes."""
     is_exact: bool
     """Every step of every engine was scheduled by the real scheduler; else fast-forward."""
+    num_lines: int = 0
+    """Of a batch, that were answered before the last live request was."""
+    num_line_tokens: int = 0
+    """Of their answers."""

@@ -31,7 +31,7 @@ from pagemill_gateway.relay.relay import LEAST_TIMED_TOKENS
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 from pagemill_protocol.hashes import token_bytes
-from pagemill_protocol.sampling import SamplingParams
+from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
 from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.fleet.engines import Delivery, Engine
 from pagemill_simulator.fleet.outcome import Ending, Served
@@ -66,6 +66,7 @@ class Course:
     session: int | None
     prompt: list[int]
     max_tokens: int
+    priority: int
     arrival_s: float
     attempts: Attempts
     engine_failures: EngineFailures
@@ -118,13 +119,13 @@ class Relay:
         self._on_empty = on_empty
 
     async def serve(
-        self, index: int, session: int | None, prompt: list[int], num_output_tokens: int
+        self, index: int, session: int | None, prompt: list[int], num_output_tokens: int, *, priority: int = 0
     ) -> tuple[Served, list[int]]:
         """What became of it, and its answer."""
         attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
         engine_failures = EngineFailures(self._rng.uniform)
         now, num_tokens = self._events.now_s, max(1, num_output_tokens)
-        course = Course(index, session, prompt, num_tokens, now, attempts, engine_failures)
+        course = Course(index, session, prompt, num_tokens, priority, now, attempts, engine_failures)
         try:
             is_served = await self._serve(course)
         except PagemillError:
@@ -161,7 +162,10 @@ class Relay:
     async def _serve(self, course: Course) -> bool:
         """Whether it was answered to its end. Raises `PagemillError` when it is turned away."""
         ticket = QueueTicket(
-            num_bytes=len(course.prompt) * BYTES_PER_TOKEN, arrived_at=course.arrival_s, max_tokens=course.max_tokens
+            priority=course.priority,
+            num_bytes=len(course.prompt) * BYTES_PER_TOKEN,
+            arrived_at=course.arrival_s,
+            max_tokens=course.max_tokens,
         )
         target = await self._brain.find(MODEL, ticket)
         room = target.max_model_len - len(course.prompt)
@@ -261,6 +265,8 @@ class Relay:
     def _finished(self, course: Course, choice: Assignment, target: Target) -> None:
         num_tokens = len(course.output)
         self._brain.finished(choice, CompletedRequest(num_tokens, _pace_ms(course)))
+        if course.priority >= UNHURRIED_PRIORITY:
+            return
         served = course.served("served")
         self._brain.record_outcome(
             RequestOutcome(
@@ -301,6 +307,7 @@ def _request(name: str, course: Course) -> GenerateRequest:
         resume=[ChoiceResume(0, list(course.output), 0)] if course.output else [],
         weights_digest=course.weights_digest if course.output else "",
         cached_tokens=course.num_cached_tokens if course.output else None,
+        priority=course.priority,
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagemill_engine.config import EngineConfig
-from pagemill_gateway.config import GatewayConfig
+from pagemill_gateway.config import BatchesConfig, GatewayConfig
 from pagemill_gateway.routing.policies import PolicyName
 from pagemill_protocol.catalog import QueueLimits
 from pagemill_simulator.scaling.policy import Bounds
@@ -85,6 +85,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Mean time from a pod's readiness to its crash, exponentially distributed; 0: none crashes."""
     queue: QueueLimits = GatewayConfig().queue
     """Requests that wait in the gateway."""
+    batches: BatchesConfig = BatchesConfig()
+    """When lines of a batch are started, and how many run at once."""
     max_attempts: int = GatewayConfig().max_attempts
     """Pods that may fail one request."""
     seed: int = 0

@@ -35,6 +35,10 @@ class Generator(Parameters, frozen=True, kw_only=True):
     def requests(self, seed: int) -> list[SimRequest]:
         """By arrival."""
 
+    def lines(self, seed: int) -> list[SimRequest]:
+        """Of batches beside the requests."""
+        return []
+
     @abstractmethod
     def intensity_at(self, at_s: float) -> float:
         """What `steady` takes: how much comes at that instant, on average over all that may be drawn."""
@@ -49,6 +53,7 @@ class Generator(Parameters, frozen=True, kw_only=True):
             name=self.name,
             source=f"{self.name}({shown}), seed {seed}",
             requests=self.requests(seed),
+            lines=self.lines(seed),
             duration_s=self.length_s,
         )
 

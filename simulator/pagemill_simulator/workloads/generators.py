@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pagemill_simulator.parameters import ParameterError, read_parameters
 from pagemill_simulator.workloads.agentic import Agentic
+from pagemill_simulator.workloads.batches import BesideBatch
 from pagemill_simulator.workloads.clusters import Clusters
 from pagemill_simulator.workloads.generator import Generator
 from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentNights, Weekly
@@ -27,6 +28,7 @@ GENERATORS: dict[str, type[Generator]] = {
         Clusters,
         Retrieval,
         Agentic,
+        BesideBatch,
     )
 }
 

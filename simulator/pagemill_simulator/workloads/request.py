@@ -17,6 +17,8 @@ class SimRequest(NamedTuple):
     session: int | None = None
     """Requests of one session are turns of one conversation: each prompt begins with the prompt and the answer before
     it, as far as both are that long, and none is sent before that answer has ended."""
+    priority: int = 0
+    """Smaller is served first (`pagemill_protocol.sampling`)."""
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +27,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """For the report: the file, or the generator with its parameters and seed."""
     requests: Sequence[SimRequest]
     """By arrival."""
+    lines: Sequence[SimRequest] = ()
+    """Of batches: they are started where capacity is left, in order, after their `arrival_s`."""
     duration_s: float
     """How long traffic is offered; requests still open then are served to their end."""
 

@@ -3,7 +3,8 @@
 Arrivals are counted when a request first asks for an engine, or for the first engine of a deployment that has none, at
 the time when it reached the gateway: requests that wait are seen by who decides on replicas, and do not look like a
 burst when an engine comes. Latencies and lengths are counted when a request
-is over (`RequestOutcome`). Time comes from outside. `brain.brain` writes it, `brain.load.measure` reads it.
+is over (`RequestOutcome`). Requests that give way, as a batch's lines, are neither: they are served where capacity is
+left, and no reason for more of it. Time comes from outside. `brain.brain` writes it, `brain.load.measure` reads it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from pagemill_gateway.admission.reservations import Need
 from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
 from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.interface import Probe, QueueTicket, RetryContext, RoutingRequest, Target
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY
 
 
 class PlacementRequest(NamedTuple):
@@ -88,6 +87,6 @@ def make_placement_request(
         num_output_tokens,
         ticket.num_sequences,
         ticket.max_tokens,
-        ticket.priority >= UNHURRIED_PRIORITY,
+        ticket.gives_way,
     )
     return PlacementRequest(target, tried, request, ticket, retry, need, probe)

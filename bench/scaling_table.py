@@ -1,0 +1,129 @@
+"""The table of `scaling_bounds`: every kind of traffic at every load and cold start, in cells that can be resumed.
+
+`run` simulates the cells that the results lack, the cheap ones first, and adds one line of JSON for each; it may be
+ended at any time, and goes on where it ended. `--again pagemill` simulates one policy, anew or at first, in cells that
+are there; the latest line counts. `render` makes the tables for the documentation from all lines, and says which goals
+are met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from report import machine
+from scaling_bounds import KINDS, LOADS, cold_start_of, compare
+from scaling_goals import render, results_of
+
+RESULTS = Path(__file__).resolve().parents[1] / ".pagemill" / "scaling-table.jsonl"
+COLD_STARTS_S = (10.0, 60.0, 300.0)
+SEEDS = (1, 2)
+CHANGES = 8
+
+
+class Cell(NamedTuple):
+    kind: str
+    load: str
+    cold_start_s: float
+    seed: int
+
+
+def cells(seeds: tuple[int, ...] = SEEDS) -> list[Cell]:
+    """Light and middle loads with short starts first, one seed after the other."""
+    loads = list(LOADS)
+
+    def rank(cell: Cell) -> tuple[bool, int, int, float]:
+        is_dear = cell.load == "heavy" or cell.cold_start_s > 60
+        return is_dear, seeds.index(cell.seed), loads.index(cell.load), cell.cold_start_s
+
+    return sorted((Cell(*each) for each in itertools.product(KINDS, loads, COLD_STARTS_S, seeds)), key=rank)
+
+
+def simulate(cell: Cell, names: list[str], changes: int, held: dict[int, float]) -> dict[str, Any]:
+    """One line of the results. `changes`: -1 for policies alone."""
+    began_s = time.process_time()
+    cold_start = cold_start_of(cell.cold_start_s)
+    figures, trials = compare(KINDS[cell.kind], cell.load, cold_start, cell.seed, names, changes, held)
+    return {
+        **cell._asdict(),
+        "figures": {each.policy: msgspec.to_builtins(each) for each in figures},
+        "frontier": [(each.missed, each.pod_seconds) for each in trials.frontier],
+        "held": held,
+        "cpu_s": round(time.process_time() - began_s, 1),
+    }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Whole lines: the last one may have been cut off."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def held_by(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """What replicas hold, by kind, as far as it was found."""
+    found: dict[str, dict[int, float]] = {name: {} for name in KINDS}
+    for line in lines:
+        found[line["kind"]].update({int(replicas): held for replicas, held in line["held"].items()})
+    return found
+
+
+def to_do(lines: list[dict[str, Any]], again: list[str], args: argparse.Namespace) -> Iterator[Cell]:
+    done = {Cell(line["kind"], line["load"], line["cold_start_s"], line["seed"]) for line in lines}
+    for cell in cells(tuple(args.seeds)):
+        is_asked = cell.kind in args.kinds and cell.load in args.loads and cell.cold_start_s in args.cold_starts
+        if is_asked and (cell in done) == bool(again):
+            yield cell
+
+
+def run(args: argparse.Namespace) -> None:
+    """Adds a line for each cell as soon as it is simulated; begins none after the time is up."""
+    until_s = time.monotonic() + 60 * args.minutes
+    lines, about = read(args.results), machine()
+    held, open_cells = held_by(lines), to_do(lines, args.again, args)
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(args.processes) as pool, args.results.open("a") as out:
+        running: set[Future[dict[str, Any]]] = set()
+        while True:
+            while len(running) < args.processes and time.monotonic() < until_s and (cell := next(open_cells, None)):
+                changes = -1 if args.again else CHANGES
+                names = args.again or args.policies
+                running.add(pool.submit(simulate, cell, names, changes, held[cell.kind]))
+            if not running:
+                return
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for each in ended:
+                line = each.result()
+                held[line["kind"]].update(line["held"])
+                out.write(json.dumps({**line, "commit": about["pagemill"], "date": about["date"]}) + "\n")
+                out.flush()
+                print(*(line[name] for name in ("kind", "load", "cold_start_s", "seed", "cpu_s")), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "render"])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="one line of JSON a cell")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="KIND")
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
+    parser.add_argument("--cold-starts", type=float, nargs="+", default=list(COLD_STARTS_S), metavar="SECONDS")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--policies", nargs="+", default=[], help="beside the bounds, in place of all")
+    parser.add_argument("--again", nargs="+", default=[], metavar="POLICY", help="simulate only these, in known cells")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0, help="in which cells are begun")
+    args = parser.parse_args()
+    if args.command == "run":
+        run(args)
+    else:
+        print(render([each for each in results_of(read(args.results)) if each.seed in args.seeds]))
+
+
+if __name__ == "__main__":
+    main()

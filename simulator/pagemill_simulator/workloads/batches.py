@@ -1,0 +1,43 @@
+"""Live traffic that swings, and beside it a batch whose lines fill what it leaves free.
+
+Neighbour: `fleet.batch_lines` starts the lines by the gateway's rule.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar
+
+from pagemill_protocol.keys.caller import Caller
+from pagemill_simulator.parameters import Count, NotNegative, Positive, Sigma
+from pagemill_simulator.workloads.lengths import LogNormal
+from pagemill_simulator.workloads.request import SimRequest
+from pagemill_simulator.workloads.shapes import Sine
+
+LINE_PRIORITY = Caller(is_batch=True).priority(0)
+"""Of a line, in gateways and engines."""
+
+
+class BesideBatch(Sine, frozen=True, kw_only=True):
+    """A rate that swings around its mean, and one batch."""
+
+    name: ClassVar[str] = "beside-batch"
+    num_lines: Count = 1000
+    """Of the batch."""
+    submitted_s: NotNegative = 60.0
+    """When the batch is there."""
+    line_prompt_tokens: Positive = 600.0
+    """Of a line, mean."""
+    line_output_tokens: Positive = 150.0
+    """Of a line, mean."""
+    line_sigma: Sigma = 0.6
+    """Standard deviation of the logarithms of both."""
+
+    def lines(self, seed: int) -> list[SimRequest]:
+        sizes = random.Random(f"lines {seed}")
+        prompt = LogNormal(self.line_prompt_tokens, self.line_sigma, self.longest_prompt)
+        output = LogNormal(self.line_output_tokens, self.line_sigma, self.longest_output)
+        return [
+            SimRequest(self.submitted_s, prompt.draw(sizes), output.draw(sizes), priority=LINE_PRIORITY)
+            for _ in range(int(self.num_lines))
+        ]

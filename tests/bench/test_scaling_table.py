@@ -1,0 +1,95 @@
+"""The table of scaling: which cells come first, what is done again, and what its goals say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scaling_table
+from scaling_bounds import KINDS
+from scaling_goals import Point, Result, render, results_of
+
+
+def figures(share: float, pod_seconds: float, flaps: int = 0, refused: int = 0) -> dict[str, Any]:
+    return {
+        "slo_attained": share,
+        "pod_seconds": pod_seconds,
+        "num_flaps": flaps,
+        "num_refused": refused,
+        "num_requests": 1000,
+    }
+
+
+def line(found: dict[str, dict[str, Any]], frontier: list[tuple[int, float]] | None = None) -> dict[str, Any]:
+    cell = {"kind": "ramp", "load": "light", "cold_start_s": 60.0, "seed": 1}
+    return {**cell, "figures": found, "frontier": frontier or [], "held": {"1": 2.5}}
+
+
+BOUNDS = {"informed": figures(0.99, 1000.0), "clairvoyant": figures(0.99, 900.0)}
+
+
+def test_light_and_middle_loads_with_short_starts_come_first() -> None:
+    cells = scaling_table.cells((1, 2))
+    assert len(cells) == len(set(cells)) == len(KINDS) * 3 * 3 * 2
+    cheap = [each for each in cells if each.load != "heavy" and each.cold_start_s <= 60]
+    assert cells[: len(cheap)] == cheap
+    assert [each.seed for each in cheap] == sorted(each.seed for each in cheap)
+
+
+def test_what_is_done_is_not_done_again_unless_it_is_asked_for(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text(json.dumps(line(dict(BOUNDS))) + "\n" + '{"kind": "ra')
+    lines = scaling_table.read(results)
+    assert len(lines) == 1, "a line that was cut off is no result"
+    args = argparse.Namespace(seeds=[1], kinds=["ramp"], loads=["light"], cold_starts=[10.0, 60.0])
+    assert [each.cold_start_s for each in scaling_table.to_do(lines, [], args)] == [10.0]
+    assert [each.cold_start_s for each in scaling_table.to_do(lines, ["pagemill"], args)] == [60.0]
+    assert scaling_table.held_by(lines)["ramp"] == {1: 2.5}
+
+
+def test_a_cell_is_simulated_and_shown(tmp_path: Path) -> None:
+    cell = scaling_table.Cell("retrieval", "light", 10.0, 1)
+    found = scaling_table.simulate(cell, ["pagemill", "wva"], 0, {})
+    assert set(found["figures"]) == {"informed", "clairvoyant", "pagemill", "wva"}
+    assert found["held"]
+    known = json.loads(json.dumps(found))
+    text = render(results_of([known]))
+    assert "| retrieval, light | 1 |" in text
+    assert "Of 1 cells" in text
+
+
+def test_the_latest_figures_of_a_policy_count() -> None:
+    lines = [line({**BOUNDS, "pagemill": figures(0.9, 2000.0)}), line({"pagemill": figures(0.99, 1000.0)})]
+    (result,) = results_of(lines)
+    assert result.points["pagemill"] == Point(0.99, 1000.0)
+    assert result.misses() == []
+
+
+def test_a_point_that_the_search_did_not_find_is_the_clairvoyants_too() -> None:
+    (result,) = results_of([line({**BOUNDS, "pagemill": figures(0.99, 800.0)}, [(10, 900.0), (5, 1200.0)])])
+    assert result.points["clairvoyant"].pod_seconds == 800.0
+    (result,) = results_of([line({**BOUNDS, "pagemill": figures(0.5, 10.0)}, [(10, 900.0)])])
+    assert result.points["clairvoyant"].pod_seconds == 900.0, "at such a share it is none"
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [
+        (figures(0.99, 1100.0), []),
+        (figures(0.99, 1200.0), ["1.20 times the pod-seconds of informed"]),
+        (figures(0.98, 1000.0), ["1.0 points below informed"]),
+        (figures(0.99, 1060.0, refused=2), ["1.06 times the cheapest rival of that share", "2 refused"]),
+    ],
+)
+def test_goals_that_are_missed_are_named(ours: dict[str, Any], says: list[str]) -> None:
+    rivals = {"wva": figures(0.995, 1000.0)} if len(says) > 1 else {}
+    (result,) = results_of([line({**BOUNDS, **rivals, "pagemill": ours})])
+    assert result.misses() == says
+
+
+def test_where_the_slo_cannot_be_kept_only_rivals_count() -> None:
+    points = {"informed": Point(0.8, 1000.0), "pagemill": Point(0.7, 3000.0)}
+    assert Result("burst", "heavy", 60.0, 1, points).misses() == []
