@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -47,7 +49,7 @@ from pagemill_protocol.http.tls import ServerTLS, TLSError
 from pagemill_protocol.link import LINK_PROTOCOL
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.settings import SettingsError
-from pagemill_protocol.sources import SourceError, default_name, resolve_source
+from pagemill_protocol.sources import Opened, SourceError, default_name, open_source
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.generation_defaults import with_defaults
 from pagemill_protocol.text.load_bundle import load_bundle
@@ -112,6 +114,8 @@ class Server:
             tracing=_open_tracing(settings.server),
         )
         self._was_ready = False
+        self._arriving: Path | None = None
+        """Folder of weights that arrive while the engine loads them."""
         self._num_signals = 0
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
@@ -158,11 +162,12 @@ class Server:
         """Load what this process needs of the model, then speak for the engine process until it ends."""
         context, config = self._context, self._settings.engine
         context.lifecycle.enter("loading", f"looking at {config.model}")
-        bundle, tokenizer = await context.off_loop(lambda: _load_tokenizer(config))
+        opened, bundle, tokenizer = await context.off_loop(lambda: _open_model(config))
         context.tokenizer = tokenizer
         context.publisher.announce_bundle(bundle.digest)
         config = msgspec.structs.replace(
             config,
+            model_folder=None if opened.fetched is None else str(opened.path),
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or tokenizer.vocab_size,
         )
@@ -176,7 +181,31 @@ class Server:
             context.sleeping,
         )
         context.lifecycle.enter("loading", "importing what the engine needs")
-        await context.client.run()
+        if opened.fetched is None:
+            await context.client.run()
+        else:
+            self._arriving = opened.path
+            await self._run_while_fetching(context.client, asyncio.wrap_future(opened.fetched))
+
+    async def _run_while_fetching(self, client: EngineClient, fetched: asyncio.Future[Path]) -> None:
+        """Weights arrive while the engine process loads those that are there. Raises `StartupError` where they do not:
+        a fault of the fetch is known before the engine process misses a file."""
+        engine = asyncio.create_task(client.run())
+        try:
+            await asyncio.wait((engine, fetched), return_when=asyncio.FIRST_COMPLETED)
+            if fetched.done():
+                with _source_faults(self._settings.engine):
+                    fetched.result()
+            await engine
+        finally:
+            engine.cancel()
+            self._forget_arriving()
+
+    def _forget_arriving(self) -> None:
+        """Links that nobody reads any more; the model lies elsewhere."""
+        if self._arriving is not None:
+            shutil.rmtree(self._arriving, ignore_errors=True)
+            self._arriving = None
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:
         """Return after a signal and its drain. Raises `StartupError` when a needed task ended by itself."""
@@ -269,6 +298,7 @@ class Server:
         if phase == "ready" and not self._was_ready and client is not None and client.ready_info is not None:
             # After a sleep it was reported before.
             self._was_ready = True
+            self._forget_arriving()
             self._events.on_ready(client.ready_info)
 
     @contextlib.contextmanager
@@ -324,16 +354,24 @@ def _open_tls(server: ServerConfig) -> ServerTLS | None:
         raise StartupError("SettingsInvalid", str(error), "tls") from error
 
 
-def _load_tokenizer(config: EngineConfig) -> tuple[TokenizerBundle, Tokenizer]:
-    try:
-        path = resolve_source(config.model, field="model")
+def _open_model(config: EngineConfig) -> tuple[Opened, TokenizerBundle, Tokenizer]:
+    """What this process needs of the model; weights may still be on their way."""
+    with _source_faults(config):
+        opened = open_source(config.model, field="model")
+        path = opened.path
         if not config.null_runner:
             check_fits(config, path)
         bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
         if not config.null_runner:
             bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(path).pooling)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
-        return bundle, Tokenizer(bundle, chat_template=config.chat_template)
+        return opened, bundle, Tokenizer(bundle, chat_template=config.chat_template)
+
+
+@contextlib.contextmanager
+def _source_faults(config: EngineConfig) -> Iterator[None]:
+    try:
+        yield
     except SourceError as error:
         # Who reads files knows the resource's name of the setting, not the engine's.
         raise StartupError(error.reason, f"`model`: {error.message}", "model") from error
