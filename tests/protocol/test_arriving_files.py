@@ -127,7 +127,8 @@ def test_a_fetch_that_fails_is_told_at_once_and_nobody_waits_for_ever(tmp_path: 
     kind.gates[SHARDS[1]].set()
     wait_until(lambda: bool(loading.faults))
     assert loading.faults == [kind.broken[SHARDS[1]]]
-    kind.gates[SHARDS[0]].set()
+    for gate in kind.gates.values():
+        gate.set()
     loading.thread.join()
     assert loading.error is kind.broken[SHARDS[1]]
     wait_until_whole(folder / SHARDS[0])

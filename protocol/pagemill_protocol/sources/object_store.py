@@ -109,7 +109,7 @@ class BucketRepository:
 
         try:
             yield
-        except obstore.exceptions.BaseError as error:
+        except (obstore.exceptions.BaseError, FileNotFoundError) as error:  # which of both is raised depends on the call
             raise self._explain(error, file) from error
 
     def _explain(self, error: Exception, file: RemoteFile | None) -> FetchError:
@@ -132,7 +132,7 @@ class BucketRepository:
             # Not every server says that it refuses them because their time is over.
             remedy = "and read the bucket, and have not expired: spec.model.credentialsSecretRef."
             return FetchError("Unauthorized", f"{message} {remedy}")
-        if isinstance(error, obstore.exceptions.NotFoundError) or status == "404":
+        if isinstance(error, obstore.exceptions.NotFoundError | FileNotFoundError) or status == "404":
             return FetchError("ModelNotFound", f"{what}: {self._server} has none of that name ({said}). Check it.")
         return FetchError(
             "SourceUnreachable",
