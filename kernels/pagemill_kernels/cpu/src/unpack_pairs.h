@@ -68,8 +68,8 @@ inline void unpack_dots8(const PackedWeight& w, int64_t panel, int64_t begin, in
 }
 
 inline __m512 from_e4m3(__m128i bytes) {
-  const __m512i fields = _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20), _mm512_set1_epi32(kE4m3Fields));
-  return _mm512_mul_ps((__m512)fields, _mm512_set1_ps(kFromE4m3));
+  const __m256i fields = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16(kE4m3Halves));
+  return _mm512_mul_ps(_mm512_cvtph_ps(fields), _mm512_set1_ps(kFromE4m3Halves));
 }
 
 inline void unpack_floats8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
