@@ -1,4 +1,4 @@
-"""A model that is loaded while it is fetched: a folder of links to its files, of which the weights are whole one by one.
+"""A model that is loaded while it is fetched: a folder of links to its files, which become whole one after another.
 
 When the folder appears, the small files are whole, and each file of weights has its header. It keeps its place when the
 model is published elsewhere, so that who reads it need not know. `sources.store.fetch` writes it; who reads weights

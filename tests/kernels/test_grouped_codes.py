@@ -1,5 +1,5 @@
-"""Codes in groups of several runs of 32 inputs, with columns in another order, or of floats of 8 bits or of a table: what
-checkpoints of other projects hold beside the kinds of GGUF."""
+"""Codes in groups of several runs of 32 inputs, with columns in another order, or of floats of 8 bits or of a table:
+what checkpoints of other projects hold beside the kinds of GGUF."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from code_kinds import KINDS, check_threads_change_nothing, group_codes, values_
 from pagemill_kernels import torch_ops as native
 from pagemill_kernels.cpu import library
 from pagemill_kernels.linear import groups
+from pagemill_kernels.linear import native as launchers
 from pagemill_kernels.linear.native import BFLOAT16_ROWS, NativeLinear
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +29,7 @@ Packer = Callable[..., tuple[NativeLinear, torch.Tensor]]
 @pytest.fixture(params=PRODUCTS)
 def pack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Packer:
     """A packed weight and its values, always multiplied in the same way."""
-    monkeypatch.setattr(native, "BFLOAT16_ROWS", PRODUCTS[request.param])
+    monkeypatch.setattr(launchers, "BFLOAT16_ROWS", PRODUCTS[request.param])
     return packed
 
 

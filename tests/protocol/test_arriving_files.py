@@ -1,4 +1,4 @@
-"""A model that is loaded while it is fetched: what is there at once, what is waited for, and how a fetch that ends shows."""
+"""A model that is loaded while it is fetched: what is there at once, what is waited for, what an end shows."""
 
 from __future__ import annotations
 
@@ -191,9 +191,7 @@ def test_a_folder_of_an_earlier_fetch_is_replaced(tmp_path: Path) -> None:
         wait_for_all(arriving.folder)
 
 
-def test_a_volume_without_links_is_filled_as_ever(
-    tmp_path: Path, kind: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_volume_without_links_is_filled_as_ever(tmp_path: Path, kind: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError("no links here")
 

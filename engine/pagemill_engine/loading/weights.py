@@ -26,8 +26,8 @@ def open_weights(
 ) -> WeightSource:
     """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
 
-    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`. `keeps_small_floats`: floats of 8
-    bits, and those of a table, are codes, too.
+    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`. `keeps_small_floats`: floats of
+    8 bits, and those of a table, are codes, too.
     """
     if path.is_dir():
         folder, settings = SafetensorsFolder(path, stacked), _settings(path)

@@ -109,7 +109,7 @@ class BucketRepository:
 
         try:
             yield
-        except (obstore.exceptions.BaseError, FileNotFoundError) as error:  # which of both is raised depends on the call
+        except (obstore.exceptions.BaseError, FileNotFoundError) as error:  # it depends on the call which is raised
             raise self._explain(error, file) from error
 
     def _explain(self, error: Exception, file: RemoteFile | None) -> FetchError:

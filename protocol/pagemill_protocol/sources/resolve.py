@@ -1,7 +1,8 @@
 """From a model source (a URI, a path or ORG/NAME) to a file or folder on this machine; a remote one is fetched first.
 
-`open_source` does not wait for weights that come file by file. Only resolves: what lies there is read by `gguf_file`, `model_spec` and `text.bundle`. Never imports code from a source.
-`registry` knows the kinds; `store.cache` keeps what is fetched.
+`open_source` does not wait for weights that come file by file. Only resolves: what lies there is read by `gguf_file`,
+`model_spec` and `text.bundle`. Never imports code from a source. `registry` knows the kinds; `store.cache` keeps what is
+fetched.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.registry import find_kind, forms, in_full
 from pagemill_protocol.sources.settings import cache_settings
 from pagemill_protocol.sources.store.cache import ModelCache
-from pagemill_protocol.sources.store.fetch import Watch
+from pagemill_protocol.sources.store.fetch import NOBODY_WATCHES, Watch
 from pagemill_protocol.sources.store.record import HOLDS, NAME
 
 logger = logging.getLogger("pagemill.sources")
@@ -38,7 +39,7 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
 
     Raises `SourceError` that names `field` and a remedy.
     """
-    return _resolve(source, field, Watch())
+    return _resolve(source, field, NOBODY_WATCHES)
 
 
 class Opened(NamedTuple):

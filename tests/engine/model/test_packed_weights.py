@@ -316,7 +316,7 @@ def test_the_start_says_what_was_found_and_what_it_becomes(tmp_path: Path) -> No
     for name, said in {
         "gptq act-order": "gptq (4 bits, groups of 32, act-order) as 4-bit codes of 6 bits a weight",
         "fp8 tensor": "fp8 (e4m3, activations static: not rounded here) as ",
-        "bitsandbytes nf4": "bitsandbytes (nf4) as 4-bit floats of 4.5 bits a weight and 4-bit floats of 5 bits a weight",
+        "bitsandbytes nf4": "(nf4) as 4-bit floats of 4.5 bits a weight and 4-bit floats of 5 bits a weight",
         "compressed-tensors int8": "compressed-tensors as 8-bit codes of 8.",
     }.items():
         write(tmp_path / name, name)

@@ -91,7 +91,7 @@ def test_an_engine_loads_while_its_model_is_fetched(
     assert proxy.sent_bytes < sum((folder / name).stat().st_size for name in FILES)
     proxy.bytes_per_s = float("inf")
     served = answer(server)
-    assert not [path for path in (tmp_path / "models" / ".arriving").iterdir()]
+    assert not list((tmp_path / "models" / ".arriving").iterdir())
     server.stop()
     assert served == answer(start_server(engine=engine(str(folder))))
     proxy.close()

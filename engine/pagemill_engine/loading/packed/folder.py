@@ -16,8 +16,8 @@ class PackedFolder:
     """What is not packed is given as the folder gives it."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Settings, keeps_small_floats: bool) -> None:
-        """`keeps_small_floats`: floats of 8 bits and of a table are codes, too. Raises `LoadError` for settings and tensors
-        that do not fit together."""
+        """`keeps_small_floats`: floats of 8 bits and of a table are codes, too. Raises `LoadError` for settings and
+        tensors that do not fit together."""
         self._folder = folder
         method = str(settings["quant_method"])
         found = FORMATS[method].matrices(settings, folder)

@@ -1,8 +1,8 @@
 """One fetch from beginning to end: list, select, make room, fetch, check, publish. `config.json` comes first.
 
-Several files are fetched at once. A download that is cut goes on where it stopped, as long as bytes keep coming. Who loads
-the model meanwhile is told as soon as all is there but the weights, which then come in their order, fewer at once: the
-first ones are whole sooner.
+Several files are fetched at once. A download that is cut goes on where it stopped, as long as bytes keep coming. Who
+loads the model meanwhile is told as soon as all is there but the weights, which then come in their order, fewer at
+once: the first ones are whole sooner.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class Watch(NamedTuple):
     """A fault at once; it is raised when the running downloads are over, which may take hours."""
     on_open: OnOpen | None = None
     """A folder of `arriving_files` in which all is there but the weights; never where these are one file."""
+
+
+NOBODY_WATCHES = Watch()
 
 
 class Fetch:
@@ -121,7 +124,8 @@ class Fetch:
         if not weights:
             return
         self._at_once(self._begin, weights, self._num_downloads)
-        assert isinstance(self._repository, ReadsRanges) and self._watch.on_open is not None
+        assert isinstance(self._repository, ReadsRanges)
+        assert self._watch.on_open is not None
         try:
             arriving = ArrivingFiles(self._folder.target, {file.path: self._link(file) for file in files})
         except OSError:  # a volume without links: nobody is told
