@@ -1,8 +1,8 @@
 """Files of weights, open for reading: bytes come by `pread` straight into their place, several pieces at a time.
 
-Of a model that is still fetched, a file is waited for when its first bytes are wanted. A mapping would cost a page fault
-for each 64 KiB, which is more than the copy. Meanwhile the system is asked for what lies behind (`read_ahead`). What
-bytes mean is for `safetensors_folder` and `gguf_weights`.
+Of a model that is still fetched, a file is waited for when its first bytes are wanted. A mapping would cost a page
+fault for each 64 KiB, which is more than the copy. Meanwhile the system is asked for what lies behind (`read_ahead`).
+What bytes mean is for `safetensors_folder` and `gguf_weights`.
 """
 
 from __future__ import annotations

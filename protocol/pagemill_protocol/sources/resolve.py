@@ -1,8 +1,8 @@
 """From a model source (a URI, a path or ORG/NAME) to a file or folder on this machine; a remote one is fetched first.
 
 `open_source` does not wait for weights that come file by file. Only resolves: what lies there is read by `gguf_file`,
-`model_spec` and `text.bundle`. Never imports code from a source. `registry` knows the kinds; `store.cache` keeps what is
-fetched.
+`model_spec` and `text.bundle`. Never imports code from a source. `registry` knows the kinds; `store.cache` keeps what
+is fetched.
 """
 
 from __future__ import annotations
