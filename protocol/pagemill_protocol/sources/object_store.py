@@ -60,11 +60,10 @@ def client_options(*, allows_http: bool) -> dict[str, Any]:
 class BucketRepository:
     """The files directly below one prefix of a bucket."""
 
-    connections = NUM_RANGES
-
     def __init__(self, store: Any, at: BucketPath, source: str, server: str) -> None:
         """`server`: as messages call it."""
         self.name = f"`{source}`"
+        self.connections = NUM_RANGES
         self._store = store
         self._at = at
         self._server = server
@@ -84,7 +83,8 @@ class BucketRepository:
 
     def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
         with self._explained(file):
-            for chunk in read_in_order(functools.partial(self._read, file), out.tell(), file.num_bytes):
+            read = functools.partial(self._read, file)
+            for chunk in read_in_order(read, out.tell(), file.num_bytes, self.connections):
                 out.write(chunk)
 
     def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:

@@ -136,9 +136,12 @@ class Fetch:
             self._fetch(file)
             arriving.is_whole(file.path)
 
+        num_files = max(LEAST_IN_ORDER, self._num_downloads // self._repository.connections)
+        if self._repository.connections > 1:  # as many in all as files fetched side by side take
+            self._repository.connections = self._repository.connections * self._num_downloads // num_files
         with closing(arriving):
             self._watch.on_open(arriving.folder)
-            self._at_once(fetch, weights, max(LEAST_IN_ORDER, self._num_downloads // self._repository.connections))
+            self._at_once(fetch, weights, num_files)
 
     def _link(self, file: RemoteFile) -> Link:
         return Link(self._folder.place(file), file.num_bytes, self._folder.has(file))
