@@ -436,7 +436,7 @@ def test_a_file_that_is_no_fit_is_refused(file: Path, tmp_path: Path, content: s
         ),
         ({"model": {"source": "pvc://claim/model"}}, "spec.model.source: `pvc://claim/model`"),
     ],
-    ids=["gpus", "product", "memory", "bucket", "volume"],
+    ids=["gpus", "product", "memory", "registry", "volume"],
 )
 def test_a_file_that_cannot_be_planned_says_why(
     write: Write, simulated: Simulated, fit: Path, spec: dict[str, Any], words: str
