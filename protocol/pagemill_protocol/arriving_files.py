@@ -79,7 +79,7 @@ def wait_until_whole(path: Path) -> None:
     while awaited_bytes(path) is not None:
         if _has_ended(path.parent) and awaited_bytes(path) is not None:
             raise UnreadableModelError(f"`{path.name}` has not arrived: the fetch of the model has ended. Start again.")
-        time.sleep(POLL_S)  # another process writes it; file systems of pods have no common way to be told
+        time.sleep(POLL_S)  # another process writes it, perhaps over a network file system
 
 
 def wait_for_all(folder: Path) -> None:

@@ -120,7 +120,7 @@ def test_all_but_the_weights_is_there_at_once_and_these_come_one_by_one(tmp_path
         assert (folder / name).read_bytes() == content, "the folder keeps its place when the model is published"
 
 
-def test_a_fetch_that_fails_is_told_at_once_and_nobody_waits_for_ever(tmp_path: Path, kind: Slow) -> None:
+def test_a_fetch_that_fails_is_reported_at_once_and_ends_each_wait(tmp_path: Path, kind: Slow) -> None:
     kind.broken[SHARDS[1]] = FetchError("Unauthorized", "no")
     loading = Loading(tmp_path, kind)
     folder = loading.folder()

@@ -202,7 +202,7 @@ class Server:
             self._forget_arriving()
 
     def _forget_arriving(self) -> None:
-        """Links that nobody reads any more; the model lies elsewhere."""
+        """Its links are read no more; the model lies elsewhere."""
         if self._arriving is not None:
             shutil.rmtree(self._arriving, ignore_errors=True)
             self._arriving = None

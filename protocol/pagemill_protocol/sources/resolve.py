@@ -21,7 +21,7 @@ from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.registry import find_kind, forms, in_full
 from pagemill_protocol.sources.settings import cache_settings
 from pagemill_protocol.sources.store.cache import ModelCache
-from pagemill_protocol.sources.store.fetch import NOBODY_WATCHES, Watch
+from pagemill_protocol.sources.store.fetch import UNWATCHED, Watch
 from pagemill_protocol.sources.store.record import HOLDS, NAME
 
 logger = logging.getLogger("pagemill.sources")
@@ -39,7 +39,7 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
 
     Raises `SourceError` that names `field` and a remedy.
     """
-    return _resolve(source, field, NOBODY_WATCHES)
+    return _resolve(source, field, UNWATCHED)
 
 
 class Opened(NamedTuple):
@@ -56,7 +56,7 @@ def open_source(source: str, field: str = "model.source") -> Opened:
     fetched: Future[Path] = Future()
 
     def fail(error: BaseException) -> None:
-        if not fetched.done():  # a fault is told first, and raised when other downloads are over
+        if not fetched.done():  # a fault is reported first, and raised when other downloads are over
             fetched.set_exception(error)
 
     def fetch() -> None:

@@ -20,7 +20,7 @@ typedef uint16_t Halves __attribute__((vector_size(16)));
 // Of the float32 with an e4m3 float's fields: its sign and the seven bits behind it, 20 bits up from a signed byte's.
 constexpr int32_t kE4m3Fields = static_cast<int32_t>(0x87f00000);
 constexpr float kFromE4m3 = 0x1p120f;  // and what that float32 is to be multiplied with
-// The same of a float16, 7 bits up: Intel's processors stumble over float32 below its normal range, not over float16.
+// The same of a float16, 7 bits up: Intel's are slow at float32 below its normal range, not at float16.
 constexpr int16_t kE4m3Halves = static_cast<int16_t>(0xbf80);
 constexpr float kFromE4m3Halves = 0x1p8f;
 

@@ -19,7 +19,7 @@ from pagemill_protocol.arriving_files import arriving_folder
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.store.faults import MAKE_ROOM, explain_disk, size_text
-from pagemill_protocol.sources.store.fetch import NOBODY_WATCHES, Fetch, Report, Watch
+from pagemill_protocol.sources.store.fetch import UNWATCHED, Fetch, Report, Watch
 from pagemill_protocol.sources.store.folder import ModelFolder
 from pagemill_protocol.sources.store.record import HOLDS, NAME, is_in_use
 
@@ -59,7 +59,7 @@ class ModelCache:
         *,
         name: str | None = None,
         num_downloads: int = 4,
-        watch: Watch = NOBODY_WATCHES,
+        watch: Watch = UNWATCHED,
     ) -> Path:
         """The folder with the model of a remote source, which this process uses until it ends. Raises `FetchError`.
 

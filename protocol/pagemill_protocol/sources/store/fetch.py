@@ -1,8 +1,8 @@
 """One fetch from beginning to end: list, select, make room, fetch, check, publish. `config.json` comes first.
 
-Several files are fetched at once. A download that is cut goes on where it stopped, as long as bytes keep coming. Who
-loads the model meanwhile is told as soon as all is there but the weights, which then come in their order, fewer at
-once: the first ones are whole sooner.
+Several files are fetched at once. A download that is cut goes on where it stopped, as long as bytes keep coming. A
+loader may begin as soon as all is there but the weights, which then come in their order, fewer at once: the first ones
+are whole sooner.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ignore_fault(fault: FetchError) -> None:
 
 
 class Watch(NamedTuple):
-    """What is told before the end."""
+    """What is reported before the end."""
 
     on_fault: OnFault = ignore_fault
     """A fault at once; it is raised when the running downloads are over, which may take hours."""
@@ -57,7 +57,7 @@ class Watch(NamedTuple):
     """A folder of `arriving_files` in which all is there but the weights; never where these are one file."""
 
 
-NOBODY_WATCHES = Watch()
+UNWATCHED = Watch()
 
 
 class Fetch:
@@ -111,7 +111,7 @@ class Fetch:
         check_heads(self._folder.staging, names, self._repository.name)
 
     def _weights_to_load(self, files: list[RemoteFile]) -> list[RemoteFile]:
-        """What somebody waits for who loads it file by file; nothing where it is one file, or has no header to read."""
+        """What a loader waits for file by file; nothing where it is one file, or has no header to read."""
         lacking = (file for file in files if file.path.endswith(".safetensors") and not self._folder.has(file))
         weights = sorted(lacking, key=lambda file: file.path)
         is_indexed = any(file.path == INDEX for file in files)
@@ -119,7 +119,7 @@ class Fetch:
         return weights if self._watch.on_open is not None and readable and len(weights) > 1 else []
 
     def _fetch_in_order(self, files: list[RemoteFile], weights: list[RemoteFile]) -> None:
-        """All files, `weights` after the others and for who is told where they will be."""
+        """All files; `weights` after the others, for a loader that learns where they will be."""
         self._at_once(self._fetch, (file for file in files if file not in weights), self._num_downloads)
         if not weights:
             return
@@ -128,7 +128,7 @@ class Fetch:
         assert self._watch.on_open is not None
         try:
             arriving = ArrivingFiles(self._folder.target, {file.path: self._link(file) for file in files})
-        except OSError:  # a volume without links: nobody is told
+        except OSError:  # a volume without links: no loader begins early
             self._at_once(self._fetch, weights, self._num_downloads)
             return
 
