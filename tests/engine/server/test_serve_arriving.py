@@ -14,6 +14,7 @@ import pytest
 from light_model import CONFIG, write_light_model
 from s3_server import KEY, SECRET, CuttingProxy, S3Server, running_s3_server
 from safetensors.numpy import save_file
+from waiting import wait_until
 
 from pagemill_protocol.models.decoders import decoder_from_config
 from pagemill_protocol.safetensors_header import INDEX_FILE
@@ -92,6 +93,9 @@ def test_an_engine_loads_while_its_model_is_fetched(
     proxy.bytes_per_s = float("inf")
     served = answer(server)
     assert not list((tmp_path / "models" / ".arriving").iterdir())
+    wait_until(
+        lambda: bool(list((tmp_path / "models").glob("[!.]*/config.json")))
+    )  # it is published, to be found again
     server.stop()
     assert served == answer(start_server(engine=engine(str(folder))))
     proxy.close()
