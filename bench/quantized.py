@@ -59,11 +59,22 @@ def fp8(rows: int, columns: int) -> Packed:
     return {"weight": torch.randn(rows, columns).to(torch.float8_e4m3fn), "weight_scale_inv": scales(*blocks).float()}
 
 
+def nf4(rows: int, columns: int) -> Packed:
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+    return {
+        "weight": torch.randint(0, 256, (rows * columns // 2, 1), dtype=torch.uint8),
+        "weight.absmax": torch.rand(rows * columns // 64) * 0.02 + 0.02,
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
 FORMS: dict[str, tuple[dict[str, Any], Callable[[int, int], Packed]]] = {
     "AWQ, groups of 128": ({"quant_method": "awq", "bits": 4}, awq),
     "GPTQ, groups of 128": ({"quant_method": "gptq", "bits": 4}, gptq),
     "compressed-tensors int8": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, int8),
     "FP8, blocks of 128": ({"quant_method": "fp8", "weight_block_size": [GROUP, GROUP]}, fp8),
+    "bitsandbytes NF4, blocks of 64": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4),
 }
 
 

@@ -41,6 +41,9 @@ CPU_STEP = StepLimits(64, 512)
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Source URI or path: `package://dist/path`, `file:///path`, or a plain path to a folder or `.gguf` file."""
+    model_folder: str | None = None
+    """Where the model lies while it is fetched (`arriving_files`), filled when the engine starts; `None`: it is whole,
+    and found by `model`."""
     served_names: list[str] = []
     """Names clients may use; empty: derived from the source."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"

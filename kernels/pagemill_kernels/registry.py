@@ -154,8 +154,8 @@ _PACK_SCALED: dict[Backend, dict[str, str]] = {
     "triton": {"w8a8": "scaled_linear.triton_launch:pack_w8a8", "fp8": "scaled_linear.triton_launch:pack_fp8"},
 }
 """Linear layers whose activations are codes too, by the name of their arithmetic."""
-_KEEP_FLOATS8: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
-"""Backends that multiply floats of 8 bits as they are stored."""
+_KEEP_SMALL_FLOATS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
+"""Backends that multiply floats of 8 bits, and those of a table of 16, as they are stored."""
 _KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
 """Backends that multiply float32 by bfloat16 weights."""
 _NATIVE_LAYERS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
@@ -183,8 +183,8 @@ class Holds(NamedTuple):
 
     codes: bool = False
     """Matrices stored in codes stay so: the same values in less memory."""
-    floats8: bool = False
-    """Among these codes are floats of 8 bits."""
+    small_floats: bool = False
+    """Among these codes are floats of 8 bits, and those of a table of 16."""
     bfloat16: bool = False
     """So do matrices stored in bfloat16, whatever the model computes in."""
     rows: bool = True
@@ -241,7 +241,7 @@ class Ops(NamedTuple):
 def holds(backend: Backend) -> Holds:
     return Holds(
         codes=backend in _PACK_CODES,
-        floats8=backend in _KEEP_FLOATS8,
+        small_floats=backend in _KEEP_SMALL_FLOATS,
         bfloat16=backend in _KEEP_BFLOAT16,
         rows=backend not in _OPAQUE,
     )

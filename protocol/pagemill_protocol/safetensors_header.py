@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from pagemill_protocol.arriving_files import awaited_bytes
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.source_errors import UnreadableModelError
 
@@ -140,10 +141,18 @@ def _entries(folder: Path) -> dict[str, str]:
     return {tensor: str(name) for tensor, name in entries.items()}
 
 
-def read_header(path: Path) -> list[TensorHeader]:
-    """The tensors of one file, in file order, checked against its size."""
+def header_end(start: bytes) -> int:
+    """Where the header ends in a file that begins so; `start`: 8 bytes or more."""
+    return 8 + int.from_bytes(start[:8], "little")
+
+
+def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]:
+    """The tensors of one file, in file order, checked against its size.
+
+    `file_bytes`: that it will have; `None`: it says so itself where it is arriving, and is whole else.
+    """
     try:
-        file_bytes = path.stat().st_size
+        file_bytes = file_bytes or awaited_bytes(path) or path.stat().st_size
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):

@@ -433,10 +433,13 @@ def test_a_file_that_is_no_fit_is_refused(file: Path, tmp_path: Path, content: s
             "spec.resources.gpuProduct NVIDIA-T4: is not known here",
         ),
         ({"resources": {"memory": "64Mi"}}, "the engine would refuse this: ModelTooLarge"),
-        ({"model": {"source": "s3://bucket/name"}}, "spec.model.source: `s3://bucket/name` would be downloaded whole"),
+        (
+            {"model": {"source": "oci://127.0.0.1:9/name"}},
+            "spec.model.source: `oci://127.0.0.1:9/name` would be downloaded",
+        ),
         ({"model": {"source": "pvc://claim/model"}}, "spec.model.source: `pvc://claim/model`"),
     ],
-    ids=["gpus", "product", "memory", "bucket", "volume"],
+    ids=["gpus", "product", "memory", "registry", "volume"],
 )
 def test_a_file_that_cannot_be_planned_says_why(
     write: Write, simulated: Simulated, fit: Path, spec: dict[str, Any], words: str

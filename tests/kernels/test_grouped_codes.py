@@ -1,5 +1,5 @@
-"""Codes in groups of several runs of 32 inputs, with columns in another order, or of 8-bit floats: what checkpoints of
-other projects hold beside the kinds of GGUF."""
+"""Codes in groups of several runs of 32 inputs, with columns in another order, or of floats of 8 bits or of a table:
+what checkpoints of other projects hold beside the kinds of GGUF."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ PACKERS: dict[str, Packer] = {
     "bfloat16": native.pack_codes_for_bfloat16,
 }
 KINDS = ("4 bits", "8 bits", "8 bits with offsets")
-ROWS = (1, 2, 5, 20, 200)
+FLOATS = ("floats", "table")
+TABLE = torch.tensor([-1.0, -0.7, -0.53, -0.4, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0])
+ROWS = (1, 2, 3, 4, 5, 20, 200)
 OUT, IN = 50, 1536
 
 
@@ -36,6 +38,8 @@ def drawn(kind: str, group_size: int, out: int = OUT, size: int = IN) -> GroupCo
     if kind == "floats":
         floats = (torch.randn(out, size) * 90).to(torch.float8_e4m3fn)
         return group_codes(8, floats.view(torch.uint8), scales, None, is_float=True)
+    if kind == "table":
+        return group_codes(4, torch.randint(0, 16, (out, size), dtype=torch.uint8), scales, None, table=TABLE)
     offsets = None if kind == "8 bits" else torch.randn(groups) * 0.1
     if kind == "4 bits":
         return group_codes(4, torch.randint(0, 16, (out, size), dtype=torch.uint8), scales, offsets)
@@ -51,7 +55,7 @@ def in_runs(codes: GroupCodes) -> GroupCodes:
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
 @pytest.mark.parametrize("group_size", [64, 128, IN])
-@pytest.mark.parametrize("kind", [*KINDS, "floats"])
+@pytest.mark.parametrize("kind", [*KINDS, *FLOATS])
 def test_a_scale_for_several_runs_gives_the_bits_of_one_for_each(kind: str, group_size: int, pack: Packer) -> None:
     codes = drawn(kind, group_size)
     large, small = pack(codes, None), pack(in_runs(codes), None)
@@ -63,7 +67,7 @@ def test_a_scale_for_several_runs_gives_the_bits_of_one_for_each(kind: str, grou
 
 
 @pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
-@pytest.mark.parametrize("kind", [*KINDS, "floats"])
+@pytest.mark.parametrize("kind", [*KINDS, *FLOATS])
 def test_columns_in_another_order_multiply_their_own_inputs(kind: str, pack: Packer) -> None:
     plain = drawn(kind, 128)
     order = torch.randperm(IN)
@@ -82,9 +86,10 @@ def test_columns_in_another_order_multiply_their_own_inputs(kind: str, pack: Pac
     torch.testing.assert_close(linear.gather(ids), values_of(ordered)[ids], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("group_size", [32, 128, IN])
-def test_floats_of_8_bits_are_multiplied_as_their_values(group_size: int) -> None:
-    codes = drawn("floats", group_size)
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("group_size", [32, 64, 128, IN])
+def test_small_floats_are_multiplied_as_their_values(group_size: int, kind: str) -> None:
+    codes = drawn(kind, group_size)
     weight = values_of(codes).double()
     linear, rounding = native.pack_codes(codes, None), native.pack_codes_for_bfloat16(codes, None)
     for rows in ROWS:
@@ -103,6 +108,24 @@ def test_every_float_of_8_bits_has_its_value() -> None:
     values = every.view(torch.float8_e4m3fn).float()
     assert torch.equal(linear.gather(torch.arange(15)), values)
     assert torch.equal(linear(torch.eye(32)), values.T)
+
+
+def test_every_code_of_a_table_has_its_value() -> None:
+    """Each in every place of a byte and of a panel; rows that are computed alone and rows that come in tiles."""
+    codes = (torch.arange(32)[None] + torch.arange(33)[:, None]).remainder(16).to(torch.uint8)
+    linear = native.pack_codes(group_codes(4, codes, torch.ones(33, 1), None, table=TABLE), None)
+    values = TABLE[codes.long()]
+    assert torch.equal(linear.gather(torch.arange(33)), values)
+    assert torch.equal(linear(torch.eye(32)), values.T)
+    assert torch.equal(torch.cat([linear(row[None]) for row in torch.eye(32)]), values.T)
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_how_many_rows_there_are_changes_no_row(kind: str) -> None:
+    linear = native.pack_codes(drawn(kind, 64), None)
+    x = torch.randn(40, IN)
+    for rows in ROWS:
+        assert torch.equal(linear(x[:rows])[:1], linear(x[:1]))
 
 
 def test_values_of_floats_of_8_bits_are_torch_s() -> None:
@@ -134,3 +157,14 @@ def test_parts_are_stacked_where_they_have_a_kind_in_common() -> None:
     assert stack([parts[0], drawn("4 bits", 128, out=8)]) is None
     assert stack([parts[0], replace(parts[1], input_order=order[::-1])]) is None
     assert stack([drawn("8 bits", 128, out=8), floats[0]]) is None
+
+
+def test_parts_of_one_table_are_stacked() -> None:
+    parts = [drawn("table", size, out=8) for size in (64, 96)]
+    stacked = stack(parts)
+    assert stacked is not None
+    assert (stacked.bits, stacked.group_size) == (4, 32)
+    assert torch.equal(values_of(stacked), torch.cat([values_of(part) for part in parts]))
+    assert stack([parts[0], replace(parts[1], table=(2 * TABLE).numpy())]) is None
+    assert stack([parts[0], drawn("4 bits", 64, out=8)]) is None
+    assert native.pack_codes(drawn("table", 64, out=64), None).num_bytes == 64 * IN * 4.5 / 8 + TABLE.nbytes

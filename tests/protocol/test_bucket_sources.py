@@ -20,7 +20,9 @@ from s3_server import KEY, LEASED_KEY, LEASED_SECRET, SECRET, CuttingProxy, S3Se
 from tiny_files import gguf_file, model_files, safetensors
 from waiting import wait_until
 
+from pagemill_protocol.safetensors_header import INDEX_FILE, read_index
 from pagemill_protocol.sources import FetchError, find_kind, resolve_source
+from pagemill_protocol.sources.headers import can_read_header, fetch_header
 from pagemill_protocol.sources.ranges import RANGE_BYTES
 from pagemill_protocol.sources.store.cache import ModelCache
 
@@ -71,6 +73,14 @@ def assert_is_whole(folder: Path) -> None:
 
 def test_a_model_of_several_files_comes_from_a_bucket(load: Load, signed: None) -> None:
     assert_is_whole(load("s3://models/tiny"))
+
+
+def test_the_header_of_a_model_comes_without_its_weights(server: S3Server, signed: None, tmp_path: Path) -> None:
+    server.put("models", {"one/config.json": FILES["config.json"], "one/model.safetensors": safetensors(900_000)})
+    assert can_read_header("s3://models/one")
+    fetch_header("s3://models/one", tmp_path)
+    assert read_index(tmp_path).num_bytes == 900_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", INDEX_FILE]
 
 
 def test_a_public_bucket_needs_no_credentials(load: Load, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:

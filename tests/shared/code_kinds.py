@@ -40,11 +40,13 @@ def group_codes(
     offsets: Tensor | None,
     input_order: Tensor | None = None,
     is_float: bool = False,
+    table: Tensor | None = None,
 ) -> GroupCodes:
     """Of tensors, which may be drawn and compared in tests."""
     order = None if input_order is None else from_torch(input_order)
     held = None if offsets is None else from_torch(offsets)
-    return GroupCodes(bits, from_torch(codes), from_torch(scales), held, order, is_float)
+    chosen = None if table is None else from_torch(table)
+    return GroupCodes(bits, from_torch(codes), from_torch(scales), held, order, is_float, chosen)
 
 
 def values_of(codes: GroupCodes) -> Tensor:

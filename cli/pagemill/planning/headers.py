@@ -1,7 +1,8 @@
 """The header of the model that is planned: what its files say of it, with none of its weights on this machine.
 
-Folders and files of this machine are read where they lie, with weights or with their index alone; of an `hf://` source
-the header is fetched into a folder that goes when the plan is made. `replica` computes bytes with it.
+Folders and files of this machine are read where they lie, with weights or with their index alone; of an `hf://`,
+`s3://` or `gs://` source the header is fetched into a folder that goes when the plan is made. `replica` computes bytes
+with it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def header_of(source: str, field: str) -> Iterator[Header]:
     if not is_here and not can_read_header(source):
         raise PlanError(
             f"{field}: `{source}` would be downloaded whole; give --model the folder that holds its config.json and "
-            "model.safetensors.index.json or safetensors files (their headers are enough), a .gguf file, or hf://"
+            "model.safetensors.index.json or safetensors files (their headers are enough), a .gguf file, hf://, s3:// "
+            "or gs://"
         )
     with TemporaryDirectory(prefix="pagemill-header-") as folder:
         try:

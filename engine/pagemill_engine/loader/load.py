@@ -7,7 +7,7 @@ from pagemill_protocol.sources import FetchError, SourceError, find_kind, in_ful
 from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.store.cache import ModelCache
 from pagemill_protocol.sources.store.faults import explain_disk
-from pagemill_protocol.sources.store.fetch import OnFault, Report, ignore_fault
+from pagemill_protocol.sources.store.fetch import OnFault, Report, Watch, ignore_fault
 
 
 def load(settings: LoaderSettings, report: Report, on_fault: OnFault = ignore_fault) -> None:
@@ -29,7 +29,7 @@ def load(settings: LoaderSettings, report: Report, on_fault: OnFault = ignore_fa
         report,
         name=settings.target.name,
         num_downloads=settings.num_downloads,
-        on_fault=on_fault,
+        watch=Watch(on_fault),
     )
 
 

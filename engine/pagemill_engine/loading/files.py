@@ -1,7 +1,8 @@
 """Files of weights, open for reading: bytes come by `pread` straight into their place, several pieces at a time.
 
-A mapping would cost a page fault for each 64 KiB, which is more than the copy. Meanwhile the system is asked for what
-lies behind (`read_ahead`). What bytes mean is for `safetensors_folder` and `gguf_weights`.
+Of a model that is still fetched, a file is waited for when its first bytes are wanted. A mapping would cost a page
+fault for each 64 KiB, which is more than the copy. Meanwhile the system is asked for what lies behind (`read_ahead`).
+What bytes mean is for `safetensors_folder` and `gguf_weights`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pagemill_engine.loading.floats import copy_floats
 from pagemill_engine.loading.read_ahead import ReadAhead
 from pagemill_kernels.arrays import Array
 from pagemill_kernels.pieces import each_piece
+from pagemill_protocol.arriving_files import awaited_bytes, wait_until_whole
+from pagemill_protocol.source_errors import UnreadableModelError
 
 PIECE_BYTES = 4 * 1024**2
 
@@ -32,6 +35,7 @@ class WeightFiles:
         """Raises `LoadError`."""
         self._paths = paths
         self._files: list[int] = []
+        self._awaited = {number for number, path in enumerate(paths) if awaited_bytes(path) is not None}
         weakref.finalize(self, _close, self._files)
         for path in paths:
             try:
@@ -40,6 +44,11 @@ class WeightFiles:
                 raise _unreadable(path, error.strerror) from error
         self._ahead = ReadAhead(self._files)
 
+    def wait_for_all(self) -> None:
+        """All are whole when it returns. Raises `LoadError`."""
+        for file in sorted(self._awaited):
+            self._wait_for(file)
+
     def read(self, file: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
         out = np.empty(num_bytes, dtype=np.uint8)
         self.fill(file, offset, out)
@@ -47,6 +56,7 @@ class WeightFiles:
 
     def fill(self, file: int, offset: int, out: Array) -> None:
         """Fill `out`, contiguous, with the bytes from `offset` on. Raises `LoadError` where the file has no more."""
+        self._wait_for(file)
         flat = out.reshape(-1).view(np.uint8)
         self._ahead.reading(file, offset, len(flat))
         each_piece(len(flat), 1, lambda piece: self._fill(file, offset + piece.start, flat[piece]), PIECE_BYTES)
@@ -56,6 +66,7 @@ class WeightFiles:
         if out.dtype == dtype:
             self.fill(file, offset, out)
             return
+        self._wait_for(file)
         flat = out.reshape(-1)
         self._ahead.reading(file, offset, len(flat) * dtype.itemsize)
         kept = threading.local()  # memory that is given back and taken anew costs page faults
@@ -68,6 +79,15 @@ class WeightFiles:
             copy_floats(stored, flat[piece])
 
         each_piece(len(flat), 1, convert)
+
+    def _wait_for(self, file: int) -> None:
+        if file not in self._awaited:
+            return
+        try:
+            wait_until_whole(self._paths[file])
+        except UnreadableModelError as error:
+            raise LoadError(error.reason, error.message) from error
+        self._awaited.discard(file)
 
     def _fill(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
         start = 0

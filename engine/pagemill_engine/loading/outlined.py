@@ -27,14 +27,14 @@ from pagemill_protocol.safetensors_header import INDEX_FILE, read_index
 class OutlinedWeights:
     """Raises `LoadError` where names do not say what a tensor is."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, settings: Settings, keeps_floats8: bool) -> None:
-        """`settings`: `quantization_config`. `keeps_floats8`: as for `weights.open_weights`."""
+    def __init__(self, folder: Path, spec: ModelSpec, settings: Settings, keeps_small_floats: bool) -> None:
+        """`settings`: `quantization_config`. `keeps_small_floats`: as for `weights.open_weights`."""
         self._folder = folder
         if spec.decoder.by_transformers:
             raise self._absent(f"`{spec.architecture}` is computed by a class that knows its tensors by their files")
         names = frozenset(declared_names(sorted(read_index(folder).names), spec.decoder))
         self._shapes: Shapes = spec.decoder.shapes()
-        self._kinds = _kinds(names, settings, self._shapes, keeps_floats8)
+        self._kinds = _kinds(names, settings, self._shapes, keeps_small_floats)
         self._kinds |= dict.fromkeys(_mxfp4(names, spec.decoder, self._shapes), CODE_KINDS["MXFP4"])
         self._floats = transposed_weights(spec.decoder) | normalized_weights(spec.decoder)
         """Read as floats, whatever they lie in."""
@@ -72,7 +72,7 @@ class OutlinedWeights:
 
 
 def _kinds(
-    names: frozenset[str], settings: Settings, shapes: Shapes, keeps_floats8: bool
+    names: frozenset[str], settings: Settings, shapes: Shapes, keeps_small_floats: bool
 ) -> dict[str, CodeKind | None]:
     """Of the matrices that another project's quantizer packed."""
     found = FORMATS.get(str(settings.get("quant_method")))
@@ -83,7 +83,7 @@ def _kinds(
         base = name.removesuffix(".weight")
         if len(shape) == 2 and base != name and found.is_packed(settings, names, base):
             kind = found.kind(settings, names, base, (shape[0], shape[1]))
-            kinds[name] = None if kind is not None and kind.is_float and not keeps_floats8 else kind
+            kinds[name] = None if kind is not None and kind.is_float and not keeps_small_floats else kind
     return kinds
 
 

@@ -148,6 +148,7 @@ class SafetensorsFolder:
         return sum(stored_bytes(self, name, dtype, keep_stored) for name in self.shapes)
 
     def digest(self) -> str:
+        self._files.wait_for_all()
         files = [np.memmap(shard, np.uint8, "r") for shard in self._shards]
         tensors = (
             StoredTensor(

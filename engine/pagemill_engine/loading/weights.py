@@ -22,22 +22,22 @@ def open_weights(
     path: Path,
     early_digest: EarlyDigest | None = None,
     stacked: Mapping[str, str] = MappingProxyType({}),
-    keeps_floats8: bool = False,
+    keeps_small_floats: bool = False,
 ) -> WeightSource:
     """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
 
-    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`. `keeps_floats8`: floats of 8
-    bits are codes, too.
+    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`. `keeps_small_floats`: floats of
+    8 bits, and those of a table, are codes, too.
     """
     if path.is_dir():
         folder, settings = SafetensorsFolder(path, stacked), _settings(path)
-        return PackedFolder(folder, settings, keeps_floats8) if settings.get("quant_method") in FORMATS else folder
+        return PackedFolder(folder, settings, keeps_small_floats) if settings.get("quant_method") in FORMATS else folder
     return GGUFWeights(path, early_digest)
 
 
-def outline_weights(folder: Path, spec: ModelSpec, keeps_floats8: bool = False) -> WeightSource:
+def outline_weights(folder: Path, spec: ModelSpec, keeps_small_floats: bool = False) -> WeightSource:
     """For sizes, where the folder has the weights' index alone. Raises `LoadError`."""
-    return OutlinedWeights(folder, spec, _settings(folder), keeps_floats8)
+    return OutlinedWeights(folder, spec, _settings(folder), keeps_small_floats)
 
 
 def stored_as(path: Path, quantization: str) -> str:

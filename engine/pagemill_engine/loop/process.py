@@ -51,7 +51,6 @@ from pagemill_kernels.registry import has_torch
 from pagemill_protocol import logs
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
 from pagemill_protocol.generate import GenerateRequest
-from pagemill_protocol.sources import resolve_source
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +291,7 @@ def main(argv: list[str]) -> int:
         modules = argv[1:]
         early_digest = None
         if modules:
-            early_digest = EarlyDigest(lambda: resolve_source(link.settings().model, field="model"))
+            early_digest = EarlyDigest(lambda: factory.find_model(link.settings()))
             import_ahead(modules)
         # Imports create 300,000 long-lived objects and hardly any garbage: no collection is needed before ready.
         gc.freeze()

@@ -35,11 +35,13 @@ class NativeDecoder:
         self._rotations = rotations
         self._plan_attention = ops.plan_attention
         self._windows = declared.windows()
-        self.head = None if declared.head is None else _Head(declared.head, declared.head_linear(), parts)
-        lent = self.head.product if self.head is not None and self.head.spec.tied else None
+        # In the order of the files, whose last ones may still be on their way; a tied head has the embedding's matrix.
+        tied = _Head(declared.head, declared.head_linear(), parts) if declared.head and declared.head.tied else None
+        lent = None if tied is None else tied.product
         self.embedding = _Embedding(declared.embedding, declared.hidden_size, parts, lent)
         self.layers = [layer_parts(layer, declared.ropes(), parts) for layer in declared.layers]
         self.norm = parts.norm(declared.norm)
+        self.head = tied or (None if declared.head is None else _Head(declared.head, declared.head_linear(), parts))
         self.classifier = None if declared.classifier is None else NativeClassifier(declared.classifier, parts)
         self._fused = NativeLayers(self.layers)
         self._caches: CacheAddresses | None = None

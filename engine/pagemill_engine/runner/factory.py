@@ -13,6 +13,7 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.early_digest import EarlyDigest
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.base import Runner
+from pagemill_protocol.arriving_files import wait_for_all
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.models.config_values import check_quantization
 from pagemill_protocol.sources import SourceError, resolve_source
@@ -35,11 +36,16 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
 
         return NullRunner.from_config(config)
     try:
-        path = resolve_source(config.model, field="model")
+        path = find_model(config)
         spec = load_model_spec(path)
         return _load(config, path, spec, progress, early_digest)
     except SourceError as error:
         raise LoadError(error.reason, str(error)) from error
+
+
+def find_model(config: EngineConfig) -> Path:
+    """Its file or folder, perhaps one in which weights are still arriving. Raises `SourceError`."""
+    return Path(config.model_folder) if config.model_folder else resolve_source(config.model, field="model")
 
 
 def _load(
@@ -50,6 +56,8 @@ def _load(
             check_quantization(spec.quantization, f"`{path}`")
         except SourceError as error:
             raise LoadError(error.reason, error.message) from error
+    if spec.decoder.by_transformers:
+        wait_for_all(path)  # that library opens the files itself
     from pagemill_engine.runner.compute import choose_compute
     from pagemill_engine.runner.preparing import ModelFiles
 

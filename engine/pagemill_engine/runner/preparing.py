@@ -59,7 +59,7 @@ class Prepared(NamedTuple):
 def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepared:
     """Raises `LoadError`, and what `refusals` catches."""
     config, spec = files.config, files.spec
-    weights = weights_of(config, files.path, spec, compute.holds.floats8, files.early_digest)
+    weights = weights_of(config, files.path, spec, compute.holds.small_floats, files.early_digest)
     if not spec.decoder.by_transformers:
         check_depth(spec.decoder, weights.shapes)
     sizes = sizes_of(config, weights, spec, held_by(compute))

@@ -88,11 +88,11 @@ def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
 
 
 def _sizes(config: EngineConfig, path: Path, spec: ModelSpec, holding: Holding) -> Sizes:
-    floats8 = holding.weights.floats8
+    small_floats = holding.weights.small_floats
     if path.is_dir() and lacks_weights(path):
-        weights = _rounded(config, path, spec, outline_weights(path, spec, floats8))
+        weights = _rounded(config, path, spec, outline_weights(path, spec, small_floats))
     else:
-        weights = weights_of(config, path, spec, floats8)
+        weights = weights_of(config, path, spec, small_floats)
     return sizes_of(config, weights, spec, holding)
 
 
@@ -107,10 +107,10 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holdi
 
 
 def weights_of(
-    config: EngineConfig, path: Path, spec: ModelSpec, keeps_floats8: bool, early_digest: EarlyDigest | None = None
+    config: EngineConfig, path: Path, spec: ModelSpec, keeps_small_floats: bool, early_digest: EarlyDigest | None = None
 ) -> WeightSource:
     """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
-    stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_floats8)
+    stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_small_floats)
     return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
 
 

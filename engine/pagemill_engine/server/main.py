@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import signal
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -47,7 +49,7 @@ from pagemill_protocol.http.tls import ServerTLS, TLSError
 from pagemill_protocol.link import LINK_PROTOCOL
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.settings import SettingsError
-from pagemill_protocol.sources import SourceError, default_name, resolve_source
+from pagemill_protocol.sources import Opened, SourceError, default_name, open_source
 from pagemill_protocol.text.bundle import TokenizerBundle
 from pagemill_protocol.text.generation_defaults import with_defaults
 from pagemill_protocol.text.load_bundle import load_bundle
@@ -113,6 +115,8 @@ class Server:
         )
         self._was_ready = False
         self._warming_up: asyncio.Task[None] | None = None
+        self._arriving: Path | None = None
+        """Folder of weights that arrive while the engine loads them."""
         self._num_signals = 0
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
@@ -159,9 +163,10 @@ class Server:
         """Load what this process needs of the model, then speak for the engine process until it ends."""
         context, config = self._context, self._settings.engine
         context.lifecycle.enter("loading", f"looking at {config.model}")
-        bundle = await context.off_loop(lambda: _load_bundle(config))
+        opened, bundle = await context.off_loop(lambda: _open_model(config))
         config = msgspec.structs.replace(
             config,
+            model_folder=None if opened.fetched is None else str(opened.path),
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or bundle.vocab_size or None,
         )
@@ -179,7 +184,31 @@ class Server:
         context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
         context.publisher.announce_bundle(bundle.digest)
         self._warming_up = asyncio.create_task(context.off_loop(context.tokenizer.warm_up))
-        await context.client.run()
+        if opened.fetched is None:
+            await context.client.run()
+        else:
+            self._arriving = opened.path
+            await self._run_while_fetching(context.client, asyncio.wrap_future(opened.fetched))
+
+    async def _run_while_fetching(self, client: EngineClient, fetched: asyncio.Future[Path]) -> None:
+        """Weights arrive while the engine process loads those that are there. Raises `StartupError` where they do not:
+        a fault of the fetch is known before the engine process misses a file."""
+        engine = asyncio.create_task(client.run())
+        try:
+            await asyncio.wait((engine, fetched), return_when=asyncio.FIRST_COMPLETED)
+            if fetched.done():
+                with _source_faults(self._settings.engine):
+                    fetched.result()
+            await engine
+        finally:
+            engine.cancel()
+            self._forget_arriving()
+
+    def _forget_arriving(self) -> None:
+        """Its links are read no more; the model lies elsewhere."""
+        if self._arriving is not None:
+            shutil.rmtree(self._arriving, ignore_errors=True)
+            self._arriving = None
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:
         """Return after a signal and its drain. Raises `StartupError` when a needed task ended by itself."""
@@ -272,6 +301,7 @@ class Server:
         if phase == "ready" and not self._was_ready and client is not None and client.ready_info is not None:
             # After a sleep it was reported before.
             self._was_ready = True
+            self._forget_arriving()
             self._events.on_ready(client.ready_info)
 
     @contextlib.contextmanager
@@ -327,25 +357,26 @@ def _open_tls(server: ServerConfig) -> ServerTLS | None:
         raise StartupError("SettingsInvalid", str(error), "tls") from error
 
 
-def _load_bundle(config: EngineConfig) -> TokenizerBundle:
-    """With what must be right before the engine process loads."""
-    with _refusals(config):
-        path = resolve_source(config.model, field="model")
+def _open_model(config: EngineConfig) -> tuple[Opened, TokenizerBundle]:
+    """What must be right before the engine process loads; weights may still be on their way."""
+    with _source_faults(config):
+        opened = open_source(config.model, field="model")
+        path = opened.path
         spec = None if config.null_runner else load_model_spec(path)
         if spec is not None:
             check_fits(config, spec)
         bundle = with_defaults(load_bundle(path), config.generation_config, config.generation_defaults)
         check_parsers(ParserSettings(config.tool_call_parser, config.reasoning_parser))
-        return bundle if spec is None else msgspec.structs.replace(bundle, pooling=spec.pooling)
+        return opened, bundle if spec is None else msgspec.structs.replace(bundle, pooling=spec.pooling)
 
 
 def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:
-    with _refusals(config):
+    with _source_faults(config):
         return Tokenizer(bundle, chat_template=config.chat_template)
 
 
 @contextlib.contextmanager
-def _refusals(config: EngineConfig) -> Iterator[None]:
+def _source_faults(config: EngineConfig) -> Iterator[None]:
     """What is wrong with a model's files becomes a `StartupError`."""
     try:
         yield

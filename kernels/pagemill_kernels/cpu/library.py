@@ -16,11 +16,11 @@ from pagemill_kernels.cpu import processor
 
 logger = logging.getLogger(__name__)
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 PANEL = 16
 """Outputs that one panel of a packed weight holds."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
-FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS, FORMAT_FLOATS8 = range(4, 8)
+FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS, FORMAT_FLOATS8, FORMAT_FLOATS4 = range(4, 9)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
 """Their places are the kernels' numbers."""
 
@@ -38,6 +38,7 @@ class PackedWeight(ctypes.Structure):
         ("codes", c_void_p),
         ("scales", c_void_p),
         ("input_order", c_void_p),
+        ("table", c_void_p),
     )
 
 

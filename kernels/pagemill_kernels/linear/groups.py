@@ -24,8 +24,8 @@ SMALL_GROUP_SIZE = 16
 
 @dataclass(slots=True, frozen=True)
 class GroupCodes:
-    """Column i has the values codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size]; it is
-    the weight of input `input_order[i]`."""
+    """Column i has the values codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size], or with a table
+    table[codes[o, i]] * scales[o, i // group_size]; it is the weight of input `input_order[i]`."""
 
     bits: Literal[4, 8]
     codes: Array
@@ -38,6 +38,8 @@ class GroupCodes:
     """[in]; `None`: columns are in the order of the inputs."""
     is_float: bool = False
     """Codes are floats of 8 bits (e4m3), without offsets."""
+    table: NDArray[np.float32] | None = None
+    """[16]: what codes of 4 bits stand for, without offsets; `None`: integers."""
 
     @property
     def group_size(self) -> int:
@@ -57,7 +59,8 @@ class GroupCodes:
         return values
 
     def _dequantize(self, rows: slice, out: NDArray[np.float32]) -> None:
-        codes = e4m3_values()[self.codes[rows]] if self.is_float else self.codes[rows].astype(np.float32)
+        table = e4m3_values() if self.is_float else self.table
+        codes = self.codes[rows].astype(np.float32) if table is None else table[self.codes[rows]]
         grouped = codes.reshape(len(codes), -1, self.group_size)
         grouped *= self.scales[rows, :, None]
         if self.offsets is not None:
@@ -95,12 +98,14 @@ def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:
 def stack(parts: list[GroupCodes]) -> GroupCodes | None:
     """The parts one under another, of one width; those of another kind are widened, which changes no value.
 
-    `None` where they have no kind in common: floats beside integers, or columns in several orders.
+    `None` where they have no kind in common: floats beside integers, several tables, or columns in several orders.
     """
     first = parts[0]
     if len(parts) == 1:
         return first
-    if len({part.is_float for part in parts}) > 1 or not all(_same_order(part, first) for part in parts):
+    if len({part.is_float for part in parts}) > 1 or not all(
+        _same(part.input_order, first.input_order) and _same(part.table, first.table) for part in parts
+    ):
         return None
     bits: Literal[4, 8] = 4 if all(part.bits == 4 for part in parts) else 8
     group_size = math.gcd(*(part.group_size for part in parts))
@@ -110,7 +115,7 @@ def stack(parts: list[GroupCodes]) -> GroupCodes | None:
     codes = np.concatenate([part.codes for part in parts])
     scales = np.concatenate([part.scales for part in parts])
     joined = np.concatenate(offsets) if offsets else None
-    return GroupCodes(bits, codes, scales, joined, first.input_order, first.is_float)
+    return replace(first, bits=bits, codes=codes, scales=scales, offsets=joined)
 
 
 @cache
@@ -123,10 +128,8 @@ def e4m3_values() -> NDArray[np.float32]:
     return np.where(bits < 128, values, -values).astype(np.float32)
 
 
-def _same_order(one: GroupCodes, other: GroupCodes) -> bool:
-    if one.input_order is None or other.input_order is None:
-        return one.input_order is other.input_order
-    return np.array_equal(one.input_order, other.input_order)
+def _same(one: Array | None, other: Array | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def _widened(part: GroupCodes, bits: Literal[4, 8], group_size: int, with_offsets: bool) -> GroupCodes:

@@ -32,6 +32,8 @@ class _Packed(NamedTuple):
     bfloat16_rows: int = 0
     input_order: Array | None = None
     """int32 [in]: the input that each column multiplies."""
+    table: Array | None = None
+    """float32 [16]: what codes of 4 bits stand for."""
 
 
 class NativeLinear:
@@ -40,7 +42,7 @@ class NativeLinear:
     def __init__(self, weight: _Packed, bias: Array | None) -> None:
         self.out_features, self.in_features = weight.shape
         codes, scales = weight.codes, weight.scales
-        self._codes, self._scales, self.input_order = codes, scales, weight.input_order
+        self._codes, self._scales, self.input_order, self._table = codes, scales, weight.input_order, weight.table
         self._bias = None if bias is None else np.ascontiguousarray(arrays.widened(bias))
         self._weight = library.PackedWeight(
             format=weight.format,
@@ -52,6 +54,7 @@ class NativeLinear:
             codes=address(codes),
             scales=optional_address(scales),
             input_order=optional_address(weight.input_order),
+            table=optional_address(weight.table),
         )
         self.address = ctypes.addressof(self._weight)
         """Address of the C struct; valid as long as this object lives."""
@@ -61,7 +64,8 @@ class NativeLinear:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self._codes, self._scales, self.input_order) if each is not None)
+        parts = (self._codes, self._scales, self.input_order, self._table)
+        return sum(each.nbytes for each in parts if each is not None)
 
     def __call__(self, x: Array) -> Array:
         out = arrays.empty((*x.shape[:-1], self.out_features))
@@ -123,8 +127,8 @@ def pack_linear(weight: Array, bias: Array | None) -> NativeLinear:
 
 def pack_codes(weight: GroupCodes, bias: Array | None) -> NativeLinear:
     """Keep the weight in its codes. With the scales of groups of 32: 6 bits an input (4-bit codes), 9 (8-bit codes);
-    of 128: 4.5 and 8.25."""
-    return _pack_codes(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else _bytes_format(weight))
+    of 128: 4.5 and 8.25. Floats of 4 bits have no offsets: 5 with groups of 32."""
+    return _pack_codes(weight, bias, _floats_format(weight) or _integers_format(weight.bits))
 
 
 def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
@@ -147,32 +151,39 @@ def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLin
     """
     if not library.has_bfloat16():
         return pack_codes_for_dots(weight, bias)
-    format = library.FORMAT_FLOATS8 if weight.is_float else _dots_format(weight.bits)
-    return _pack_codes(weight, bias, format, BFLOAT16_ROWS)
+    return _pack_codes(weight, bias, _floats_format(weight) or _dots_format(weight.bits), BFLOAT16_ROWS)
 
 
 def pack_codes_for_dots(weight: GroupCodes, bias: Array | None) -> NativeLinear:
-    """As `pack_codes`, 4-bit codes for products in integers: activations are rounded to 16 bits in groups of 32.
+    """As `pack_codes`, integers of 4 bits for products in integers: activations are rounded to 16 bits in groups of 32.
 
     Where the processor has no such products, the arithmetic stays float32.
     """
-    if weight.bits != 4 or not library.has_dots():
+    if weight.bits != 4 or weight.table is not None or not library.has_dots():
         return pack_codes(weight, bias)
     return _pack_codes(weight, bias, library.FORMAT_DOTS4)
 
 
-def _bytes_format(weight: GroupCodes) -> int:
-    return library.FORMAT_FLOATS8 if weight.is_float else library.FORMAT_CODES8
+def _floats_format(weight: GroupCodes) -> int | None:
+    """`None` where codes are integers."""
+    if weight.table is not None:
+        return library.FORMAT_FLOATS4
+    return library.FORMAT_FLOATS8 if weight.is_float else None
+
+
+def _integers_format(bits: int) -> int:
+    return library.FORMAT_CODES4 if bits == 4 else library.FORMAT_CODES8
 
 
 def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_rows: int = 0) -> NativeLinear:
     out_features, in_features = weight.codes.shape
     has_offsets = weight.offsets is not None
     is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
-    if in_features % GROUP_SIZE or not is_whole or (weight.bits == 4 and not has_offsets):
+    needs_offsets = weight.bits == 4 and weight.table is None
+    if in_features % GROUP_SIZE or not is_whole or (needs_offsets and not has_offsets):
         raise ValueError(
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} are not packed; "
-            f"groups of multiples of {GROUP_SIZE} are, or of 16 for 8-bit codes, and 4-bit codes need offsets"
+            f"groups of multiples of {GROUP_SIZE} are, or of 16 for 8-bit codes, and integers of 4 bits need offsets"
         )
     codes, scales = np.ascontiguousarray(weight.codes), np.ascontiguousarray(weight.scales)
     offsets = None if weight.offsets is None else np.ascontiguousarray(weight.offsets)
@@ -193,13 +204,14 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     )
     shape = (out_features, in_features)
     order = None if weight.input_order is None else weight.input_order.astype(np.int32)
-    kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order)
+    table = None if weight.table is None else np.ascontiguousarray(weight.table)
+    kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order, table)
     return NativeLinear(kept, bias)
 
 
 def pack_blocks(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
     """`pack_codes` of blocks as they lie in a file, at less than half its time: nothing is taken apart first."""
-    return _pack_blocks(weight, bias, library.FORMAT_CODES4 if weight.bits == 4 else library.FORMAT_CODES8)
+    return _pack_blocks(weight, bias, _integers_format(weight.bits))
 
 
 def pack_blocks_for_dots(weight: CodeBlocks, bias: Array | None) -> NativeLinear:

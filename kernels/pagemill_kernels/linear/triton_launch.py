@@ -226,7 +226,7 @@ def pack_codes(weight: GroupCodes, bias: Tensor | None) -> CodesLinear:
     """Keep the weight in its codes."""
     in_features = weight.codes.shape[1]
     is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
-    if in_features % GROUP_SIZE or not is_whole or weight.is_float:
+    if in_features % GROUP_SIZE or not is_whole or weight.is_float or weight.table is not None:
         raise ValueError(
             f"linear: {weight.bits}-bit codes of {in_features} inputs in groups of {weight.group_size} as "
             f"{weight.codes.dtype} are not packed; integers in groups of multiples of {GROUP_SIZE} are, or of 16 for "

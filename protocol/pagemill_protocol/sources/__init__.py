@@ -6,10 +6,11 @@ command line, the operator's plan, the loader and the reference page read the sa
 
 from pagemill_protocol.source_errors import FetchError, SourceError, UnreadableModelError
 from pagemill_protocol.sources.registry import find_kind, in_full, is_fetched, kinds
-from pagemill_protocol.sources.resolve import default_name, resolve_source
+from pagemill_protocol.sources.resolve import Opened, default_name, open_source, resolve_source
 
 __all__ = [
     "FetchError",
+    "Opened",
     "SourceError",
     "UnreadableModelError",
     "default_name",
@@ -17,5 +18,6 @@ __all__ = [
     "in_full",
     "is_fetched",
     "kinds",
+    "open_source",
     "resolve_source",
 ]

@@ -69,6 +69,9 @@ class Repository(Protocol):
 class ReadsRanges(Protocol):
     """A repository of which parts of a file are read too: what a model is can be known without its weights."""
 
+    connections: int
+    """That one file comes over; more than one may be set to another number."""
+
     def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
         """The bytes from `start` on, fewer where the file ends. Raises `FetchError`."""
         ...

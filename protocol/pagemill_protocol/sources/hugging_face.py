@@ -95,6 +95,8 @@ def parse_hub_source(source: str, field: str = "model.source") -> HubModel:
 
 
 class HubRepository:
+    connections = 1
+
     def __init__(self, model: HubModel) -> None:
         self.model = model
         self.name = f"`{model.repository}`" + (f" at revision `{model.revision}`" if model.revision else "")

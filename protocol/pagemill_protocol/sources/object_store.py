@@ -6,6 +6,7 @@ file that is replaced meanwhile is never mixed with its successor.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import Listing, RemoteFile
-from pagemill_protocol.sources.ranges import read_in_order
+from pagemill_protocol.sources.ranges import NUM_RANGES, read_in_order
 
 CHUNK_BYTES = 1024 * 1024
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}")
@@ -62,6 +63,7 @@ class BucketRepository:
     def __init__(self, store: Any, at: BucketPath, source: str, server: str) -> None:
         """`server`: as messages call it."""
         self.name = f"`{source}`"
+        self.connections = NUM_RANGES
         self._store = store
         self._at = at
         self._server = server
@@ -80,18 +82,26 @@ class BucketRepository:
         return Listing(hashlib.sha256(content.encode()).hexdigest()[:40], files)
 
     def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
-        def read(start: int, end: int) -> Iterator[Any]:
-            options: dict[str, Any] = {"range": (start, end)}
-            if file.etag is not None:
-                options["if_match"] = file.etag
-            yield from self._store.get(file.address, options=options).stream(min_chunk_size=CHUNK_BYTES)
-
         with self._explained(file):
-            for chunk in read_in_order(read, out.tell(), file.num_bytes):
+            read = functools.partial(self._read, file)
+            for chunk in read_in_order(read, out.tell(), file.num_bytes, self.connections):
                 out.write(chunk)
+
+    def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
+        end = min(start + num_bytes, file.num_bytes)
+        if end <= start:
+            return b""
+        with self._explained(file):
+            return b"".join(map(bytes, self._read(file, start, end)))
 
     def close(self) -> None:
         """The library keeps its connections."""
+
+    def _read(self, file: RemoteFile, start: int, end: int) -> Iterator[Any]:
+        options: dict[str, Any] = {"range": (start, end)}
+        if file.etag is not None:
+            options["if_match"] = file.etag
+        yield from self._store.get(file.address, options=options).stream(min_chunk_size=CHUNK_BYTES)
 
     @contextmanager
     def _explained(self, file: RemoteFile | None = None) -> Iterator[None]:
@@ -99,7 +109,7 @@ class BucketRepository:
 
         try:
             yield
-        except obstore.exceptions.BaseError as error:
+        except (obstore.exceptions.BaseError, FileNotFoundError) as error:  # it depends on the call which is raised
             raise self._explain(error, file) from error
 
     def _explain(self, error: Exception, file: RemoteFile | None) -> FetchError:
@@ -122,7 +132,7 @@ class BucketRepository:
             # Not every server says that it refuses them because their time is over.
             remedy = "and read the bucket, and have not expired: spec.model.credentialsSecretRef."
             return FetchError("Unauthorized", f"{message} {remedy}")
-        if isinstance(error, obstore.exceptions.NotFoundError) or status == "404":
+        if isinstance(error, obstore.exceptions.NotFoundError | FileNotFoundError) or status == "404":
             return FetchError("ModelNotFound", f"{what}: {self._server} has none of that name ({said}). Check it.")
         return FetchError(
             "SourceUnreachable",

@@ -19,8 +19,8 @@ ReadRange = Callable[[int, int], Iterator[Any]]
 """The content from a byte to the one before another, in chunks as they arrive."""
 
 
-def read_in_order(read: ReadRange, start: int, end: int) -> Iterator[Any]:
-    """Chunks of the bytes from `start` to before `end`.
+def read_in_order(read: ReadRange, start: int, end: int, num_ranges: int = NUM_RANGES) -> Iterator[Any]:
+    """Chunks of the bytes from `start` to before `end`, of so many ranges at once.
 
     Of a range that fails, what had arrived is given out before its error is raised. What was read ahead is lost then.
     """
@@ -29,11 +29,11 @@ def read_in_order(read: ReadRange, start: int, end: int) -> Iterator[Any]:
         return
     starts = iter(range(start, end, RANGE_BYTES))
     ends = Event()
-    pool = ThreadPoolExecutor(NUM_RANGES, thread_name_prefix="range")
+    pool = ThreadPoolExecutor(num_ranges, thread_name_prefix="range")
     ahead: list[_Range] = []
     try:
         while True:
-            while len(ahead) < NUM_RANGES and (first := next(starts, None)) is not None:
+            while len(ahead) < num_ranges and (first := next(starts, None)) is not None:
                 ahead.append(_Range(read, first, min(first + RANGE_BYTES, end), ends))
                 pool.submit(ahead[-1].run)
             if not ahead:

@@ -1,7 +1,8 @@
 """From a model source (a URI, a path or ORG/NAME) to a file or folder on this machine; a remote one is fetched first.
 
-Only resolves: what lies there is read by `gguf_file`, `model_spec` and `text.bundle`. Never imports code from a source.
-`registry` knows the kinds; `store.cache` keeps what is fetched.
+`open_source` does not wait for weights that come file by file. Only resolves: what lies there is read by `gguf_file`,
+`model_spec` and `text.bundle`. Never imports code from a source. `registry` knows the kinds; `store.cache` keeps what
+is fetched.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from pagemill_protocol.gguf_split import part_names, whole_name
 from pagemill_protocol.source_errors import FetchError, SourceError
@@ -17,6 +21,7 @@ from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.registry import find_kind, forms, in_full
 from pagemill_protocol.sources.settings import cache_settings
 from pagemill_protocol.sources.store.cache import ModelCache
+from pagemill_protocol.sources.store.fetch import UNWATCHED, Watch
 from pagemill_protocol.sources.store.record import HOLDS, NAME
 
 logger = logging.getLogger("pagemill.sources")
@@ -34,6 +39,40 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
 
     Raises `SourceError` that names `field` and a remedy.
     """
+    return _resolve(source, field, UNWATCHED)
+
+
+class Opened(NamedTuple):
+    """A model of which all is there but, perhaps, weights."""
+
+    path: Path
+    fetched: Future[Path] | None = None
+    """Where it will be when it is whole: `path` is a folder of `arriving_files` until then. `None`: it is."""
+
+
+def open_source(source: str, field: str = "model.source") -> Opened:
+    """As `resolve_source`; weights of several files are fetched on a thread. Raises `SourceError`."""
+    opened: Future[Path] = Future()
+    fetched: Future[Path] = Future()
+
+    def fail(error: BaseException) -> None:
+        if not fetched.done():  # a fault is reported first, and raised when other downloads are over
+            fetched.set_exception(error)
+
+    def fetch() -> None:
+        try:
+            path = _resolve(source, field, Watch(lambda fault: fail(_of_field(fault, field)), opened.set_result))
+        except BaseException as error:
+            fail(error)
+        else:
+            fetched.set_result(path)
+
+    threading.Thread(target=fetch, name="fetch", daemon=True).start()
+    wait((opened, fetched), return_when=FIRST_COMPLETED)
+    return Opened(opened.result(), fetched) if opened.done() else Opened(fetched.result())
+
+
+def _resolve(source: str, field: str, watch: Watch) -> Path:
     if not source.strip() or "\0" in source:
         raise SourceError(field, f"the model source is empty or not a path. {forms()}")
     written = in_full(source) if _may_be_hub_name(source) else source
@@ -41,12 +80,12 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
         return _checked(Path(source).expanduser(), source, field)
     kind = find_kind(written, field)
     kind.check(written, field)
-    path = _find(kind, written, field) if kind.is_remote else kind.find(written, field)
+    path = _find(kind, written, field, watch) if kind.is_remote else kind.find(written, field)
     assert path is not None, "only remote sources are fetched"
     return _checked(path, source, field)
 
 
-def _find(kind: SourceKind, source: str, field: str) -> Path:
+def _find(kind: SourceKind, source: str, field: str, watch: Watch) -> Path:
     """In the cache of the kind's own library, or else in ours."""
     try:
         chosen = cache_settings()
@@ -55,11 +94,15 @@ def _find(kind: SourceKind, source: str, field: str) -> Path:
     if not chosen.is_chosen and (path := kind.find(source, field)) is not None:
         return path
     try:
-        folder = ModelCache(chosen.folder, chosen.limit_bytes).fetch(kind, source, _log)
+        folder = ModelCache(chosen.folder, chosen.limit_bytes).fetch(kind, source, _log, watch=watch)
     except FetchError as error:
-        raise FetchError(error.reason, error.message, field) from error
+        raise _of_field(error, field) from error
     file = kind.file_of(source)
     return folder / file if file else folder
+
+
+def _of_field(error: FetchError, field: str) -> FetchError:
+    return FetchError(error.reason, error.message, field)
 
 
 def _log(**fields: object) -> None:

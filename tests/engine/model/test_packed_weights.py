@@ -122,9 +122,9 @@ KINDS = {
     "compressed-tensors w4a16": CodeKind(4, has_offsets=True),
     "compressed-tensors w4a16 asymmetric": CodeKind(4, has_offsets=True),
     "compressed-tensors w8a16": CodeKind(8),
-    "bitsandbytes nf4": None,
-    "bitsandbytes nf4 double": None,
-    "bitsandbytes fp4": None,
+    "bitsandbytes nf4": CodeKind(4, group_size=64, is_float=True),
+    "bitsandbytes nf4 double": CodeKind(4, group_size=64, is_float=True),
+    "bitsandbytes fp4": CodeKind(4, group_size=64, is_float=True),
 }
 
 
@@ -227,6 +227,23 @@ def bnb_int8(shape: tuple[int, int]) -> Packed:
     return {"weight": weight, "SCB": largest}, weight.float() * largest[:, None] / 127
 
 
+LEVELS = [-1.0, -0.7, -0.53, -0.4, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]
+
+
+def bnb_nf4(shape: tuple[int, int]) -> Packed:
+    """Blocks of 64 values, wherever rows end; the first of two codes in the high bits."""
+    codes = torch.randint(0, 16, (shape[0] * shape[1],))
+    largest, levels = torch.rand(len(codes) // 64) * 0.5 + 0.3, torch.tensor(LEVELS)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(shape)}
+    stored = {
+        "weight": (codes[0::2] * 16 + codes[1::2]).to(torch.uint8)[:, None],
+        "weight.absmax": largest,
+        "weight.quant_map": levels,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return stored, (levels[codes] * largest.repeat_interleave(64)).view(shape)
+
+
 CT = {"quant_method": "compressed-tensors"}
 MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
@@ -237,6 +254,7 @@ MODELS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int]], Packed]]] = 
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, fp8_blocks),
     "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
     "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bnb_int8),
+    "bitsandbytes nf4": ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, bnb_nf4),
 }
 
 
@@ -298,6 +316,7 @@ def test_the_start_says_what_was_found_and_what_it_becomes(tmp_path: Path) -> No
     for name, said in {
         "gptq act-order": "gptq (4 bits, groups of 32, act-order) as 4-bit codes of 6 bits a weight",
         "fp8 tensor": "fp8 (e4m3, activations static: not rounded here) as ",
+        "bitsandbytes nf4": "(nf4) as 4-bit floats of 4.5 bits a weight and 4-bit floats of 5 bits a weight",
         "compressed-tensors int8": "compressed-tensors as 8-bit codes of 8.",
     }.items():
         write(tmp_path / name, name)
@@ -317,6 +336,8 @@ def test_the_start_says_what_was_found_and_what_it_becomes(tmp_path: Path) -> No
         ("gptq", "g_idx", lambda index: index[:7], r"g_idx` has the shape \[7\]; \[96\] is wanted"),
         ("gptq act-order", "g_idx", lambda index: index + 1, r"g_idx` names the group 3 of 3"),
         ("fp8 blocks", "weight_scale_inv", lambda scales: scales[:1], r"has the shape \[1, 3\]; \[2, 3\] is wanted"),
+        ("bitsandbytes nf4", "weight.absmax", lambda largest: largest[1:], r"has the shape \[95\]; \[96\] is wanted"),
+        ("bitsandbytes nf4", "weight.quant_map", lambda table: table[:8], r"quant_map` has the shape \[8\]; \[16\] is"),
         ("bitsandbytes int8", "SCB", lambda largest: largest[:9], r"SCB` has the shape \[9\]; \[64\] is wanted"),
     ],
 )

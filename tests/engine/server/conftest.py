@@ -53,15 +53,21 @@ class ServerProcess:
 
     def wait_for(self, event: str, timeout_s: float = START_LIMIT_S, **fields: Any) -> dict[str, Any]:
         """The first message of that kind; fails the test when the process ends or is silent for too long."""
+        return self.wait_until(lambda said: said["event"] == event and fields.items() <= said.items(), event, timeout_s)
+
+    def wait_until(
+        self, holds: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = START_LIMIT_S
+    ) -> dict[str, Any]:
+        """As `wait_for`, for any condition on a message; `what` it is, in words."""
         deadline_s = time.monotonic() + timeout_s
         seen = 0
         while True:
             for message in self.events[seen:]:
-                if message["event"] == event and fields.items() <= message.items():
+                if holds(message):
                     return message
             seen = len(self.events)
             line = self._lines.get(timeout=max(0.1, deadline_s - time.monotonic()))
-            assert line is not None, f"the server ended before {event}: {self.process.communicate()[1]}"
+            assert line is not None, f"the server ended before {what}: {self.process.communicate()[1]}"
             self.events.append(json.loads(line))
 
     def wait_exit(self) -> int:

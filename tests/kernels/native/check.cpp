@@ -81,13 +81,13 @@ void check_plain() {
   std::vector<float> packed(padded * ins);
   pagemill_pack_plain(weight.data(), outs, ins, 4, packed.data(), 2);
   const auto* bytes = reinterpret_cast<const uint8_t*>(packed.data());
-  check_product("float32", {kFloat32, 0, 0, 0, outs, ins, bytes, nullptr, nullptr},
+  check_product("float32", {kFloat32, 0, 0, 0, outs, ins, bytes, nullptr, nullptr, nullptr},
                 [&](int64_t n, int64_t k) { return weight[n * ins + k]; });
 
   std::vector<uint16_t> halves(outs * ins), packed_halves(padded * ins);
   for (size_t i = 0; i < halves.size(); ++i) std::memcpy(&halves[i], reinterpret_cast<const char*>(&weight[i]) + 2, 2);
   pagemill_pack_plain(halves.data(), outs, ins, 2, packed_halves.data(), 2);
-  check_product("bfloat16", {kBfloat16, 0, 0, 0, outs, ins, reinterpret_cast<const uint8_t*>(packed_halves.data()), nullptr, nullptr},
+  check_product("bfloat16", {kBfloat16, 0, 0, 0, outs, ins, reinterpret_cast<const uint8_t*>(packed_halves.data()), nullptr, nullptr, nullptr},
                 [&](int64_t n, int64_t k) {
                   const uint32_t bits = static_cast<uint32_t>(halves[n * ins + k]) << 16;
                   float value;
@@ -98,17 +98,19 @@ void check_plain() {
 
 void check_codes(const char* what, int32_t format) {
   const int64_t outs = 100, ins = 96, padded = 112, group = 32, groups = ins / group;
-  const bool nibbles = format == kCodes4;
+  const bool nibbles = format != kCodes8, chosen = format == kFloats4;
+  const std::vector<float> table = draws(16);
   std::vector<uint8_t> codes(outs * ins), packed(padded * ins);
   for (uint8_t& code : codes) code = static_cast<uint8_t>(static_cast<int>((draw() + 1) * (nibbles ? 7.9f : 127.0f)));
   const std::vector<float> scales = draws(outs * groups), offsets = draws(outs * groups);
   std::vector<float> packed_scales(padded * groups * 2);
-  pagemill_pack_codes(codes.data(), scales.data(), offsets.data(), outs, ins, format, group, packed.data(),
-                      packed_scales.data(), 2);
-  check_product(what, {format, group, 1, 0, outs, ins, packed.data(), packed_scales.data(), nullptr},
+  pagemill_pack_codes(codes.data(), scales.data(), chosen ? nullptr : offsets.data(), outs, ins, format, group,
+                      packed.data(), packed_scales.data(), 2);
+  check_product(what, {format, group, !chosen, 0, outs, ins, packed.data(), packed_scales.data(), nullptr, table.data()},
                 [&](int64_t n, int64_t k) {
                   const int64_t at = n * groups + k / group;
                   const uint8_t code = codes[n * ins + k];
+                  if (chosen) return static_cast<double>(table[code]) * scales[at];
                   return (nibbles ? code : static_cast<int8_t>(code)) * static_cast<double>(scales[at]) + offsets[at];
                 });
 }
@@ -202,6 +204,7 @@ void check_sampling() {
 int main() {
   check_plain();
   check_codes("codes of 4 bits", kCodes4);
+  check_codes("floats of 4 bits", kFloats4);
   check_codes("codes of 8 bits", kCodes8);
   check_norm();
   check_activation();

@@ -1,7 +1,7 @@
 """bitsandbytes: NF4 and FP4 of Dettmers et al., "QLoRA", 2023, and the 8-bit integers of "LLM.int8()", 2022.
 
 4 bits choose one of 16 floats (`quant_map`), times the largest magnitude of a run of `blocksize` values, which may be
-quantized once more. They are given as floats: no kernel computes on such tables.
+quantized once more; read, it is a float. Where runs lie across the ends of rows, their parts are groups of their own.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from pagemill_engine.loading.packed.matrix import (
     unsupported,
 )
 from pagemill_kernels.arrays import widened
-from pagemill_kernels.linear.groups import GroupCodes
+from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 
 _STATE = ".quant_state.bitsandbytes__"
 _TABLES = ("nf4", "fp4")
 _MAX_8_BITS = 127
+_BLOCK_SIZE = 64
+"""What transformers quantizes with; settings do not say it, a matrix's own state does."""
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
@@ -50,7 +52,7 @@ def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
 
 
 def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
-    return code_kind(8, shape[1], 1, offsets=False) if f"{base}.SCB" in names else None
+    return code_kind(8, shape[1], 1, offsets=False) if f"{base}.SCB" in names else _table_kind(shape[1], _BLOCK_SIZE)
 
 
 def details(settings: Settings) -> list[str]:
@@ -101,12 +103,31 @@ def _table(stored: Stored, name: str, state_name: str) -> PackedMatrix:
         outer = absmax.repeat(int(state["nested_blocksize"]))[:num_blocks]
         return table[stored_largest] * outer + float(state["nested_offset"])
 
-    def floats() -> NDArray[np.float32]:
+    group_size = math.gcd(block_size, in_features)
+
+    def codes() -> GroupCodes:
         packed = stored.read(name).reshape(-1)
         indices = np.stack((packed >> 4, packed & 15), 1).reshape(-1)[:num_values]
-        values = widened(stored.read(f"{name}.quant_map"))[indices]
-        values *= largest().repeat(block_size)[:num_values]
-        return values.reshape(out_features, in_features)
+        scales = largest().repeat(block_size // group_size)[: num_values // group_size]
+        return GroupCodes(
+            4,
+            indices.reshape(out_features, in_features),
+            scales.reshape(out_features, -1),
+            None,
+            table=widened(stored.read(f"{name}.quant_map")),
+        )
 
     parts = (name, state_name, f"{name}.quant_map", f"{name}.absmax", *nested)
-    return PackedMatrix((out_features, in_features), parts, floats)
+    found = _table_kind(in_features, block_size)
+    return PackedMatrix(
+        (out_features, in_features),
+        parts,
+        lambda: codes().dequantize(),
+        found,
+        None if found is None else codes,
+    )
+
+
+def _table_kind(in_features: int, block_size: int) -> CodeKind | None:
+    group_size = math.gcd(block_size, in_features)
+    return CodeKind(4, group_size, is_float=True) if group_size % GROUP_SIZE == 0 else None

@@ -15,16 +15,16 @@ from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 class PackedFolder:
     """What is not packed is given as the folder gives it."""
 
-    def __init__(self, folder: SafetensorsFolder, settings: Settings, keeps_floats8: bool) -> None:
-        """`keeps_floats8`: floats of 8 bits are codes, too. Raises `LoadError` for settings and tensors that do not fit
-        together."""
+    def __init__(self, folder: SafetensorsFolder, settings: Settings, keeps_small_floats: bool) -> None:
+        """`keeps_small_floats`: floats of 8 bits and of a table are codes, too. Raises `LoadError` for settings and
+        tensors that do not fit together."""
         self._folder = folder
         method = str(settings["quant_method"])
         found = FORMATS[method].matrices(settings, folder)
         if not found:
             raise unsupported(folder, f"`quant_method` {method} and the folder no tensor in that form")
         self._matrices: dict[str, PackedMatrix] = {
-            name: matrix if keeps_floats8 else matrix.without_floats8() for name, matrix in found.items()
+            name: matrix if keeps_small_floats else matrix.without_small_floats() for name, matrix in found.items()
         }
         parts = {part for matrix in self._matrices.values() for part in matrix.parts}
         self._shapes: dict[str, tuple[int, ...]] = {

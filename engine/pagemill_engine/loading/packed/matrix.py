@@ -58,8 +58,8 @@ class PackedMatrix:
     codes: Callable[[], GroupCodes] | None = None
     """There where `kind` is; they have the values of `floats`."""
 
-    def without_floats8(self) -> PackedMatrix:
-        """For kernels that multiply no floats of 8 bits."""
+    def without_small_floats(self) -> PackedMatrix:
+        """For kernels that multiply integers only."""
         return replace(self, kind=None, codes=None) if self.kind is not None and self.kind.is_float else self
 
 

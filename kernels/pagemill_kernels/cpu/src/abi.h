@@ -5,12 +5,13 @@
 
 namespace pagemill {
 
-constexpr int32_t kAbiVersion = 13;
+constexpr int32_t kAbiVersion = 14;
 
-// The first four and kFloats8 (e4m3) are multiplied in float32, kDots4 and kDots8 round what they meet to integers of 16
-// bits (dots.cpp), kPairs to bfloat16 (bfloat16.cpp). From PackedWeight::bfloat16_rows on the last four do the latter.
+// The first four, kFloats8 (e4m3) and kFloats4 (of a table) are multiplied in float32, kDots4 and kDots8 round what they
+// meet to integers of 16 bits (dots.cpp), kPairs to bfloat16 (bfloat16.cpp). From PackedWeight::bfloat16_rows on the last
+// five do the latter.
 enum Format : int32_t {
-  kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4, kDots8 = 5, kPairs = 6, kFloats8 = 7
+  kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4, kDots8 = 5, kPairs = 6, kFloats8 = 7, kFloats4 = 8
 };
 
 struct PackedWeight {
@@ -23,6 +24,7 @@ struct PackedWeight {
   const uint8_t* codes;
   const float* scales;
   const int32_t* input_order;  // [in_features]: the input that each column multiplies; null: in order
+  const float* table;          // [16]: what the codes of kFloats4 stand for
 };
 
 // What an MLP computes between its two products; activation.cpp.

@@ -2,7 +2,7 @@
 //
 //   kCodes8, kFloats8: rows of 16 bytes, one input each
 //   kCodes4: rows of 16 bytes, input 2k low and 2k + 1 high
-//   kDots4:  rows of 32 bytes, four neighbouring inputs side by side: outputs 0 to 7 low, 8 to 15 high
+//   kDots4, kFloats4: rows of 32 bytes, four neighbouring inputs side by side: outputs 0 to 7 low, 8 to 15 high
 //   kDots8:  rows of 64 bytes, four neighbouring inputs side by side, signed
 //   kPairs:  no groups: bfloat16, two neighbouring inputs side by side
 #pragma once
@@ -18,7 +18,7 @@ struct Place {
   bool high;  // the upper four bits of it
 };
 
-constexpr bool in_nibbles(int32_t format) { return format == kCodes4 || format == kDots4; }
+constexpr bool in_nibbles(int32_t format) { return format == kCodes4 || format == kDots4 || format == kFloats4; }
 
 template <int32_t Code>
 constexpr Place place_of(int64_t input, int64_t output) {

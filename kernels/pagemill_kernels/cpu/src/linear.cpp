@@ -5,7 +5,7 @@
 //   codes of 8 bits:   [k][n], signed integers or e4m3
 //   codes of 4 bits:   rows of 16 bytes: row k holds input 2k low, 2k + 1 high
 //   scales: per panel and group float32 scale[16], then offset[16] where the weight has offsets
-//   codes for dots and pairs: codes.h, dots.cpp, bfloat16.cpp
+//   codes for dots and pairs, and those of a table: codes.h, dots.cpp, bfloat16.cpp, floats4.h
 // All arithmetic here is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
 // panel is unpacked beside it in the second-level cache. Both add the same products in the same order, input after
 // input, so that a row's result does not depend on how many rows there are. Packing of weights: pack.cpp.
@@ -16,6 +16,7 @@
 #include "bfloat16.h"
 #include "codes.h"
 #include "dots.h"
+#include "floats4.h"
 #include "operations.h"
 #include "output.h"
 #include "tile.h"
@@ -81,6 +82,21 @@ void unpack_codes4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t 
   }
 }
 
+void unpack_floats4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
+  const uint8_t* codes = w.codes + group_bytes(kFloats4, panel * w.in_features + begin);
+  const Table table(w.table);
+  ScaleWalk walk(w, panel, group_bytes(kFloats4, kRun), begin);
+  for (int64_t run = begin; run < end; run += kRun, walk.next()) {
+    walk.fetch(codes);
+    const Outputs scale = load_outputs(walk.scales());
+    for (int64_t k = 0; k < kRun; k += 4, codes += 2 * kPanel, out += 4 * kPanel) {
+      const Quad quad(codes);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) store(out + i * kPanel, quad.input(table, i) * scale);
+    }
+  }
+}
+
 template <int32_t Code, bool Offsets>
 void unpack_bytes(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* out) {
   const uint8_t* codes = w.codes + (panel * w.in_features + begin) * kPanel;
@@ -113,6 +129,7 @@ const float* unpack(const PackedWeight& w, int64_t panel, int64_t begin, int64_t
     case kFloat32: return reinterpret_cast<const float*>(w.codes) + (panel * w.in_features + begin) * kPanel;
     case kBfloat16: unpack_bfloat16(w, panel, begin, end, buffer); break;
     case kFloats8: unpack_bytes<kFloats8, false>(w, panel, begin, end, buffer); break;
+    case kFloats4: unpack_floats4(w, panel, begin, end, buffer); break;
     case kCodes8:
       (w.has_offsets ? unpack_bytes<kCodes8, true> : unpack_bytes<kCodes8, false>)(w, panel, begin, end, buffer);
       break;
@@ -177,6 +194,34 @@ void direct_codes4(const PackedWeight& w, int64_t panel, const float* x, int64_t
   sums.end(c);
 }
 
+template <int Rows, int Panels>
+void direct_floats4(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
+  const int64_t panel_codes = w.in_features / 2 * kPanel, panel_scales = w.in_features / w.group * kPanel;
+  const uint8_t* codes = w.codes + panel * panel_codes;
+  const Table table(w.table);
+  ScaleWalk walk(w, panel, group_bytes(kFloats4, kRun));
+  Outputs sums[Panels][Rows];
+  for (int p = 0; p < Panels; ++p)
+    for (int r = 0; r < Rows; ++r) sums[p][r] = load_outputs(c + (p * kDirectRows + r) * kPanel);
+  for (int64_t run = 0; run < w.in_features; run += kRun, walk.next()) {
+    for (int p = 0; p < Panels; ++p) walk.fetch(codes + p * panel_codes, p * panel_scales);
+    for (int64_t k = 0; k < kRun; k += 4, codes += 2 * kPanel, x += 4)
+#pragma GCC unroll 4
+      for (int p = 0; p < Panels; ++p) {
+        const Outputs scale = load_outputs(walk.scales() + p * panel_scales);
+        const Quad quad(codes + p * panel_codes);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const Outputs weight = quad.input(table, i) * scale;
+#pragma GCC unroll 4
+          for (int r = 0; r < Rows; ++r) multiply_add(sums[p][r], x[r * x_stride + i], weight);
+        }
+      }
+  }
+  for (int p = 0; p < Panels; ++p)
+    for (int r = 0; r < Rows; ++r) store(c + (p * kDirectRows + r) * kPanel, sums[p][r]);
+}
+
 template <int Rows, int Panels, int32_t Code, bool Offsets>
 void direct_bytes(const PackedWeight& w, int64_t panel, const float* x, int64_t x_stride, float* c) {
   const int64_t run_size = run_of(w);
@@ -223,6 +268,9 @@ constexpr Direct kDirect4[kDirectRows] = {direct_codes4<1, Panels>, direct_codes
 template <int Panels>
 constexpr Direct kDirect16[kDirectRows] = {direct_bfloat16<1, Panels>, direct_bfloat16<2, Panels>,
                                            direct_bfloat16<3, Panels>, direct_bfloat16<4, Panels>};
+template <int Panels>
+constexpr Direct kDirectFloats4[kDirectRows] = {direct_floats4<1, Panels>, direct_floats4<2, Panels>,
+                                                direct_floats4<3, Panels>, direct_floats4<4, Panels>};
 template <int Panels, int32_t Code, bool Offsets>
 constexpr Direct kDirect8[kDirectRows] = {direct_bytes<1, Panels, Code, Offsets>, direct_bytes<2, Panels, Code, Offsets>,
                                           direct_bytes<3, Panels, Code, Offsets>, direct_bytes<4, Panels, Code, Offsets>};
@@ -231,6 +279,7 @@ template <int Panels>
 void direct(const PackedWeight& w, int64_t panel, const float* x, int64_t rows, int64_t x_stride, float* c) {
   const Direct* kernels = w.format == kBfloat16  ? kDirect16<Panels>
                           : w.format == kCodes4  ? kDirect4<Panels>
+                          : w.format == kFloats4 ? kDirectFloats4<Panels>
                           : w.format == kFloats8 ? kDirect8<Panels, kFloats8, false>
                           : w.has_offsets        ? kDirect8<Panels, kCodes8, true>
                                                  : kDirect8<Panels, kCodes8, false>;

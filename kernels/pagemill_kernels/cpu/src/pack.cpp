@@ -161,7 +161,8 @@ void gather_codes(const PackedWeight& w, int64_t id, float* out) {
       const Place place = place_of<Code>(k, n);
       const uint8_t byte = codes[place.byte];
       const int code = !in_nibbles(Code) ? static_cast<int8_t>(byte) : place.high ? byte >> 4 : byte & 15;
-      out[k] = (Code == kFloats8 ? from_e4m3(byte) : static_cast<float>(code)) * scale[n] + offset;
+      const float value = Code == kFloats8 ? from_e4m3(byte) : Code == kFloats4 ? w.table[code] : static_cast<float>(code);
+      out[k] = value * scale[n] + offset;
     }
   }
 }
@@ -206,7 +207,7 @@ void pagemill_pack_pairs(const uint16_t* weight, int64_t out_features, int64_t i
 }
 
 // codes: [out_features][in_features], one byte a code (signed integers or e4m3 for 8 bits, 0 to 15 for 4 bits).
-// scales, offsets: [out_features][in_features / group]; offsets may be null, not with 4-bit codes.
+// scales, offsets: [out_features][in_features / group]; offsets may be null, not with 4-bit codes that are integers.
 void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
                          int64_t in_features, int32_t format, int32_t group, uint8_t* packed, float* packed_scales,
                          int32_t num_threads) {
@@ -217,6 +218,7 @@ void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float*
     case kDots4: return pack_codes<kDots4>(from, packed, packed_scales, num_threads);
     case kDots8: return pack_codes<kDots8>(from, packed, packed_scales, num_threads);
     case kFloats8: return pack_codes<kFloats8>(from, packed, packed_scales, num_threads);
+    case kFloats4: return pack_codes<kFloats4>(from, packed, packed_scales, num_threads);
   }
 }
 
@@ -242,6 +244,7 @@ void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_
       case kDots4: gather_codes<kDots4>(*weight, ids[i], out); break;
       case kDots8: gather_codes<kDots8>(*weight, ids[i], out); break;
       case kFloats8: gather_codes<kFloats8>(*weight, ids[i], out); break;
+      case kFloats4: gather_codes<kFloats4>(*weight, ids[i], out); break;
       case kPairs: gather_pairs(*weight, ids[i], out); break;
       default: gather_plain(*weight, ids[i], out);
     }

@@ -120,8 +120,33 @@ inline void packed_tile_rows(const float* a, const float* b, int64_t depth, floa
   }
 }
 
+#ifdef __AVX512F__
+// Two tiles of six rows that lie one after another, as `wide_rows`.
+inline void packed_wide_rows(const float* a, const float* b, int64_t depth, float* c) {
+  const float* second = a + kTileRows * depth;
+  __m512 sums[kWideRows];
+#pragma GCC unroll 12
+  for (int r = 0; r < kWideRows; ++r) sums[r] = _mm512_loadu_ps(c + r * kPanel);
+#pragma GCC unroll 2
+  for (int64_t k = 0; k < depth; ++k, a += kTileRows, second += kTileRows, b += kPanel) {
+    const __m512 row = _mm512_loadu_ps(b);
+#pragma GCC unroll 6
+    for (int r = 0; r < kTileRows; ++r) {
+      sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(a[r]), row, sums[r]);
+      sums[kTileRows + r] = _mm512_fmadd_ps(_mm512_set1_ps(second[r]), row, sums[kTileRows + r]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kWideRows; ++r) _mm512_storeu_ps(c + r * kPanel, sums[r]);
+}
+#endif
+
 // C += A * B: A by `pack_tiles`, B [depth][16], C [rows][16].
 inline void packed_tile(int64_t rows, const float* a, const float* b, int64_t depth, float* c) {
+#ifdef __AVX512F__
+  for (; rows >= kWideRows; rows -= kWideRows, a += kWideRows * depth, c += kWideRows * kPanel)
+    packed_wide_rows(a, b, depth, c);
+#endif
   for (; rows >= kTileRows; rows -= kTileRows, a += kTileRows * depth, c += kTileRows * kPanel)
     packed_tile_rows<kTileRows>(a, b, depth, c);
   switch (rows) {

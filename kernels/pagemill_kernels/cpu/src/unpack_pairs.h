@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "codes.h"
+#include "floats4.h"
 
 #ifdef __AVX512BF16__
 namespace pagemill {
@@ -21,26 +22,24 @@ inline uint16_t* store_pairs(uint16_t* out, const __m512 values[4]) {
   return out + 4 * kPanel;
 }
 
-inline void unpack_dots4(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
-  const uint8_t* codes = w.codes + group_bytes(kDots4, panel * w.in_features + begin);
-  const __m512 values = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  // Outputs 8 to 15 are in the upper halves of the bytes; a table of 16 needs no mask.
-  const __m512i halves = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
-  __m512i shifts[4];
-  for (int i = 0; i < 4; ++i) shifts[i] = _mm512_add_epi32(halves, _mm512_set1_epi32(8 * i));
-  ScaleWalk walk(w, panel, group_bytes(kDots4, kRun), begin);
+constexpr float kIntegers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Codes of four bits: integers with offsets, or those of a table without.
+template <int32_t Code>
+void unpack_nibbles(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
+  const uint8_t* codes = w.codes + group_bytes(Code, panel * w.in_features + begin);
+  const Table values(Code == kFloats4 ? w.table : kIntegers);
+  ScaleWalk walk(w, panel, group_bytes(Code, kRun), begin);
   for (int64_t k = begin; k < end; k += kRun, walk.next()) {
     walk.fetch(codes);
     const float* scales = walk.scales();
-    const __m512 scale = _mm512_loadu_ps(scales), offset = _mm512_loadu_ps(scales + kPanel);
-    for (int64_t quad = 0; quad < kRun / 4; ++quad, codes += 2 * kPanel) {
-      const __m512i both = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+    const __m512 scale = _mm512_loadu_ps(scales);
+    const __m512 offset = Code == kFloats4 ? _mm512_setzero_ps() : _mm512_loadu_ps(scales + kPanel);
+    for (int64_t at = 0; at < kRun / 4; ++at, codes += 2 * kPanel) {
+      const Quad quad(codes);
       __m512 of_input[4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const __m512 code = _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts[i]), values);
-        of_input[i] = _mm512_fmadd_ps(code, scale, offset);
-      }
+      for (int i = 0; i < 4; ++i) of_input[i] = _mm512_fmadd_ps(quad.input(values, i).all, scale, offset);
       out = store_pairs(out, of_input);
     }
   }
@@ -69,8 +68,8 @@ inline void unpack_dots8(const PackedWeight& w, int64_t panel, int64_t begin, in
 }
 
 inline __m512 from_e4m3(__m128i bytes) {
-  const __m512i fields = _mm512_and_si512(_mm512_slli_epi32(_mm512_cvtepi8_epi32(bytes), 20), _mm512_set1_epi32(kE4m3Fields));
-  return _mm512_mul_ps((__m512)fields, _mm512_set1_ps(kFromE4m3));
+  const __m256i fields = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16(kE4m3Halves));
+  return _mm512_mul_ps(_mm512_cvtph_ps(fields), _mm512_set1_ps(kFromE4m3Halves));
 }
 
 inline void unpack_floats8(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
@@ -102,7 +101,10 @@ inline Pairs unpack_pairs(const PackedWeight& w, int64_t panel, int64_t panels, 
     return {reinterpret_cast<const uint16_t*>(w.codes) + panel * stride + begin * kPanel, stride};
   }
   const int64_t stride = (end - begin) * kPanel;
-  const auto unpack = w.format == kDots4 ? unpack_dots4 : w.format == kDots8 ? unpack_dots8 : unpack_floats8;
+  const auto unpack = w.format == kDots4     ? unpack_nibbles<kDots4>
+                      : w.format == kFloats4 ? unpack_nibbles<kFloats4>
+                      : w.format == kDots8   ? unpack_dots8
+                                             : unpack_floats8;
   for (int64_t p = 0; p < panels; ++p) unpack(w, panel + p, begin, end, buffer + p * stride);
   return {buffer, stride};
 }

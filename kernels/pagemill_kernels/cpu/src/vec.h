@@ -20,6 +20,9 @@ typedef uint16_t Halves __attribute__((vector_size(16)));
 // Of the float32 with an e4m3 float's fields: its sign and the seven bits behind it, 20 bits up from a signed byte's.
 constexpr int32_t kE4m3Fields = static_cast<int32_t>(0x87f00000);
 constexpr float kFromE4m3 = 0x1p120f;  // and what that float32 is to be multiplied with
+// The same of a float16, 7 bits up: Intel's are slow at float32 below its normal range, not at float16.
+constexpr int16_t kE4m3Halves = static_cast<int16_t>(0xbf80);
+constexpr float kFromE4m3Halves = 0x1p8f;
 
 template <typename Vector>
 inline Vector load_as(const void* from) {
@@ -61,13 +64,15 @@ inline Floats from_signed_bytes(SignedBytes codes) {
 }
 
 inline Floats from_e4m3_bytes(SignedBytes codes) {
-#ifdef __AVX2__
-  const Ints wide = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&codes)));
+#ifdef __F16C__
+  const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&codes)));
+  const __m128i fields = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(kE4m3Halves));
+  return (Floats)_mm256_cvtph_ps(fields) * kFromE4m3Halves;
 #else
   const Ints wide = __builtin_convertvector(codes, Ints);
-#endif
   const Ints fields = wide << 20 & kE4m3Fields;
   return load_as<Floats>(&fields) * kFromE4m3;
+#endif
 }
 
 inline Floats from_bfloat16(Halves halves) {

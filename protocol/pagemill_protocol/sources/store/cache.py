@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from pagemill_protocol.arriving_files import arriving_folder
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import SourceKind
 from pagemill_protocol.sources.store.faults import MAKE_ROOM, explain_disk, size_text
-from pagemill_protocol.sources.store.fetch import Fetch, OnFault, Report, ignore_fault
+from pagemill_protocol.sources.store.fetch import UNWATCHED, Fetch, Report, Watch
 from pagemill_protocol.sources.store.folder import ModelFolder
 from pagemill_protocol.sources.store.record import HOLDS, NAME, is_in_use
 
@@ -58,12 +59,11 @@ class ModelCache:
         *,
         name: str | None = None,
         num_downloads: int = 4,
-        on_fault: OnFault = ignore_fault,
+        watch: Watch = UNWATCHED,
     ) -> Path:
         """The folder with the model of a remote source, which this process uses until it ends. Raises `FetchError`.
 
-        `name`: of its folder. `on_fault` is called with a fault at once; it is raised when the running downloads are
-        over, which may take hours.
+        `name`: of its folder.
         """
         folder = ModelFolder(self.root / (name or entry_name(source)))
         try:
@@ -73,7 +73,7 @@ class ModelCache:
                 return folder.target
             with folder.alone():
                 if not folder.complete:  # another process was here meanwhile
-                    Fetch(kind, source, folder, self._make_room, num_downloads, report, on_fault).run()
+                    Fetch(kind, source, folder, self._make_room, num_downloads, report, watch).run()
                 HOLDS.hold(folder.target)
         except OSError as error:
             raise explain_disk(error) from error
@@ -102,6 +102,7 @@ class ModelCache:
             if entry.path not in own and self._is_free(entry.path):
                 away = entry.path.with_name(f".{entry.path.name.strip('.')}.evicted")
                 shutil.rmtree(away, ignore_errors=True)
+                shutil.rmtree(arriving_folder(entry.path), ignore_errors=True)  # of a process that ended before ready
                 os.replace(entry.path, away)  # it disappears in one step
                 shutil.rmtree(away)
                 return True

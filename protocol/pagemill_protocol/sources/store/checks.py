@@ -15,6 +15,7 @@ from pagemill_protocol.gguf_file import check_gguf
 from pagemill_protocol.json_file import read_object
 from pagemill_protocol.safetensors_header import read_header
 from pagemill_protocol.source_errors import FetchError, SourceError
+from pagemill_protocol.sources.base import RemoteFile
 from pagemill_protocol.sources.selection import INDEX
 from pagemill_protocol.spec_from_config import check_config
 
@@ -48,9 +49,21 @@ def check_whole(path: Path, name: str, source: str) -> None:
         if check is not None:
             check(path)
     except SourceError as error:
-        message = error.message.replace(f"`{path}`", f"{source}: `{name}`")
-        path.unlink()
-        raise FetchError("ModelUnreadable", f"{message} {_UPLOAD}") from error
+        raise _unreadable(path, name, source, error) from error
+
+
+def check_begun(path: Path, file: RemoteFile, source: str) -> None:
+    """As `check_whole`, of a file of weights that ends behind its header so far."""
+    try:
+        read_header(path, file.num_bytes)
+    except SourceError as error:
+        raise _unreadable(path, file.path, source, error) from error
+
+
+def _unreadable(path: Path, name: str, source: str, error: SourceError) -> FetchError:
+    message = error.message.replace(f"`{path}`", f"{source}: `{name}`")
+    path.unlink()
+    return FetchError("ModelUnreadable", f"{message} {_UPLOAD}")
 
 
 def _check_config(folder: Path) -> None:

@@ -1,20 +1,26 @@
 """One fetch from beginning to end: list, select, make room, fetch, check, publish. `config.json` comes first.
 
-Several files are fetched at once. A download that is cut goes on where it stopped, as long as bytes keep coming.
+Several files are fetched at once. A download that is cut goes on where it stopped, as long as bytes keep coming. A
+loader may begin as soon as all is there but the weights, which then come in their order, fewer at once: the first ones
+are whole sooner.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
+from pagemill_protocol.arriving_files import ArrivingFiles, Link
+from pagemill_protocol.safetensors_header import header_end
 from pagemill_protocol.source_errors import FetchError, SourceError
-from pagemill_protocol.sources.base import RemoteFile, Repository, SourceKind
-from pagemill_protocol.sources.selection import select_files
-from pagemill_protocol.sources.store.checks import CONFIG, HEADS, check_heads, check_whole
+from pagemill_protocol.sources.base import ReadsRanges, RemoteFile, Repository, SourceKind
+from pagemill_protocol.sources.selection import INDEX, select_files
+from pagemill_protocol.sources.store.checks import CONFIG, HEADS, check_begun, check_heads, check_whole
 from pagemill_protocol.sources.store.faults import explain_disk
 from pagemill_protocol.sources.store.folder import ModelFolder
 from pagemill_protocol.sources.store.part import PartFile
@@ -24,9 +30,14 @@ TRIES = 4
 """In a row without a byte."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 PROGRESS_S = 1.0
+FIRST_BYTES = 256 * 1024
+"""Of a file of weights: most headers end before."""
+LEAST_IN_ORDER = 2
+"""Files of weights at once while the model is loaded: one may come while another is brought to the disk."""
 
 MakeRoom = Callable[[ModelFolder, int], None]
 OnFault = Callable[[FetchError], None]
+OnOpen = Callable[[Path], None]
 
 
 class Report(Protocol):
@@ -35,6 +46,18 @@ class Report(Protocol):
 
 def ignore_fault(fault: FetchError) -> None:
     """It is raised later."""
+
+
+class Watch(NamedTuple):
+    """What is reported before the end."""
+
+    on_fault: OnFault = ignore_fault
+    """A fault at once; it is raised when the running downloads are over, which may take hours."""
+    on_open: OnOpen | None = None
+    """A folder of `arriving_files` in which all is there but the weights; never where these are one file."""
+
+
+UNWATCHED = Watch()
 
 
 class Fetch:
@@ -46,7 +69,7 @@ class Fetch:
         make_room: MakeRoom,
         num_downloads: int,
         report: Report,
-        on_fault: OnFault,
+        watch: Watch,
     ) -> None:
         self._kind = kind
         self._source = source
@@ -54,7 +77,7 @@ class Fetch:
         self._make_room = make_room
         self._num_downloads = num_downloads
         self._report = report
-        self._on_fault = on_fault
+        self._watch = watch
         self._ends = threading.Event()
 
     def run(self) -> None:
@@ -75,7 +98,7 @@ class Fetch:
         self._report(event="loading", version=listing.version, num_files=len(files), num_bytes=total)
         with self._progress(files, total):
             self._fetch_heads(files)
-            self._fetch_all(files)
+            self._fetch_in_order(files, self._weights_to_load(files))
         self._unpack(files)
         self._folder.publish(self._source, listing.version)
 
@@ -87,10 +110,46 @@ class Fetch:
                 self._fetch(file)
         check_heads(self._folder.staging, names, self._repository.name)
 
-    def _fetch_all(self, files: list[RemoteFile]) -> None:
+    def _weights_to_load(self, files: list[RemoteFile]) -> list[RemoteFile]:
+        """What a loader waits for file by file; nothing where it is one file, or has no header to read."""
+        lacking = (file for file in files if file.path.endswith(".safetensors") and not self._folder.has(file))
+        weights = sorted(lacking, key=lambda file: file.path)
+        is_indexed = any(file.path == INDEX for file in files)
+        readable = isinstance(self._repository, ReadsRanges) and is_indexed
+        return weights if self._watch.on_open is not None and readable and len(weights) > 1 else []
+
+    def _fetch_in_order(self, files: list[RemoteFile], weights: list[RemoteFile]) -> None:
+        """All files; `weights` after the others, for a loader that learns where they will be."""
+        self._at_once(self._fetch, (file for file in files if file not in weights), self._num_downloads)
+        if not weights:
+            return
+        self._at_once(self._begin, weights, self._num_downloads)
+        assert isinstance(self._repository, ReadsRanges)
+        assert self._watch.on_open is not None
+        try:
+            arriving = ArrivingFiles(self._folder.target, {file.path: self._link(file) for file in files})
+        except OSError:  # a volume without links: no loader begins early
+            self._at_once(self._fetch, weights, self._num_downloads)
+            return
+
+        def fetch(file: RemoteFile) -> None:
+            self._fetch(file)
+            arriving.is_whole(file.path)
+
+        num_files = max(LEAST_IN_ORDER, self._num_downloads // self._repository.connections)
+        if self._repository.connections > 1:  # as many in all as files fetched side by side take
+            self._repository.connections = self._repository.connections * self._num_downloads // num_files
+        with closing(arriving):
+            self._watch.on_open(arriving.folder)
+            self._at_once(fetch, weights, num_files)
+
+    def _link(self, file: RemoteFile) -> Link:
+        return Link(self._folder.place(file), file.num_bytes, self._folder.has(file))
+
+    def _at_once(self, fetch: Callable[[RemoteFile], None], files: Iterable[RemoteFile], num_downloads: int) -> None:
         # The folder stays locked until all writers have finished.
-        with ThreadPoolExecutor(self._num_downloads) as pool:
-            downloads = [pool.submit(self._fetch, file) for file in files]
+        with ThreadPoolExecutor(num_downloads) as pool:
+            downloads = [pool.submit(fetch, file) for file in files]
             wait(downloads, return_when=FIRST_EXCEPTION)
             fault = next((done.exception() for done in downloads if done.done() and done.exception()), None)
             if fault is None:
@@ -98,9 +157,9 @@ class Fetch:
             self._ends.set()
             pool.shutdown(wait=False, cancel_futures=True)
             if isinstance(fault, FetchError):
-                self._on_fault(fault)
+                self._watch.on_fault(fault)
             elif isinstance(fault, OSError):
-                self._on_fault(explain_disk(fault))
+                self._watch.on_fault(explain_disk(fault))
             raise fault
 
     def _fetch(self, file: RemoteFile) -> None:
@@ -112,11 +171,32 @@ class Fetch:
         check_whole(self._folder.staging / file.path, file.path, self._repository.name)
         self._report(event="file", path=file.path, num_bytes=file.num_bytes)
 
+    def _begin(self, file: RemoteFile) -> None:
+        """As much of a file of weights as says what it holds."""
+        if self._folder.has(file):
+            return
+        with self._folder.part(file) as part:
+            self._until(lambda: _header_is_there(file, part), part, lambda: self._append_header(file, part))
+        check_begun(self._folder.place(file), file, self._repository.name)
+
+    def _append_header(self, file: RemoteFile, part: PartFile) -> None:
+        assert isinstance(self._repository, ReadsRanges)
+        start = part.num_bytes
+        wanted = FIRST_BYTES if start < 8 else header_end(os.pread(part.fileno(), 8, 0)) - start
+        part.write(self._repository.read_range(file, self._version, start, wanted))
+        if part.num_bytes == start:
+            raise self._too_short(file, part)
+
     def _complete(self, file: RemoteFile, part: PartFile) -> None:
+        self._until(lambda: part.num_bytes >= file.num_bytes, part, lambda: self._append(file, part))
+
+    def _until(self, done: Callable[[], bool], part: PartFile, append: Callable[[], None]) -> None:
+        """`append` to the part, as long as bytes keep coming."""
         failures = 0
-        while (before := part.num_bytes) < file.num_bytes:
+        while not done():
+            before = part.num_bytes
             try:
-                self._append(file, part)
+                append()
             except FetchError as error:
                 failures = 0 if part.num_bytes > before else failures + 1
                 if error.reason == "SourceChanged":
@@ -129,8 +209,11 @@ class Fetch:
     def _append(self, file: RemoteFile, part: PartFile) -> None:
         self._repository.fetch(file, self._version, part)
         if part.num_bytes < file.num_bytes:
-            message = f"{self._repository.name}: `{file.path}` ended after {part.num_bytes} of {file.num_bytes} bytes."
-            raise FetchError("SourceUnreachable", f"{message} The next try goes on there; check the server's file.")
+            raise self._too_short(file, part)
+
+    def _too_short(self, file: RemoteFile, part: PartFile) -> FetchError:
+        message = f"{self._repository.name}: `{file.path}` ended after {part.num_bytes} of {file.num_bytes} bytes."
+        return FetchError("SourceUnreachable", f"{message} The next try goes on there; check the server's file.")
 
     def _unpack(self, files: list[RemoteFile]) -> None:
         """In the order of the layers: a later one replaces what an earlier one holds."""
@@ -163,6 +246,12 @@ class Fetch:
         finally:
             ended.set()
             thread.join()
+
+
+def _header_is_there(file: RemoteFile, part: PartFile) -> bool:
+    """Or the file is none: its header would be longer than itself."""
+    end = header_end(os.pread(part.fileno(), 8, 0)) if part.num_bytes >= 8 else 8
+    return end <= part.num_bytes or file.num_bytes < end
 
 
 @contextmanager

@@ -85,6 +85,10 @@ class ModelFolder:
     def has(self, file: RemoteFile) -> bool:
         return (self.staging / file.path).is_file()
 
+    def place(self, file: RemoteFile) -> Path:
+        """Where it lies, as far as it is here."""
+        return self.staging / file.path if self.has(file) else self._part(file)
+
     def accept(self, file: RemoteFile, part: PartFile) -> None:
         """The part file is whole and right. Raises `FetchError`; the next run fetches it again then."""
         num_bytes = part.num_bytes
