@@ -188,7 +188,12 @@ async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int, has_
         try:
             await _furnish(gateway, bundle, num_pods)
             app = uvicorn.Config(
-                data_app(gateway.worker), http=bounded_protocol(), log_config=None, lifespan="off", access_log=False
+                data_app(gateway.worker),
+                http=bounded_protocol(),
+                log_config=None,
+                lifespan="off",
+                access_log=False,
+                proxy_headers=False,
             )
             app.load()
             wire = Wire()

@@ -183,6 +183,7 @@ def _server(app: ASGIApp, config: GatewayConfig) -> _Server:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # no address or scheme of a client is looked at
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=5,

@@ -335,6 +335,7 @@ class _HttpServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # no address or scheme of a client is looked at
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
