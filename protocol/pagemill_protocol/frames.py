@@ -193,11 +193,14 @@ class MessageDecoder(Generic[Message]):
     def feed(self, data: bytes) -> list[Message]:
         """The messages that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
         _refuse_failed(self._failed)
-        self._buffer.append(data)
         messages: list[Message] = []
         try:
-            while (message := self._next()) is not None:
-                messages.append(message)
+            if len(self._buffer):
+                self._buffer.append(data)
+                while (message := self._next()) is not None:
+                    messages.append(message)
+            else:
+                self._take_whole(data, messages)
         except FrameError:
             self._failed = True
             raise
@@ -206,6 +209,21 @@ class MessageDecoder(Generic[Message]):
     def close(self) -> None:
         """The stream ended. Raises `FrameError` if it ended inside a frame."""
         _check_empty(self._buffer)
+
+    def _take_whole(self, data: bytes, messages: list[Message]) -> None:
+        """The complete messages at the start of `data`, decoded without the buffer, which keeps the rest."""
+        start, end, header_bytes = 0, len(data), _MESSAGE_HEADER.size
+        while end - start >= header_bytes:
+            (size,) = _MESSAGE_HEADER.unpack_from(data, start)
+            message_at = start + header_bytes
+            if size > self._limit:
+                _check_size(self._what, size, self._limit)
+            if message_at + size > end:
+                break
+            start = message_at + size
+            messages.append(self._decode(data[message_at:start]))
+        if start < end:
+            self._buffer.append(memoryview(data)[start:])
 
     def _next(self) -> Message | None:
         buffer = self._buffer
@@ -216,8 +234,11 @@ class MessageDecoder(Generic[Message]):
         if len(buffer) < _MESSAGE_HEADER.size + size:
             return None
         buffer.skip(_MESSAGE_HEADER.size)
+        return self._decode(buffer.take(size))
+
+    def _decode(self, data: bytes) -> Message:
         try:
-            return self._decoder.decode(buffer.take(size))
+            return self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(f"A {self._what} frame cannot be read: {error}") from error
 

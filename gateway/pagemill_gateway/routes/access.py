@@ -146,4 +146,4 @@ def _line(record: RequestRecord, method: str, trace_id: str) -> str:
         "ended_by_limit": record.ended_by_limit or None,
         "error": record.error_code,
     }
-    return orjson.dumps({name: value for name, value in fields.items() if value not in ("", None, [], 0)}).decode()
+    return orjson.dumps({name: value for name, value in fields.items() if value}).decode()

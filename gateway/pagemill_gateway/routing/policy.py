@@ -9,6 +9,7 @@ numbers included, so a decision can be repeated from its record. It does not acc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from pagemill_gateway.routing.cost_terms import CostBasis
@@ -83,8 +84,10 @@ class RoutingPolicy(Protocol):
 
 def least_busy(candidates: Sequence[Candidate]) -> Candidate:
     """The one with the fewest requests; ties go to the one that was chosen longest ago."""
-    return min(candidates, key=_busyness)
+    counts = [each.in_flight + each.external for each in candidates]  # a call for each of hundreds costs more
+    fewest = min(counts)
+    tied = [each for each, count in zip(candidates, counts, strict=True) if count == fewest]
+    return tied[0] if len(tied) == 1 else min(tied, key=_LAST_CHOSEN)
 
 
-def _busyness(candidate: Candidate) -> tuple[int, int]:
-    return candidate.in_flight + candidate.external, candidate.last_chosen
+_LAST_CHOSEN = attrgetter("last_chosen")
