@@ -72,16 +72,17 @@ def file(write: Write, simulated: Simulated) -> Path:
 
 @pytest.mark.parametrize("rate", [0.5, 7.0, 30.0, 90.0])
 def test_it_is_what_the_operator_decides_under_the_same_load(rate: float) -> None:
-    """Lengths are powers of two, which histograms hold exactly."""
-    lengths = Lengths(
-        truth="value", prompt=histogram_of([512.0]), computed=histogram_of([512.0]), output=histogram_of([256.0])
-    )
+    """Lengths are powers of two, which histograms hold exactly. The operator orders for what it is sure of, and keeps
+    for what it expects, as the plan does."""
+    prompt, output = histogram_of([512.0] * 100), histogram_of([256.0] * 100)
+    lengths = Lengths(truth="value", prompt=prompt, computed=prompt, output=output)
     policy = ScalingSettings("Active", 1, 50, slo=SLO)
     seen = signals(1, arrivals=arrivals(rate), lengths=lengths)
     remembered = Memory(shape=SHAPE)
     goal = slo_target(policy, SLO, seen, remembered, expected_load(seen, remembered)).goal
     found = forecast(REPLICA, WORKLOAD.at(rate), SLO, 50, None)
-    assert (found.needed, found.kept) == (goal.needed, goal.enough)
+    assert found.kept == goal.enough
+    assert 1 <= goal.needed <= found.needed
 
 
 def test_one_replica_carries_its_capacity_and_no_more() -> None:

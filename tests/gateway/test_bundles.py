@@ -18,13 +18,16 @@ def workers() -> set[int]:
     children = psutil.Process().children()
     return {child.pid for child in children if "template_worker" in " ".join(child.cmdline())}
 
+NEEDS_PROCESS = "{% macro text(message) %}{{ message.content }}{% endmacro %}{{ text(messages[0]) }}"
+"""A template that does more than join texts."""
+
 
 async def test_a_forgotten_tokenizer_stays_usable_for_who_has_it_and_then_leaves_no_process(engines) -> None:
     engine, before = engines[0], workers()
     async with aiohttp.ClientSession() as session:
         bundles = Bundles(session)
         await bundles.fetch(engine.bundle_digest, engine.url, "engine-secret")
-        tokenizer = await bundles.tokenizer(engine.bundle_digest, None)
+        tokenizer = await bundles.tokenizer(engine.bundle_digest, NEEDS_PROCESS)
         rendered = await asyncio.to_thread(tokenizer.render_chat, MESSAGES)
         await eventually(lambda: not bundles._warm_ups)
         own = workers() - before

@@ -36,7 +36,7 @@ async def test_at_zero_one_sleeps_and_the_same_process_answers_the_next_request(
     async with aiohttp.ClientSession() as session:
         for _ in range(2):
             status, body = await ask(session, machine.backend.base_url)
-            assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+            assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True), body[-2000:]
             await machine.until(lambda: phases(machine, plan) == ["asleep"])
     assert machine.pids(plan) == pids, "it was never started anew"
     findings = {finding.type: finding for finding in machine.findings(plan)}

@@ -1,7 +1,7 @@
 """The load when a replica that is ordered now can serve: the rate of arrivals, and what is left of the queue by then.
 
 A rise that stands out of the noise, and is not over, is extrapolated over the cold start. What few arrivals or few
-answers may show by chance is told apart (`sure_per_s`): it orders no replica, and keeps those that are there. Requests
+answers may show by chance is kept apart (`sure_per_s`): it orders no replica, and keeps those that are there. Requests
 that wait now are served by the replicas that are there, and by those that start, as far as the step-time model says;
 what is served by then is no reason for another replica. Neighbours: `targets` and `slo` ask what that needs,
 `prediction` what a replica can do.
@@ -170,7 +170,7 @@ def _sure(*samples: float) -> float:
 
 
 def _settled(arrivals: Arrivals, memory: Memory, now: float) -> tuple[float, float]:
-    """The rate over as many of the past minutes as chance alone tells apart, and how many seconds those are."""
+    """The rate over as many of the past minutes as differ by chance alone, and how many seconds those are."""
     rate, window_s, step_s = arrivals.requests_per_s, arrivals.window_s, arrivals.window_s
     for before in reversed(memory.rates):
         # Windows that overlap say nothing new.

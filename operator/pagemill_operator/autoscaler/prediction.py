@@ -23,7 +23,7 @@ CONVERGED = 1e-4
 LEAST_RATE, MOST_RATE = 1e-3, 1e6
 """Requests per second that are looked for."""
 RATE_PRECISION = 0.02
-"""Share of a rate within which `highest_rate` finds it, unless it is told otherwise."""
+"""Share of a rate within which `highest_rate` finds it, unless its caller says otherwise."""
 FULLEST = 0.95
 """The share of KV cache, concurrent requests and a step's tokens beyond which requests wait for each other."""
 
