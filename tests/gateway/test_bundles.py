@@ -18,6 +18,7 @@ def workers() -> set[int]:
     children = psutil.Process().children()
     return {child.pid for child in children if "template_worker" in " ".join(child.cmdline())}
 
+
 NEEDS_PROCESS = "{% macro text(message) %}{{ message.content }}{% endmacro %}{{ text(messages[0]) }}"
 """A template that does more than join texts."""
 
