@@ -9,7 +9,7 @@ import torch
 from code_kinds import KINDS, check_threads_change_nothing, group_codes, values_of
 
 from pagemill_kernels import torch_ops as native
-from pagemill_kernels.cpu import library
+from pagemill_kernels.cpu import library, processor
 from pagemill_kernels.linear import groups
 from pagemill_kernels.linear import native as packing
 from pagemill_kernels.linear.native import BFLOAT16_ROWS, NativeLinear
@@ -30,6 +30,7 @@ Packer = Callable[..., tuple[NativeLinear, torch.Tensor]]
 def pack(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Packer:
     """A packed weight and its values, always multiplied in the same way."""
     monkeypatch.setattr(packing, "BFLOAT16_ROWS", PRODUCTS[request.param])
+    monkeypatch.setattr(processor, "multiplies_integers_faster", lambda: False)
     return packed
 
 
@@ -136,9 +137,12 @@ def test_of_one_kind_of_products_a_rows_result_does_not_depend_on_how_many_rows_
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16(bits: int) -> None:
+def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16_where_that_is_faster(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Integers of 16 bits are a hundred times as exact."""
     torch.manual_seed(0)
+    monkeypatch.setattr(processor, "multiplies_integers_faster", lambda: False)
     first = BFLOAT16_ROWS
     linear, weight = packed(f"codes{bits}", 256, 576)
     x = torch.randn(first, 576)
@@ -146,6 +150,10 @@ def test_few_rows_of_codes_are_multiplied_in_integers_and_many_in_bfloat16(bits:
     few, many = linear(x[:-1]) - expected[:-1], linear(x) - expected
     assert 0 < few.norm() < 1e-4 * expected.norm()
     assert 1e-3 * expected.norm() < many.norm() < 1e-2 * expected.norm()
+    monkeypatch.setattr(processor, "multiplies_integers_faster", lambda: True)
+    torch.manual_seed(0)
+    linear, weight = packed(f"codes{bits}", 256, 576)
+    assert (linear(x) - x.double() @ weight.double().T).norm() < 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -45,10 +45,22 @@ def test_flags_give_all_levels_that_need_no_others(
 def test_the_flags_are_the_first_processors(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\nvmx flags\t: ept\n\nflags\t\t: fpu\n")
+    machine.setattr(processor, "_fields", processor._fields.__wrapped__)
     machine.setattr(processor, "_CPUINFO", cpuinfo)
-    assert processor.flags.__wrapped__() == {"fpu", "avx2", "fma"}
+    assert processor.flags() == {"fpu", "avx2", "fma"}
     machine.setattr(processor, "_CPUINFO", tmp_path / "absent")
-    assert processor.flags.__wrapped__() == set()
+    assert processor.flags() == set()
+
+
+@pytest.mark.parametrize(("vendor", "faster"), [("GenuineIntel", True), ("AuthenticAMD", False), ("", False)])
+def test_codes_stay_integers_on_processors_that_multiply_them_faster(
+    vendor: str, faster: bool, machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n" if vendor else "processor\t: 0\n")
+    machine.setattr(processor, "_fields", processor._fields.__wrapped__)
+    machine.setattr(processor, "_CPUINFO", cpuinfo)
+    assert processor.multiplies_integers_faster() is faster
 
 
 def test_another_machine_needs_no_flags_or_has_no_kernels(machine: pytest.MonkeyPatch) -> None:

@@ -27,14 +27,19 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
-def flags() -> frozenset[str]:
-    """Empty where the system does not say."""
+def _fields() -> dict[str, str]:
+    """Of the first processor; empty where the system does not say."""
     try:
         text = _CPUINFO.read_text()
     except OSError:
-        return frozenset()
-    lines = (line.partition(":") for line in text.splitlines())
-    return next((frozenset(found.split()) for name, _, found in lines if name.strip() == "flags"), frozenset())
+        return {}
+    lines = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def flags() -> frozenset[str]:
+    """Empty where the system does not say."""
+    return frozenset(_fields().get("flags", "").split())
 
 
 def fitting_levels() -> tuple[str, ...]:
@@ -67,6 +72,12 @@ def why_no_level() -> str:
 def multiplies_bfloat16() -> bool:
     """Whoever's kernels do it: no where the setting chose a level without."""
     return "avx512_bf16" in flags() and chosen_level() in ("", NONE, _BFLOAT16)
+
+
+def multiplies_integers_faster() -> bool:
+    """Than bfloat16, at any number of rows: Intel's units of AVX512_BF16 work at half the rate of those of AVX512_VNNI,
+    AMD's at the same one (docs/benchmarks.md)."""
+    return _fields().get("vendor_id") == "GenuineIntel"
 
 
 def has_amx() -> bool:

@@ -13,11 +13,12 @@ import numpy as np
 
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array, address, optional_address
-from pagemill_kernels.cpu import launch, library
+from pagemill_kernels.cpu import launch, library, processor
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 BFLOAT16_ROWS = 9
-"""Rows from which on products in bfloat16 are faster than those in integers, codes of 4 bits or of 8."""
+"""Rows from which on products in bfloat16 are faster than those in integers, codes of 4 bits or of 8; on processors
+that multiply integers faster they never are."""
 
 
 class _Packed(NamedTuple):
@@ -151,7 +152,8 @@ def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLin
     """
     if not library.has_bfloat16():
         return pack_codes_for_dots(weight, bias)
-    return _pack_codes(weight, bias, _floats_format(weight) or _dots_format(weight.bits), BFLOAT16_ROWS)
+    floats = _floats_format(weight)
+    return _pack_codes(weight, bias, floats or _dots_format(weight.bits), BFLOAT16_ROWS if floats else _dots_rows())
 
 
 def pack_codes_for_dots(weight: GroupCodes, bias: Array | None) -> NativeLinear:
@@ -225,7 +227,12 @@ def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Array | None) -> NativeLi
     """`pack_codes_for_bfloat16` of blocks as they lie in a file."""
     if not library.has_bfloat16():
         return pack_blocks_for_dots(weight, bias)
-    return _pack_blocks(weight, bias, _dots_format(weight.bits), BFLOAT16_ROWS)
+    return _pack_blocks(weight, bias, _dots_format(weight.bits), _dots_rows())
+
+
+def _dots_rows() -> int:
+    """From how many rows on codes that few rows meet in integers are multiplied in bfloat16; 0: never."""
+    return 0 if processor.multiplies_integers_faster() else BFLOAT16_ROWS
 
 
 def _dots_format(bits: int) -> int:
