@@ -75,8 +75,8 @@ def multiplies_bfloat16() -> bool:
 
 
 def multiplies_integers_faster() -> bool:
-    """Than bfloat16, at any number of rows: Intel's units of AVX512_BF16 work at half the rate of those of AVX512_VNNI,
-    AMD's at the same one (docs/benchmarks.md)."""
+    """Than bfloat16, at any number of rows, as measured on Intel's processors; on AMD's bfloat16 is faster for many
+    (docs/benchmarks.md)."""
     return _fields().get("vendor_id") == "GenuineIntel"
 
 
