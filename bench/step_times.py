@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
-from report import emit, markdown_table
+from report import emit, markdown_table, progress
 from simulator_truth import CALIBRATION, SIGMA, TRACES
 from truth.compare import Latencies
 from workload import MODEL
@@ -111,7 +110,7 @@ def main() -> None:
     learning = RealEngine("calibration", requests, core, clock)
     learning.run()
     learned = core.step_time.params()
-    _tell(f"after the sweep {swept}, after {len(requests)} requests {learned}")
+    progress(f"after the sweep {swept}, after {len(requests)} requests {learned}")
     steps += learning.steps
     for load, trace in traces(args.rate, args.seconds).items():
         if load not in args.loads:
@@ -122,7 +121,7 @@ def main() -> None:
         figures = compared(real, trace, learned, core) | of_steps(real.steps, swept, learned)
         result[load] = figures
         rows += [[load, len(trace), name, *_cells(*pair)] for name, pair in figures.items()]
-        _tell(f"{load}: {json.dumps(figures)}")
+        progress(f"{load}: {json.dumps(figures)}")
     if args.steps is not None:
         args.steps.write_bytes(msgspec.json.encode(steps))
     if args.markdown:
@@ -205,10 +204,6 @@ def _quantiles(latencies: Sequence[Latency]) -> dict[str, float]:
 
 def _cells(measured: float, simulated: float) -> list[str]:
     return [f"{measured:.1f}", f"{simulated:.1f}", f"{100 * (simulated / measured - 1):+.0f}"]
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 def _arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ from typing import Literal
 from pagemill_gateway.brain.interface import DEFAULT_TICKET, Assignment, FailureKind, QueueTicket, Target
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.generate import FinishReason, FrameMeta, GenerateRequest, Usage
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
+from pagemill_protocol.sampling import SamplingParams, gives_way
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class RequestRecord:
     def served_by(self, target: Target, requests: Sequence[GenerateRequest]) -> None:
         self.model = target.model
         self.deployment = target.deployment
-        self.gives_way = requests[0].priority >= UNHURRIED_PRIORITY
+        self.gives_way = gives_way(requests[0].priority)
         self.response_id = requests[0].response_id or requests[0].request_id
         self.stream = requests[0].stream
         self.dialect = requests[0].dialect

@@ -33,9 +33,14 @@ MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it, and have to stay finite in float32."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+"""Wide enough for clients that send times in seconds; the same for clients and gateways."""
 UNHURRIED_PRIORITY = 50_000
 """Requests of this priority and beyond give way to all others: lines of batches."""
-"""Wide enough for clients that send times in seconds; the same for clients and gateways."""
+
+
+def gives_way(priority: int) -> bool:
+    """To all requests that are more urgent, as a batch's line does."""
+    return priority >= UNHURRIED_PRIORITY
 
 
 class Bounds(NamedTuple):

@@ -144,7 +144,7 @@ async def test_silence_beyond_the_limit_raises() -> None:
             await connection.left_frame(0.05)
 
 
-async def test_garbage_ends_the_stream_after_the_frames_before_it() -> None:
+async def test_garbage_ends_the_stream() -> None:
     applied = Applied()
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))

@@ -116,7 +116,7 @@ class Counted:
 
 
 def encode(encoder: SegmentEncoder, text: str, by: Counted, max_tokens: int = 10_000, scope: str = "") -> list[int]:
-    return encoder.encode(text, max_tokens, by, lambda piece: len(by(piece)), "messages", scope)
+    return encoder.encode(text, max_tokens, by, "messages", scope)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pagemill_engine.scheduler.beams import BeamSearch
 from pagemill_engine.scheduler.prompt_report import PromptReport
 from pagemill_protocol.pooling import PoolingParams
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY, SamplingParams
+from pagemill_protocol.sampling import SamplingParams, gives_way
 
 if TYPE_CHECKING:
     from pagemill_engine.grammar.token_state import TokenState
@@ -92,7 +92,7 @@ class Sequence:
     @property
     def is_unhurried(self) -> bool:
         """It gives way to every sequence that is not."""
-        return self.priority >= UNHURRIED_PRIORITY
+        return gives_way(self.priority)
 
     @property
     def num_tokens(self) -> int:

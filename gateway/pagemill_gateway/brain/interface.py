@@ -10,7 +10,7 @@ import math
 from typing import Literal, NamedTuple, Protocol
 
 from pagemill_protocol.answers.registry import ParserSettings
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY
+from pagemill_protocol.sampling import gives_way
 
 EngineFailureKind = Literal["lost", "killed", "crashed"]
 FailureKind = Literal["refused", "declined", "unreachable", "lost", "killed", "stalled", "crashed", "broken", "request"]
@@ -66,7 +66,7 @@ class QueueTicket(NamedTuple):
     @property
     def gives_way(self) -> bool:
         """To all others, as a batch's line does: it is no reason for another engine."""
-        return self.priority >= UNHURRIED_PRIORITY
+        return gives_way(self.priority)
 
 
 DEFAULT_TICKET = QueueTicket()

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from http import HTTPStatus
 
 from pagemill_gateway.engine_http.engine_connection import MAX_UNREAD_BYTES, EngineConnection
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.state import StateFrame
-
-OK = 200
 
 
 class StateConnection(EngineConnection):
@@ -66,7 +65,7 @@ class StateConnection(EngineConnection):
     # What parser and transport call.
 
     def on_body(self, body: bytes) -> None:
-        if self.status != OK:
+        if self.status != HTTPStatus.OK:
             super().on_body(body)
             return
         self._num_body_bytes += len(body)
@@ -74,7 +73,9 @@ class StateConnection(EngineConnection):
         try:
             for frame in self._decoder.feed(body):
                 if self._left or self._news is None or self._news.done() or not self._apply(frame):
-                    self._leave(frame, len(body))
+                    self._left.append(frame)
+            if self._left:
+                self._leave(len(body))
         except Exception as error:
             self._fault = error
             self._transport.abort()
@@ -88,8 +89,8 @@ class StateConnection(EngineConnection):
         super().connection_lost(error)
         self._notify()
 
-    def _leave(self, frame: StateFrame, num_bytes: int) -> None:
-        self._left.append(frame)
+    def _leave(self, num_bytes: int) -> None:
+        """So many bytes brought frames that wait for the task."""
         self._num_left_bytes += num_bytes
         if self._num_left_bytes > MAX_UNREAD_BYTES and self._reads and not self._transport.is_closing():
             self._reads = False

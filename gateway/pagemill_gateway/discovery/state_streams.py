@@ -17,6 +17,7 @@ import socket
 import ssl
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -27,7 +28,7 @@ from pagemill_gateway.brain.endpoints.reports import StateGap
 from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers
-from pagemill_gateway.discovery.state_connection import OK, StateConnection
+from pagemill_gateway.discovery.state_connection import StateConnection
 from pagemill_gateway.engine_http.connecting import CannotConnect, Connector, Origin, origin_of, request_head
 from pagemill_protocol.bounded import TooLarge, read_bounded
 from pagemill_protocol.frames import FrameError
@@ -185,9 +186,9 @@ class StateStreams:
         async with asyncio.timeout(self._config.state_idle_timeout_s):
             await connection.ask(head, b"")
         progress.opened = True
-        if connection.status == 401:
+        if connection.status == HTTPStatus.UNAUTHORIZED:
             raise StreamRefused(WRONG_TOKEN)
-        if connection.status != OK:
+        if connection.status != HTTPStatus.OK:
             raise StreamRefused(f"/internal/state answered {connection.status}")
         check_peer("The engine", {PROTOCOL_HEADER: connection.header(PROTOCOL_HEADER.lower().encode())})
 

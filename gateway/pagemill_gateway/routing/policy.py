@@ -87,7 +87,4 @@ def least_busy(candidates: Sequence[Candidate]) -> Candidate:
     counts = [each.in_flight + each.external for each in candidates]  # a call for each of hundreds costs more
     fewest = min(counts)
     tied = [each for each, count in zip(candidates, counts, strict=True) if count == fewest]
-    return tied[0] if len(tied) == 1 else min(tied, key=_LAST_CHOSEN)
-
-
-_LAST_CHOSEN = attrgetter("last_chosen")
+    return tied[0] if len(tied) == 1 else min(tied, key=attrgetter("last_chosen"))

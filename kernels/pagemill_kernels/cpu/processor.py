@@ -70,7 +70,7 @@ def why_no_level() -> str:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whoever's kernels do it: no where the setting chose a level without."""
+    """Whether any kernels may, ours or others': no where the setting chose a level without."""
     return "avx512_bf16" in flags() and chosen_level() in ("", NONE, _BFLOAT16)
 
 

@@ -114,9 +114,8 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._current is not None:
-            self._current.scope[
-                "extensions"
-            ] = {}  # they refer to the request: it would be left to the garbage collector
+            # They refer to the request, which would be left to the garbage collector.
+            self._current.scope["extensions"] = {}
         refusal = None if self.pipeline else self._refusal
         super().on_response_complete()
         if refusal is not None and not self.transport.is_closing():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagemill_protocol.errors import context_length_exceeded
-from pagemill_protocol.text.fitting import CountTokens, check_pieces
+from pagemill_protocol.text.fitting import check_pieces
 
 MAX_KEPT_TOKENS = 1024 * 1024
 """Of all remembered segments: some 10 MiB with their texts."""
@@ -57,31 +57,31 @@ class SegmentEncoder:
         return self._num_kept_tokens
 
     def encode(
-        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], count: CountTokens, param: str, scope: str
+        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], param: str, scope: str
     ) -> list[int]:
         """The tokens of `text` without those that a tokenizer adds around it. Raises `PagemillError` 400 for more than
         `max_tokens`, as soon as that is known.
 
-        `encode` and `count`: of one segment. `scope`: whoever has another one cannot learn, by how long it takes, what
-        was encoded in this one. `param`: the request's field that holds the text.
+        `encode`: of one segment. `scope`: requests of another one cannot learn, by how long they take, what was encoded
+        in this one. `param`: the request's field that holds the text.
         """
         ids: list[int] = []
         start = 0
         for special in self._pattern.finditer(text):
             if special.start() > start:
-                ids.extend(self._segment(text[start : special.start()], max_tokens, encode, count, param, scope))
+                ids.extend(self._segment(text[start : special.start()], max_tokens, encode, param, scope))
             ids.append(self._special_ids[special.group()])
             start = special.end()
             if len(ids) > max_tokens:
                 raise context_length_exceeded(f"at least {len(ids)}", max_tokens, param)
         if start < len(text):
-            ids.extend(self._segment(text[start:], max_tokens, encode, count, param, scope))
+            ids.extend(self._segment(text[start:], max_tokens, encode, param, scope))
         if len(ids) > max_tokens:
             raise context_length_exceeded(len(ids), max_tokens, param)
         return ids
 
     def _segment(
-        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], count: CountTokens, param: str, scope: str
+        self, text: str, max_tokens: int, encode: Callable[[str], list[int]], param: str, scope: str
     ) -> array[int]:
         key = scope, text
         with self._lock:
@@ -90,7 +90,7 @@ class SegmentEncoder:
                 self._kept.move_to_end(key)
                 return known
         if len(text) > max(max_tokens, LONG_SEGMENT_CHARS):
-            check_pieces(text, max_tokens, self._longest_entry_bytes, count, param)
+            check_pieces(text, max_tokens, self._longest_entry_bytes, lambda piece: len(encode(piece)), param)
         ids = array("I", encode(text))
         if len(ids) <= MAX_SEGMENT_TOKENS:
             self._keep(key, ids)

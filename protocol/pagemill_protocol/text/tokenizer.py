@@ -79,7 +79,7 @@ class Tokenizer:
         max_tokens = max_tokens or LARGEST_CONTEXT
         if self._segments is not None and scope is not None and not add_special_tokens:
             check_size(_as_utf8(text), max_tokens, self._coverage, param)
-            return self._segments.encode(text, max_tokens, self._encode_segment, self._count, param, scope)
+            return self._segments.encode(text, max_tokens, self._encode_segment, param, scope)
         self._check_length(text, max_tokens, param)
         ids = self.encode(text, add_special_tokens)
         if len(ids) > max_tokens:

@@ -465,7 +465,7 @@ class FastPod:
         self._is_stuck = False
 
     def _newest(self) -> Row:
-        """Whoever is preempted first: of all that run, the latest to arrive of those that give way, else of all."""
+        """What is preempted first: of all that run, the latest to arrive of those that give way, else of all."""
         rows = [row for _, _, row in self._decoding]
         rows += [row for _, row in self._prefilling]
         rows += self._leaving

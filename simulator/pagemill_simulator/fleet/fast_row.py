@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pagemill_protocol.sampling import UNHURRIED_PRIORITY
+from pagemill_protocol.sampling import gives_way
 from pagemill_simulator.fleet.fast_kv import Owner
 
 
@@ -62,7 +62,7 @@ class Row:
     @property
     def is_unhurried(self) -> bool:
         """As `pagemill_engine.scheduler.sequence.Sequence`."""
-        return self.priority >= UNHURRIED_PRIORITY
+        return gives_way(self.priority)
 
     @property
     def num_due_tokens(self) -> int:
