@@ -47,9 +47,15 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize(("rows", "in_tiles"), [(1, True), (70, True), (70, False)], ids=["1", "70", "as floats"])
 @pytest.mark.parametrize("kind", CODES)
-def test_products_equal_the_dequantized_weights(kind: str, rows: int) -> None:
+def test_products_equal_the_dequantized_weights(
+    kind: str, rows: int, in_tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of many rows turn some rows of the weight into floats at a time: here 13 of up to 40."""
+    most = 1 << 30 if in_tiles else 0
+    monkeypatch.setattr(triton_launch, "MOST_ROWS_IN_TILES", {4: most, 8: most})
+    monkeypatch.setattr(triton_launch, "FLOATS_AT_ONCE", 13 * CODES[kind].codes.shape[1])
     weight = values_of(CODES[kind]).to(DEVICE)
     bias = random(len(weight), seed=3)
     linear = triton_launch.pack_codes(CODES[kind], bias)

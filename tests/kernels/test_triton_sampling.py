@@ -58,9 +58,15 @@ def check(logits: torch.Tensor, batch: SamplingBatch) -> None:
     assert ours.finite.tolist() == theirs.finite.tolist()
 
 
+def set_sizes(monkeypatch: pytest.MonkeyPatch, block: int, capacity: int) -> None:
+    for name in ("BLOCK", "CUT_BLOCK", "PIECE_BLOCK"):
+        monkeypatch.setattr(sampling, name, block)
+    monkeypatch.setattr(sampling, "CAPACITY", capacity)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "BLOCK", 64)
+    set_sizes(monkeypatch, 64, 16)
 
 
 FILTERS = {
@@ -77,20 +83,23 @@ FILTERS = {
     temperature=st.sampled_from([0.0, 1e-5, 0.3, 1.0, 2.0]),
     spread=st.sampled_from([0.0, 0.01, 3.0, 40.0]),
     rounded=st.booleans(),
+    capacity=st.sampled_from([1, 8, 32, 128]),
     **FILTERS,
 )
-def test_tokens_are_the_references(seed: int, vocab_size: int, spread: float, rounded: bool, **values: float) -> None:
-    """Rounded logits have many ties, at the cut and elsewhere."""
+def test_tokens_are_the_references(
+    seed: int, vocab_size: int, spread: float, rounded: bool, capacity: int, **values: float
+) -> None:
+    """Rounded logits have many ties, at the cut and elsewhere; a small list is full before the cut is found."""
     logits = logits_of(2, vocab_size, seed, spread)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "BLOCK", 64)
+        set_sizes(patch, 64, capacity)
         check(logits.round() if rounded else logits, SamplingBatch(draws_of(2, seed, **values)))
 
 
 @pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (2.0, True)], ids=["peaked", "flat", "ties"])
 def test_a_real_vocabulary(spread: float, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not HAS_GPU:  # one tile: the interpreter's time is that of its calls
-        monkeypatch.setattr(sampling, "BLOCK", 1 << 16)
+        set_sizes(monkeypatch, 1 << 16, 1 << 12)
     logits = logits_of(4, 49_153, spread=spread)
     values = {"top_k": [1 << 30, 50, 3000, 1 << 30], "top_p": [0.95, 1.0, 0.8, 1.0], "temperature": [0.7, 1, 1.5, 1]}
     check((logits * 8).round() / 8 if ties else logits, SamplingBatch(draws_of(4, **values)))

@@ -91,11 +91,19 @@ def test_products_equal_the_formula(dtype: torch.dtype, shape: tuple[int, int], 
     linear = triton_launch.ScaledLinear(weight, bias)
     x = random(rows, shape[1], seed=4)
     expected = reference.multiply(x, weight, bias)
-    torch.testing.assert_close(linear(x), expected, atol=1e-3, rtol=1e-4)
+    most = 1e-3 + 1e-4 * expected.abs()
+    if HAS_GPU and dtype == torch.float8_e4m3fn:
+        # Hopper's matrix units keep 14 bits of the largest number while they add up e4m3 products.
+        most += 2**-12 * reference.multiply(x.abs(), ChannelCodes(magnitudes(weight.codes), weight.scales), None)
+    assert ((linear(x) - expected).abs() <= most).all()
     out = random(rows, shape[0], seed=5)
     total = out + expected
     linear.add_to(out, x)
-    torch.testing.assert_close(out, total, atol=1e-3, rtol=1e-4)
+    assert ((out - total).abs() <= most).all()
+
+
+def magnitudes(codes: torch.Tensor) -> torch.Tensor:
+    return codes.float().abs().to(codes.dtype)
 
 
 @pytest.mark.parametrize("x_dtype", NARROW_TYPES)

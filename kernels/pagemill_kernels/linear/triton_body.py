@@ -1,4 +1,5 @@
-"""Products with weights in codes: a tile of codes becomes floats where it is multiplied, and nowhere else.
+"""Products with weights in codes: a tile of codes becomes floats where it is multiplied; and codes to floats, for
+products of many rows.
 
 8-bit codes lie as [out, in] bytes. 4-bit codes lie as [out, in / 2] bytes: the 16 bytes of a run of 32 inputs hold
 its first 16 codes in their low halves and its last 16 in their high halves. A group, whose inputs share a scale, is one
@@ -133,6 +134,47 @@ def multiply_codes(
     if ACCUMULATES:
         result += tl.load(to, mask=is_out, other=0.0).to(tl.float32)
     tl.store(to, result.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@triton.jit(do_not_specialize=["first"])
+def dequantize(
+    first,
+    codes_ptr,
+    scales_ptr,
+    offsets_ptr,
+    out_ptr,
+    IN: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS_IN_GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    RUNS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):
+    """out[i] = W[first + i] in floats, RUNS runs of a row in each program, in the order of the columns."""
+    NUM_RUNS: tl.constexpr = IN // RUN
+    SIZE: tl.constexpr = RUN // 2 if BITS == 4 else RUN
+    i = tl.program_id(0).to(tl.int64)
+    row = first + i
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
+    inside = run < NUM_RUNS
+    group_at = row * (NUM_RUNS // RUNS_IN_GROUP) + run // RUNS_IN_GROUP
+    scales = tl.load(scales_ptr + group_at, mask=inside, other=0.0)[:, None]
+    offsets = scales
+    if HAS_OFFSETS:
+        offsets = tl.load(offsets_ptr + group_at, mask=inside, other=0.0)[:, None]
+    byte = run[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    codes = tl.load(codes_ptr + row * (NUM_RUNS * SIZE) + byte, mask=inside[:, None], other=0)
+    to = out_ptr + i * IN + run[:, None] * RUN + tl.arange(0, SIZE)[None, :]
+    low = (codes & 15) if BITS == 4 else codes
+    values = low.to(tl.float32) * scales
+    if HAS_OFFSETS:
+        values += offsets
+    tl.store(to, values.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    if BITS == 4:
+        values = (codes >> 4).to(tl.float32) * scales
+        if HAS_OFFSETS:
+            values += offsets
+        tl.store(to + SIZE, values.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 @triton.jit

@@ -27,6 +27,8 @@ PIVOTS: tl.constexpr = tl.constexpr(8)
 """Keys that one pass over a row compares with."""
 UNIT: tl.constexpr = tl.constexpr(2.0**-32)
 ALMOST_ONE: tl.constexpr = tl.constexpr(1 - 2.0**-24)
+MOST_NOISE: tl.constexpr = tl.constexpr(16.75)
+"""A little more than the noise where the uniform number is ALMOST_ONE, 16.64."""
 
 
 @triton.jit(do_not_specialize=["num_edits"])
@@ -97,15 +99,19 @@ def draw(
     num_rows,
     logits_ptr,
     raw_ptr,
+    listed_ptr,
     tokens_ptr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
+    CUT_BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
     IS_CHANGED: tl.constexpr,
 ):
     """One row's token, or -1 where the raw logits are broken.
 
     settings: int32 [6, num_rows], top_k, top_p in parts of 2^24, the bits of temperature and of min_p's logarithm, the
-    key's low and high half. IS_CHANGED: raw is not the same as logits.
+    key's low and high half. listed: float32 [num_rows, CAPACITY], for `find_cut`. IS_CHANGED: raw is not the same as
+    logits.
     """
     row = tl.program_id(0).to(tl.int64)
     own = settings_ptr + row
@@ -117,6 +123,7 @@ def draw(
     key_high = tl.load(own + 5 * num_rows).to(tl.uint32, bitcast=True)
     logits_ptr += row * VOCAB
     raw_ptr += row * VOCAB
+    listed_ptr += row * CAPACITY
 
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.zeros([BLOCK], tl.int32)
@@ -128,34 +135,32 @@ def draw(
         raw = value
         if IS_CHANGED:
             raw = tl.load(raw_ptr + token, mask=token < VOCAB, other=float("-inf"))
+            highest_raw = tl.where(raw > highest_raw, raw, highest_raw)
         broken = broken | ((raw != raw) | (raw == float("inf"))).to(tl.int32)
-        highest_raw = tl.where(raw > highest_raw, raw, highest_raw)
         best_token = tl.where(value > best, token, best_token)
         best = tl.where(value > best, value, best)
     maximum = tl.max(best, 0)
     winner = first(best, best_token, maximum, VOCAB)
-    is_finite = (tl.max(broken, 0) == 0) & (tl.max(highest_raw, 0) > float("-inf"))
+    highest = tl.max(highest_raw, 0) if IS_CHANGED else maximum
+    is_finite = (tl.max(broken, 0) == 0) & (highest > float("-inf"))
 
     if is_finite & (temperature > 0.0):
         cut = tl.full((), LAST_KEY, tl.int32)
         kept = tl.full((), VOCAB, tl.int64)
         dropped = tl.full((), 0, tl.int64)
-        if (top_k < VOCAB) | (share < WHOLE_SHARE):
-            count, mass = totals(logits_ptr, maximum, temperature, floor, cut, VOCAB, BLOCK)
-            if top_k < count:
-                target = top_k.to(tl.int64)
-                cut, kept, dropped = find_cut(
-                    logits_ptr, maximum, temperature, floor, cut, count, target, VOCAB, BLOCK, False
-                )
-                count, mass = totals(logits_ptr, maximum, temperature, floor, cut, VOCAB, BLOCK)
-            if share < WHOLE_SHARE:
-                within = mass - dropped * mass_of(0.0 - cut.to(tl.float32, bitcast=True))
-                low = ((within & (WHOLE_SHARE - 1)) * share) >> SHARE_BITS
-                target = tl.maximum((within >> SHARE_BITS) * share + low, 1)
-                cut, kept, dropped = find_cut(
-                    logits_ptr, maximum, temperature, floor, cut, mass, target, VOCAB, BLOCK, True
-                )
-        winner = noisiest(logits_ptr, maximum, temperature, floor, cut, kept, dropped, key_low, key_high, VOCAB, BLOCK)
+        if top_k < VOCAB:
+            cut, kept, dropped = find_cut(
+                logits_ptr, listed_ptr, maximum, temperature, floor, cut, dropped, top_k, VOCAB, CUT_BLOCK, CAPACITY,
+                BY_MASS=False,
+            )  # fmt: skip
+        if share < WHOLE_SHARE:
+            cut, kept, dropped = find_cut(
+                logits_ptr, listed_ptr, maximum, temperature, floor, cut, dropped, share, VOCAB, CUT_BLOCK, CAPACITY,
+                BY_MASS=True,
+            )  # fmt: skip
+        winner = noisiest(
+            logits_ptr, maximum, winner, temperature, floor, cut, kept, dropped, key_low, key_high, VOCAB, BLOCK
+        )
     tl.store(tokens_ptr + row, tl.where(is_finite, winner, -1).to(tl.int64))
 
 
@@ -163,6 +168,7 @@ def draw(
 def noisiest(
     logits_ptr,
     maximum,
+    likeliest,
     temperature,
     floor,
     cut,
@@ -173,10 +179,14 @@ def noisiest(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The token with the highest x + noise up to the cut; of those at the cut the first `kept`, if any are dropped."""
+    """The token with the highest x + noise up to the cut; of those at the cut the first `kept`, if any are dropped.
+
+    `likeliest`: the first token with x = 0. Its sum is a bound that others must be able to reach.
+    """
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.zeros([BLOCK], tl.int32)
     num_ties = tl.full((), 0, tl.int64)
+    in_reach = gumbel(key_low, key_high, likeliest) - MOST_NOISE
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
@@ -185,7 +195,8 @@ def noisiest(
             tie = (stays & (key == cut)).to(tl.int32)
             stays = stays & ((tie == 0) | (num_ties + tl.cumsum(tie, 0) <= kept))
             num_ties += tl.sum(tie, 0)
-        # Most pieces of a filtered row have nothing to draw from.
+        stays = stays & (x >= in_reach)
+        # Most pieces of a row have nothing to draw from.
         if tl.max(stays.to(tl.int32), 0) > 0:
             noisy = x + gumbel(key_low, key_high, token)
             better = stays & (noisy > best)
@@ -197,40 +208,73 @@ def noisiest(
 @triton.jit
 def find_cut(
     logits_ptr,
+    listed_ptr,
     maximum,
     temperature,
     floor,
     last,
-    within,
-    target,
+    dropped,
+    amount,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
-    """The lowest key at which the row's measure, counted from the best token on, reaches `target`.
+    """The lowest key at which the row's measure, counted from the best token on, reaches `amount`: a number of tokens,
+    or a share of the mass up to `last` without the `dropped` tokens there.
 
-    `within`: the measure of all keys up to `last`. Returns the cut, how many tokens at the cut stay, and how many
-    there are more. Each pass compares with PIVOTS keys at once: first one octave each, then equal steps.
+    Returns the cut, how many tokens at the cut stay, and how many there are more. Each pass compares with PIVOTS keys
+    at once: first one octave each, then equal steps. Once the tokens between the keys in question fit, passes read a
+    list of them in place of the row.
     """
     j = tl.arange(0, PIVOTS)
     begin = tl.full((), 0, tl.int32)
     below = tl.full((), 0, tl.int64)
+    within = tl.full((), 0, tl.int64)
+    target = amount.to(tl.int64)
+    num_listed = tl.full((), VOCAB, tl.int32)
+    is_listed = tl.full((), 0, tl.int32)
+    is_first = tl.full((), 1, tl.int32)
     # Nearly twice the least measure: two tokens are in there; what is less is one, and needs no closer look.
-    while (begin < last) & (within * 8 >= unit(last, BY_MASS) * 15):
+    while (is_first > 0) | ((begin < last) & (within * 8 >= unit(last, BY_MASS) * 15)):
         span = last - begin
         equal = tl.minimum(begin + (j + 1) * (span // PIVOTS + 1) - 1, last)
         octaves = last - ((PIVOTS - 1 - j) << 23)
         pivots = tl.where(span > (PIVOTS << 23), octaves, equal)
         sums = tl.zeros([PIVOTS, BLOCK], tl.int64)
-        for start in range(0, VOCAB, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
-            inside = (key >= begin) & (key <= last) & (x >= floor)
-            amount = inside.to(tl.int64)
-            if BY_MASS:
-                amount = tl.where(inside, mass_of(x), 0)
-            sums += tl.where(key[None, :] <= pivots[:, None], amount[None, :], 0)
+        if is_listed > 0:
+            for start in range(0, num_listed, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                x = tl.load(listed_ptr + at, mask=at < num_listed, other=float("-inf"))
+                key = tl.abs(x).to(tl.int32, bitcast=True)
+                inside = (key >= begin) & (key <= last)
+                sums += measured(x, key, inside, pivots, BY_MASS)
+        else:
+            num_inside = tl.full((), 0, tl.int32)
+            for start in range(0, VOCAB, BLOCK):
+                token = start + tl.arange(0, BLOCK)
+                x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
+                inside = (key >= begin) & (key <= last) & (x >= floor)
+                sums += measured(x, key, inside, pivots, BY_MASS)
+                if num_inside <= CAPACITY:
+                    place = num_inside + tl.cumsum(inside.to(tl.int32), 0) - 1
+                    tl.store(listed_ptr + place, x, mask=inside & (place < CAPACITY))
+                    num_inside += tl.sum(inside.to(tl.int32), 0)
+            if num_inside <= CAPACITY:
+                is_listed = tl.full((), 1, tl.int32)
+                num_listed = num_inside
+                # Other threads of the program read what these have written.
+                tl.debug_barrier()
         reached = below + tl.sum(sums, 1)
+        if is_first > 0:
+            total = tl.max(reached, 0)
+            if BY_MASS:
+                left = total - dropped * mass_of(0.0 - last.to(tl.float32, bitcast=True))
+                low = ((left & (WHOLE_SHARE - 1)) * target) >> SHARE_BITS
+                target = tl.maximum((left >> SHARE_BITS) * target + low, 1)
+            else:
+                target = tl.minimum(target, total)
+        is_first = tl.full((), 0, tl.int32)
         enough = reached >= target
         end_measure = tl.min(tl.where(enough, reached, 0x7FFFFFFFFFFFFFFF), 0)
         last = tl.min(tl.where(enough, pivots, last), 0)
@@ -239,11 +283,22 @@ def find_cut(
         within = end_measure - below
     size = unit(last, BY_MASS)
     kept = tl.full((), VOCAB, tl.int64)
-    dropped = tl.full((), 0, tl.int64)
+    more = tl.full((), 0, tl.int64)
     if begin == last:
         kept = (target - below + size - 1) // size
-        dropped = within // size - kept
-    return last, kept, dropped
+        more = within // size - kept
+    # A later list of this program must not overwrite what is still read of this one.
+    tl.debug_barrier()
+    return last, kept, more
+
+
+@triton.jit
+def measured(x, key, inside, pivots, BY_MASS: tl.constexpr):
+    """[PIVOTS, BLOCK]: the measure of each token inside, for every pivot that is not before it."""
+    amount = inside.to(tl.int64)
+    if BY_MASS:
+        amount = tl.where(inside, mass_of(x), 0)
+    return tl.where(key[None, :] <= pivots[:, None], amount[None, :], 0)
 
 
 @triton.jit
@@ -253,20 +308,6 @@ def unit(key, BY_MASS: tl.constexpr):
     if BY_MASS:
         size = mass_of(0.0 - key.to(tl.float32, bitcast=True))
     return size
-
-
-@triton.jit
-def totals(logits_ptr, maximum, temperature, floor, last, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many candidates have a key up to `last`, and their mass."""
-    counts = tl.zeros([BLOCK], tl.int64)
-    masses = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, VOCAB, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
-        inside = (key <= last) & (x >= floor)
-        counts += inside.to(tl.int64)
-        masses += tl.where(inside, mass_of(x), 0)
-    return tl.sum(counts, 0), tl.sum(masses, 0)
 
 
 @triton.jit

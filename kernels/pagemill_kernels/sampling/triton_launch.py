@@ -28,7 +28,14 @@ from pagemill_kernels.sampling.drawn import Drawn
 from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
 
-BLOCK = 1024
+BLOCK = 4096
+"""Tokens that a program reads at a time: enough loads are under way to keep the memory busy."""
+CUT_BLOCK = 1024
+"""The same where each token is compared with several keys, whose sums lie in registers."""
+CAPACITY = 16_384
+"""Tokens of a row whose values a search for a cut writes down; more are read from the logits again."""
+PIECE_BLOCK = 1024
+"""Tokens of a program where a row is cut into pieces."""
 NUM_WARPS = 16
 LIST_BLOCK = 128
 """Block size for edits and counts, which are few."""
@@ -58,13 +65,13 @@ def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
     num_masks, num_words = masks.bits.shape
     if num_words * 32 < vocab_size:
         raise ValueError(f"sampling: masks have bits for {num_words * 32} tokens; the logits have {vocab_size}")
-    triton_body.forbid[(num_masks, triton.cdiv(vocab_size, BLOCK))](
+    triton_body.forbid[(num_masks, triton.cdiv(vocab_size, PIECE_BLOCK))](
         rows_ptr=launch.upload(masks.rows, logits.device, torch.int32),
         bits_ptr=launch.upload(masks.bits, logits.device, torch.int32),
         num_words=num_words,
         logits_ptr=logits,
         VOCAB=vocab_size,
-        BLOCK=BLOCK,
+        BLOCK=PIECE_BLOCK,
         num_warps=4,
     )
 
@@ -88,14 +95,14 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
     _check_counts(penalties, logits.shape[1])
     vocab_size = logits.shape[1]
     num_penalised = len(penalties.rows)
-    triton_body.penalise[(num_penalised, triton.cdiv(vocab_size, BLOCK))](
+    triton_body.penalise[(num_penalised, triton.cdiv(vocab_size, PIECE_BLOCK))](
         penalties_ptr=_pack_penalties(penalties, logits.device),
         num_penalised=num_penalised,
         logits_ptr=logits,
         in_prompt_ptr=penalties.in_prompt.view(torch.uint8),
         in_output_ptr=penalties.in_output,
         VOCAB=vocab_size,
-        BLOCK=BLOCK,
+        BLOCK=PIECE_BLOCK,
         enable_fp_fusion=False,
         num_warps=4,
     )
@@ -144,9 +151,12 @@ def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
         num_rows=num_rows,
         logits_ptr=logits,
         raw_ptr=raw_logits,
+        listed_ptr=torch.empty(num_rows, CAPACITY, dtype=torch.float32, device=logits.device),
         tokens_ptr=tokens,
         VOCAB=vocab_size,
-        BLOCK=_block(vocab_size),
+        BLOCK=_block(vocab_size, BLOCK),
+        CUT_BLOCK=_block(vocab_size, CUT_BLOCK),
+        CAPACITY=CAPACITY,
         IS_CHANGED=logits is not raw_logits,
         enable_fp_fusion=False,
         num_warps=NUM_WARPS,
@@ -172,7 +182,7 @@ def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor
         ids_ptr=ids,
         width=shape[1],
         VOCAB=vocab_size,
-        BLOCK=_block(vocab_size),
+        BLOCK=_block(vocab_size, BLOCK),
         enable_fp_fusion=True,
         num_warps=NUM_WARPS,
     )
@@ -227,8 +237,8 @@ def _pack(device: torch.device, *arrays: NDArray[np.generic]) -> Tensor:
     return launch.upload(packed, device, torch.int32)
 
 
-def _block(vocab_size: int) -> int:
-    return min(BLOCK, int(triton.next_power_of_2(vocab_size)))
+def _block(vocab_size: int, largest: int) -> int:
+    return min(largest, int(triton.next_power_of_2(vocab_size)))
 
 
 def _check(logits: Tensor) -> None:

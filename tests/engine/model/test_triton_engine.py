@@ -121,8 +121,10 @@ def test_products_of_codes_answer_like_the_formula(
     assert isinstance(formula.model.layers[0].blocks()[1].output.packed, ScaledReference)
     theirs = make_driver(formula).greedy(PROMPTS, NUM_TOKENS)
     assert [result.token_ids for result in ours] == [result.token_ids for result in theirs]
+    # Matrix units add up e4m3 products in fewer bits than float32 has.
+    nearly = 0.05 if HAS_GPU and quantization == "fp8" else 1e-4
     for a, b in zip(ours, theirs, strict=True):
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=nearly)
 
 
 @pytest.mark.sample("fp8")
