@@ -20,7 +20,7 @@ from pagemill_engine.models.rope import decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
-from pagemill_engine.runner.compiling import record_decodes
+from pagemill_engine.runner.compiling import record_steps
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner, InFlight
@@ -70,7 +70,7 @@ class Engine:
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
             settle(runner, config, spec, sizes, state, CudaMeter())
-            record_decodes(runner, config)
+            record_steps(runner, config)
         device.synchronize()
         self.compile_s = time.perf_counter() - begin_s - self.load_s
         self.num_kv_tokens = runner.info.num_blocks * config.block_size
