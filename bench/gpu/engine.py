@@ -3,9 +3,11 @@ the formulas in its place, for what it must answer."""
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from driving import Driver
@@ -76,7 +78,20 @@ class Engine:
         self.num_kv_tokens = runner.info.num_blocks * config.block_size
         if forbids_waiting and device.on_gpu:
             runner.launch = _without_waiting(runner.launch)  # type: ignore[method-assign, assignment]
+        self._runner = runner
         self.driver = Driver(device, EngineCore(config, runner))
+        # As an engine does before it serves: what lives on is not walked by every collection.
+        gc.collect()
+        gc.freeze()
+
+    @contextmanager
+    def launched_piece_by_piece(self) -> Iterator[None]:
+        """Meanwhile no recording is used."""
+        graphs, self._runner._graphs = self._runner._graphs, None
+        try:
+            yield
+        finally:
+            self._runner._graphs = graphs
 
 
 def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:

@@ -40,8 +40,9 @@ def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
         num_tokens, num_requests = largest_recorded(config)
         raise LoadError(
             "GraphsTooLarge",
-            f"The device ran out of memory while steps of up to {num_requests} requests and {num_tokens} tokens were "
-            f"recorded. Lower maxNumSeqs (now {config.step.max_num_seqs}) or kvCacheMemory, or run without CUDA graphs: "
+            f"The device ran out of memory while steps of up to {num_requests} requests and {num_tokens} tokens "
+            f"were recorded. Lower maxNumSeqs (now {config.step.max_num_seqs}) or kvCacheMemory, or run without CUDA "
+            "graphs: "
             "`pagemill serve --no-cuda-graphs`, on Kubernetes `spec.engine.extraArgs: [--cuda-graphs=false]`.",
         ) from error
 

@@ -1,9 +1,9 @@
 """Runs steps on a GPU without ever waiting for it: requests' rows lie on the device, a plan's differences are one copy
 and one launch, inputs are built there, and the token that a step samples is the next step's input unread.
 
-`launch` queues a step, `wait` reads its tokens. Steps run as recordings (`runner.graphs`) where there are some that hold
-them; larger ones are launched piece by piece. With Triton's interpreter the device is the CPU and a launch does the
-work. How an operation is computed is `pagemill_kernels`', where weights come from `runner.load_device`.
+`launch` queues a step, `wait` reads its tokens. Steps run as recordings (`runner.graphs`) where there are some that
+hold them; larger ones are launched piece by piece. With Triton's interpreter the device is the CPU and a launch does
+the work. How an operation is computed is `pagemill_kernels`', where weights come from `runner.load_device`.
 """
 
 from __future__ import annotations
@@ -157,8 +157,7 @@ class DeviceRunner:
         self.info = info
 
     def record_steps(self, shapes: list[Shape], make_recorder: Callable[[], Recorder]) -> None:
-        """From now on steps are padded to the smallest of `shapes` that holds them, and run as recorded. shapes:
-        rising."""
+        """From now on steps are padded to the smallest of `shapes` that holds them, and run as recorded."""
         with torch.inference_mode():
             self._graphs = StepGraphs(self._forward, shapes, self._rows.layout.table_width, self.info.max_model_len)
         self._make_recorder = make_recorder

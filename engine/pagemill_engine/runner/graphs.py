@@ -8,6 +8,7 @@ recording. Recording itself is `CudaRecorder`'s alone. When a recording is used 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -100,10 +101,13 @@ class Recording:
 
 
 class StepGraphs:
-    def __init__(self, forward: DeviceForward, shapes: list[Shape], table_width: int, max_model_len: int) -> None:
-        """Holds nothing but buffers until `record`. shapes: rising."""
+    def __init__(self, forward: DeviceForward, shapes: Iterable[Shape], table_width: int, max_model_len: int) -> None:
+        """Holds nothing but buffers until `record`."""
         self._forward, self._max_model_len = forward, max_model_len
-        self._shapes = [each for each in shapes if each.num_tokens <= each.num_requests * max_model_len]
+        shapes = sorted(shapes)
+        # No padding request has more tokens than a row.
+        possible = [each for each in shapes if each.num_tokens <= each.num_requests * max_model_len]
+        self._decodes, self._mixed = ([each for each in possible if each.is_decode == kind] for kind in (True, False))
         most_tokens, most_requests = max(each.num_tokens for each in shapes), max(each.num_requests for each in shapes)
         self._inputs = forward.empty_inputs(most_tokens, most_requests, table_width)
         self._logits = forward.empty_logits(_most_tokens(shapes, decodes=True))
@@ -113,7 +117,7 @@ class StepGraphs:
     def record(self, recorder: Recorder, prepare: Callable[[Shape, StepInputs], None]) -> None:
         """Capture all shapes, the largest first: the others fit into its memory. `prepare` fills the inputs with
         padding requests."""
-        for shape in sorted(self._shapes, reverse=True):
+        for shape in sorted([*self._decodes, *self._mixed], reverse=True):
             inputs = self._inputs.first(shape.num_tokens, shape.num_requests)
             out = (self._logits if shape.is_decode else self._hidden)[: shape.num_tokens]
             run = self._forward.decode_into if shape.is_decode else self._forward.hidden_into
@@ -131,17 +135,13 @@ class StepGraphs:
 
     def recording_of(self, step: DeviceStep) -> Recording | None:
         """The smallest that the step can be padded to; `None`: it is launched piece by piece."""
-        if step.num_tokens == 0:
-            return None
-        fitting = (shape for shape in self._shapes if shape.is_decode == step.is_decode and self._fits(step, shape))
-        smallest = next(fitting, None)
-        return None if smallest is None else self._recordings.get(smallest)
-
-    def _fits(self, step: DeviceStep, shape: Shape) -> bool:
-        """No padding request has more tokens than a row."""
-        padding = shape.num_tokens - step.num_tokens
-        room = shape.num_requests - len(step.rows)
-        return padding >= 0 and room >= 0 and padding <= room * self._max_model_len
+        num_tokens, num_requests = step.num_tokens, len(step.rows)
+        shapes = self._decodes if step.is_decode else self._mixed
+        for shape in shapes[bisect_left(shapes, (num_tokens,)) :] if num_tokens else ():
+            padding, room = shape.num_tokens - num_tokens, shape.num_requests - num_requests
+            if room >= 0 and padding <= room * self._max_model_len:
+                return self._recordings.get(shape)
+        return None
 
 
 def _up_to(largest: int, sizes: Iterable[int]) -> list[int]:

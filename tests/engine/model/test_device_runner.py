@@ -179,9 +179,7 @@ def test_padding_is_nobodys() -> None:
 @given(
     counts=st.lists(st.integers(1, 9), max_size=4), padding=st.integers(0, 40), num_padding=st.integers(0, 6),
 )  # fmt: skip
-def test_padding_tokens_are_shared_out_to_padding_requests(
-    counts: list[int], padding: int, num_padding: int
-) -> None:
+def test_padding_tokens_are_shared_out_to_padding_requests(counts: list[int], padding: int, num_padding: int) -> None:
     assume(num_padding > 0 or padding == 0)
     starts = np.cumsum([0, *counts]).astype(np.int32)
     rows = np.arange(len(counts), dtype=np.int32)
@@ -191,7 +189,11 @@ def test_padding_tokens_are_shared_out_to_padding_requests(
     assert padded.places.tolist() == [*rows, *[-1] * num_padding]
     assert padded.query_start_loc[: len(starts)].tolist() == starts.tolist()
     each = np.diff(padded.query_start_loc)
-    assert (len(each), padded.num_tokens, padded.longest) == (len(padded.rows), sum(counts) + padding, max(each, default=0))
+    assert (len(each), padded.num_tokens, padded.longest) == (
+        len(padded.rows),
+        sum(counts) + padding,
+        max(each, default=0),
+    )
     shares = each[len(counts) :]
     assert shares.min(initial=0) >= 0
     assert np.ptp(shares) <= 1 if num_padding else True
@@ -460,6 +462,62 @@ def test_cuda_graphs_answer_as_launches_do(load: Callable[..., Any], expected: A
     assert_alike(serve(runner, overlap=True)[0], expected)
     runner.record_steps([Shape(2, 2, True), Shape(4, 4, True)], CudaRecorder)
     assert_alike(serve(runner)[0], expected)
+
+
+def arriving(runner: Any) -> tuple[Answers, EngineCore, list[int], int]:
+    """Prompts of all lengths, some with a beginning that others have too, come one by one while others decode; more
+    than the cache holds. Also the number of tokens of each step, and of those that the prefix cache had."""
+    info = runner.info
+    runner.info = info._replace(num_blocks=7, step=None)
+    core = EngineCore(EngineConfig(model="m", max_num_seqs=6, max_num_batched_tokens=40, overlap=True), runner)
+    runner.info = info
+    waiting = [
+        GenerateRequest(
+            request_id=f"r{index}",
+            model="m",
+            prompt_token_ids=[
+                *([3] * 16 if index % 3 == 0 else []),
+                *((index * 7 + position) % 64 for position in range(1 + index * 11 % 32)),
+            ],
+            sampling=SamplingParams(max_tokens=14 + index % 5, seed=index, logprobs=0, temperature=0.8 * (index % 2)),
+        )
+        for index in range(12)
+    ]
+    answers: Answers = {}
+    sizes: list[int] = []
+    num_cached = 0
+    while waiting or core.has_work:
+        if waiting:
+            core.add(waiting.pop(0))
+        outputs = core.step()
+        sizes.append(outputs.num_step_tokens)
+        for output in outputs.outputs:
+            assert output.error is None
+            token_ids, logprobs = answers.setdefault((output.request_id, output.choice), ([], []))
+            token_ids += output.token_ids
+            logprobs += [value for entry in output.logprobs or [] for value in entry.logprobs]
+            num_cached += output.num_cached_tokens
+    core.check_integrity()
+    runner.wait(runner.launch(StepPlan(step=0, num_scheduled_tokens={}, released=list(runner._rows._row_of))))
+    return answers, core, sizes, num_cached
+
+
+@pytest.mark.gpu
+def test_requests_that_come_while_others_decode_are_answered_as_launched_piece_by_piece(
+    folder: Path, runner_loader: Callable[..., Any]
+) -> None:
+    runner = runner_loader(folder, num_kv_blocks=12, max_model_len=64, max_num_seqs=6, device="cuda")
+    runner._graphs = None
+    eager, _, _, _ = arriving(runner)
+    runner.record_steps(recorded_shapes(6, 40), CudaRecorder)
+    runner._forward.logits = None  # called for what is not recorded
+    recorded, core, sizes, num_cached = arriving(runner)
+    assert_alike(recorded, eager)
+    assert len(recorded) == 12
+    assert {len(token_ids) for token_ids, _ in recorded.values()} == {14, 15, 16, 17, 18}
+    assert core.scheduler.num_preemptions > 0
+    assert max(sizes) == 40, "prompts in chunks"
+    assert num_cached > 0
 
 
 @pytest.mark.gpu

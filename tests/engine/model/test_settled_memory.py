@@ -178,7 +178,9 @@ def test_a_device_without_memory_for_recordings_names_the_setting(
         raise error
 
     monkeypatch.setattr(runner, "record_steps", full)
-    with pytest.raises(LoadError, match=r"up to 2 requests and 512 tokens .* Lower maxNumSeqs \(now 2\) or kvCacheMemory") as caught:
+    with pytest.raises(
+        LoadError, match=r"up to 2 requests and 512 tokens .* Lower maxNumSeqs \(now 2\) or kvCacheMemory"
+    ) as caught:
         compiling.record_steps(runner, EngineConfig(model="test", max_num_seqs=2))
     assert caught.value.reason == "GraphsTooLarge"
 
