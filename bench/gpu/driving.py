@@ -39,7 +39,7 @@ class Driver:
 
     def __init__(self, device: Device, core: EngineCore) -> None:
         self._device, self._core = device, core
-        self._waited = _WaitedApart(core.runner) if device.on_gpu else None
+        self._waited = _WaitedApart(core.runner) if core.runner.info.overlaps else None
         self._num_requests = 0
 
     def offline(self, jobs: list[Job]) -> Offline:
@@ -95,14 +95,27 @@ class Driver:
                 tokens[name] += token_ids
         return [tokens[name] for name in names]
 
+    def beside(self, jobs: list[Job], prompts: list[Job]) -> float:
+        """Seconds of a step in which all jobs decode beside one of the prompts, whole. The jobs' answers are longer
+        than twice as many steps, those of the prompts are one token."""
+        names = [self._add(job) for job in jobs]
+        self._start()
+        self._mixed(prompts)
+        begin_s = time.perf_counter()
+        self._mixed(prompts)
+        step_s = (time.perf_counter() - begin_s) / len(prompts)
+        for name in names:
+            self._core.abort(name)
+        while self._core.has_work:
+            self._core.step()
+        return step_s
+
     def idle(self, jobs: list[Job], num_steps: int) -> tuple[float, float]:
         """Of pure decodes: the share of time in which the device runs nothing, and seconds a step without profiler.
         The jobs' answers are longer than twice as many steps."""
         for job in jobs:
             self._add(job)
-        while self._core.load().num_requests_waiting or self._core.load().num_tokens_waiting:
-            self._step()
-        self._device.synchronize()
+        self._start()
         begin_s = time.perf_counter()
         self._steps(num_steps)
         step_s = (time.perf_counter() - begin_s) / num_steps
@@ -119,6 +132,18 @@ class Driver:
     @property
     def _waited_cpu_s(self) -> float:
         return self._waited.cpu_s if self._waited is not None else 0.0
+
+    def _start(self) -> None:
+        """Until all requests decode."""
+        while self._core.load().num_requests_waiting or self._core.load().num_tokens_waiting:
+            self._step()
+        self._device.synchronize()
+
+    def _mixed(self, prompts: list[Job]) -> None:
+        for prompt in prompts:
+            self._add(prompt)
+            self._step()
+        self._device.synchronize()
 
     def _steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -163,7 +188,8 @@ def idle_share(ranges: Iterable[tuple[float, float]]) -> float:
 
 class _WaitedApart:
     """The processor time that a runner's `wait` spends until the device has come so far: an event that is waited for
-    keeps its thread busy. The runner's own work on the result counts as work."""
+    keeps its thread busy. The runner's own work on the result counts as work. Only for a runner that overlaps: others
+    have waited when `launch` returns."""
 
     def __init__(self, runner: Any) -> None:
         self.cpu_s = 0.0

@@ -3,9 +3,11 @@ the formulas in its place, for what it must answer."""
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from driving import Driver
@@ -20,7 +22,7 @@ from pagemill_engine.models.rope import decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import RunnerInfo
 from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
-from pagemill_engine.runner.compiling import record_decodes
+from pagemill_engine.runner.compiling import record_steps
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_memory import measure_device
 from pagemill_engine.runner.device_runner import DeviceRunner, InFlight
@@ -70,13 +72,26 @@ class Engine:
         self.load_s = time.perf_counter() - begin_s
         if device.on_gpu:
             settle(runner, config, spec, sizes, state, CudaMeter())
-            record_decodes(runner, config)
+            record_steps(runner, config)
         device.synchronize()
         self.compile_s = time.perf_counter() - begin_s - self.load_s
         self.num_kv_tokens = runner.info.num_blocks * config.block_size
         if forbids_waiting and device.on_gpu:
             runner.launch = _without_waiting(runner.launch)  # type: ignore[method-assign, assignment]
+        self._runner = runner
         self.driver = Driver(device, EngineCore(config, runner))
+        # As an engine does before it serves: what lives on is not walked by every collection.
+        gc.collect()
+        gc.freeze()
+
+    @contextmanager
+    def launched_piece_by_piece(self) -> Iterator[None]:
+        """Meanwhile no recording is used."""
+        graphs, self._runner._graphs = self._runner._graphs, None
+        try:
+            yield
+        finally:
+            self._runner._graphs = graphs
 
 
 def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:

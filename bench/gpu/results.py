@@ -21,6 +21,7 @@ class Table:
 
     def add(self, *cells: Any) -> None:
         self.rows.append(list(cells))
+        print(f"{self.title}: {', '.join(map(_named, self.columns, cells))}", flush=True)
         if self.changed is not None:
             self.changed()
 
@@ -80,6 +81,10 @@ def document(machine: dict[str, str], sections: Iterable[Section]) -> str:
 def reported(problem: Exception, length: int = 120) -> str:
     """In one line of a table."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:length]}"
+
+
+def _named(column: str, cell: Any) -> str:
+    return f"{column} {_show(cell)}"
 
 
 def _show(cell: Any) -> str:

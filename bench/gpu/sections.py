@@ -27,13 +27,16 @@ from pagemill_protocol.model_spec import ModelSpec
 
 RATES = (0.25, 0.5, 0.75)
 """Of the offline rate of the same requests."""
-ONLINE_S = 20
+ONLINE_S = 8
 """Seconds over which requests arrive, about."""
 WITH_PEERS = ("qwen3-0.6b", "llama-3.2-1b")
 """Models that transformers generates with in minutes."""
 STARTED = "qwen3-0.6b"
 """The model whose start is measured again."""
 PROFILED_STEPS = 40
+MIXED = ((0, 128), (16, 128), (64, 128), (64, 512), (224, 32), (224, 128), (224, 512), (224, 1024), (224, 4096))
+"""Requests that decode, and tokens of a prompt beside them, in steps that are measured."""
+MIXED_STEPS = 16
 
 
 def smoke(device: Device, section: Section) -> None:
@@ -103,6 +106,7 @@ def engine(name: str, device: Device, section: Section) -> None:
         if workload == "128/128":
             rate = len(jobs) / found.seconds
     _idle(device, section, name, ours)
+    _mixed(device, section, name, ours)
     _online(device, section, name, ours, rate)
 
 
@@ -181,6 +185,19 @@ def _idle(device: Device, section: Section, name: str, ours: Engine) -> None:
         table.add(num_requests, num_steps, "", reported(problem))
         return
     table.add(num_requests, num_steps, 1000 * step_s, 100 * idle)
+
+
+def _mixed(device: Device, section: Section, name: str, ours: Engine) -> None:
+    """Larger steps than are recorded are launched piece by piece in either column."""
+    columns = ("decodes", "tokens of a prompt", "ms a step", "ms a step, without recordings")
+    table = section.table(f"decodes beside a prompt, {name}", *columns)
+    num_steps = 2 if device.tiny else MIXED_STEPS
+    for num_decodes, num_tokens in ((1, 5),) if device.tiny else MIXED:
+        jobs = [Job(job.prompt_token_ids, 2 * num_steps + 8) for job in _short(device, num_decodes)]
+        prompts = fixed(num_steps, num_tokens, 1, TINY.vocab_size)
+        recorded_s = ours.driver.beside(jobs, prompts)
+        with ours.launched_piece_by_piece():
+            table.add(num_decodes, num_tokens, 1000 * recorded_s, 1000 * ours.driver.beside(jobs, prompts))
 
 
 def _online(device: Device, section: Section, name: str, ours: Engine, offline_rate: float) -> None:

@@ -150,6 +150,9 @@ def test_the_engine_is_measured_in_all_that_goals_are_stated_in(ran: Ran) -> Non
     offline = found["offline, qwen3-0.6b"]
     for column in ("output tok/s", "% of roofline", "CPU ms a step", "ms a step"):
         assert all(row[offline["columns"].index(column)] > 0 for row in offline["rows"])
+    mixed = found["decodes beside a prompt, qwen3-0.6b"]
+    assert [row[:2] for row in mixed["rows"]] == [[1, 5]]
+    assert min(mixed["rows"][0][2:]) > 0
     idle = found["decodes under a profiler, qwen3-0.6b"]
     assert 0 <= idle["rows"][0][idle["columns"].index("device idle %")] <= 100
     online = found["online, qwen3-0.6b, 128/128"]
@@ -211,6 +214,40 @@ print(json.dumps({
     "tokens": [sum(len(job.prompt_token_ids) for job in jobs), sum(job.num_output_tokens for job in jobs)],
     "idle": [idle_share(each) for each in ranges],
 }))
+"""
+
+
+ON_A_DEVICE = """
+import time
+from types import SimpleNamespace
+import torch
+from driving import Driver
+from engine import by_the_formulas
+from measuring import Device
+from models import TINY
+from workloads import fixed
+def spin():
+    begin_s = time.thread_time()
+    while time.thread_time() - begin_s < 0.02:
+        pass
+stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=spin))
+torch.cuda.current_stream = lambda: stream
+device = Device(tiny=True)
+device.on_gpu = True
+device.synchronize = lambda: None
+jobs = fixed(2, 5, 3, 64)
+plain = by_the_formulas(device, TINY).offline(jobs)
+driver = by_the_formulas(device, TINY)
+runner = driver._core.runner
+class InFlight:
+    def __init__(self, result):
+        self.result, self.error = result, None
+launch, wait = runner.launch, runner.wait
+runner.launch, runner.wait = lambda plan: InFlight(launch(plan)), lambda handle: wait(handle.result)
+runner.info = runner.info._replace(overlaps=True)
+driver = Driver(device, driver._core)
+overlapped = driver.offline(jobs)
+print(json.dumps([plain.num_steps, overlapped.num_steps, driver._waited_cpu_s]))
 """
 
 
@@ -284,6 +321,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = str(tmp_path_factory.mktemp("section") / "section.json")
     codes = {
         "facts": FACTS,
+        "on a device": ON_A_DEVICE,
         "cases that fail": CASES_THAT_FAIL,
         "section that fails": f"PATH = {path!r}\n{SECTION_THAT_FAILS}",
         "section that hangs": SECTION_THAT_HANGS,
@@ -358,6 +396,13 @@ def test_shapes_and_lengths_are_those_that_are_published(facts: dict[str, Any]) 
 
 def test_idle_is_what_lies_between_ranges_that_may_overlap(facts: dict[str, Any]) -> None:
     assert facts["idle"] == pytest.approx([0.0, 0.6, 0.1])
+
+
+def test_the_time_that_a_device_is_waited_for_is_that_of_runners_that_wait(found: dict[str, Any]) -> None:
+    """The formulas beside a device have nothing to wait for."""
+    num_steps, num_overlapped, waited_s = found["on a device"]
+    assert num_steps == num_overlapped > 0
+    assert waited_s >= 0.02 * num_steps
 
 
 @pytest.mark.full

@@ -119,8 +119,8 @@ def test_inputs_may_lie_in_longer_buffers() -> None:
     at, counts, samples = STEPS["decodes"]
     state, wanted = filled(), step(at, counts, samples)
     whole, expected = inputs_of(8, 8, 8), inputs_of(8, 8, 8)
-    rows.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, whole.first(4))
-    reference.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, expected.first(4))
+    rows.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, whole.first(4, 4))
+    reference.build_inputs(state, wanted, 1, 3, BLOCK_SIZE, expected.first(4, 4))
     assert_equal(whole, expected)
     assert whole.block_tables[3:].eq(-7).all()
 

@@ -78,7 +78,7 @@ def serve(
     ] = False,
     cuda_graphs: Annotated[
         bool,
-        typer.Option(help="On a GPU, run decodes as CUDA graphs: faster, for some memory."),
+        typer.Option(help="On a GPU, run all but large steps as CUDA graphs: faster, for some memory."),
     ] = True,
     policy: Annotated[
         Literal["fcfs", "priority", "shortest-prefill-first"], typer.Option(help="Order of waiting requests.")

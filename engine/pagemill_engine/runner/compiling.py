@@ -10,7 +10,7 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.device_runner import DeviceRunner
-from pagemill_engine.runner.graphs import CudaRecorder, graph_sizes
+from pagemill_engine.runner.graphs import CudaRecorder, recorded_shapes
 from pagemill_kernels.paged_attention.batch import DECODE_LIMIT
 
 
@@ -28,26 +28,29 @@ def run_largest(runner: DeviceRunner, config: EngineConfig) -> None:
         runner.warm_up(*_largest_step(config, runner.info.max_model_len))
 
 
-def record_decodes(runner: DeviceRunner, config: EngineConfig) -> None:
+def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
     """As CUDA graphs. Raises `LoadError` where the memory does not suffice for the largest."""
-    largest = largest_decode(config)
+    shapes = recorded_shapes(*config.step)
     try:
-        runner.record_decodes(graph_sizes(largest), CudaRecorder)
+        runner.record_steps(shapes, CudaRecorder)
     except RuntimeError as error:
         # torch has an error of its own for its allocator; while a graph is instantiated the driver runs out.
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
+        num_tokens, num_requests = largest_recorded(config)
         raise LoadError(
             "GraphsTooLarge",
-            f"The device ran out of memory while decodes of up to {largest} requests were recorded. Lower maxNumSeqs "
-            f"(now {config.step.max_num_seqs}) or kvCacheMemory, or run without CUDA graphs: "
+            f"The device ran out of memory while steps of up to {num_requests} requests and {num_tokens} tokens "
+            f"were recorded. Lower maxNumSeqs (now {config.step.max_num_seqs}) or kvCacheMemory, or run without CUDA "
+            "graphs: "
             "`pagemill serve --no-cuda-graphs`, on Kubernetes `spec.engine.extraArgs: [--cuda-graphs=false]`.",
         ) from error
 
 
-def largest_decode(config: EngineConfig) -> int:
-    """Requests of the largest decode that is recorded."""
-    return graph_sizes(min(config.step.max_num_seqs, config.step.max_num_batched_tokens))[-1]
+def largest_recorded(config: EngineConfig) -> tuple[int, int]:
+    """The most tokens, and the most requests of a decode, that are recorded."""
+    shapes = recorded_shapes(*config.step)
+    return max(each.num_tokens for each in shapes), max(each.num_requests for each in shapes if each.is_decode)
 
 
 def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ Launches only: nothing is read, so that a pass can be recorded (`runner.graphs`)
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
@@ -33,6 +34,17 @@ class DeviceForward:
         self._num_kv_heads = model.spec.num_kv_heads
         self._windows = model.spec.decoder.windows()
 
+    def empty_inputs(self, num_tokens: int, num_requests: int, table_width: int) -> StepInputs:
+        """For as many requests that sample."""
+        return StepInputs.empty(num_tokens, num_requests, num_requests, table_width, self._ops.device)
+
+    def empty_logits(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._model.spec.vocab_size, dtype=torch.float32, device=self._ops.device)
+
+    def empty_hidden(self, num_tokens: int) -> Tensor:
+        shape = (num_tokens, self._model.spec.hidden_size)
+        return torch.empty(shape, dtype=self._model.dtype, device=self._ops.device)
+
     def logits(self, inputs: StepInputs, longest: int) -> Tensor:
         """float32 [sampled, vocab]. longest: tokens of the request that has most of them."""
         return self.logits_of(self.hidden(inputs, longest), inputs.last_tokens)
@@ -44,6 +56,10 @@ class DeviceForward:
     def decode_into(self, logits: Tensor, inputs: StepInputs) -> None:
         """Decode requests with one token each, all of which sample. logits: float32 [requests, vocab]."""
         logits.copy_(self._model.raw_logits(self.hidden(inputs, longest=1)))
+
+    def hidden_into(self, hidden: Tensor, inputs: StepInputs) -> None:
+        """Any requests, which may be cut into tokens in any way."""
+        hidden.copy_(self.hidden(inputs, longest=len(hidden)))
 
     def hidden(self, inputs: StepInputs, longest: int) -> Tensor:
         """Normalised, [tokens, hidden]."""

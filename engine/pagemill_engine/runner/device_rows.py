@@ -41,13 +41,21 @@ class DeviceStep(NamedTuple):
         """Each request has one token, and samples the next."""
         return self.longest == 1 and len(self.sampling) == len(self.rows)
 
-    def padded(self, num_requests: int, padding_row: int) -> DeviceStep:
-        """With a padding row for each further request."""
-        num_real = len(self.rows)
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start_loc[-1])
+
+    def padded(self, num_tokens: int, num_requests: int, padding_row: int) -> DeviceStep:
+        """With a padding row for each further request; all further tokens are theirs, as many each as any other."""
+        num_real, num_padding = len(self.rows), num_requests - len(self.rows)
         rows, places = (np.full(num_requests, fill, dtype=np.int32) for fill in (padding_row, -1))
         rows[:num_real], places[:num_real] = self.rows, self.places
-        starts = np.arange(num_requests + 1, dtype=np.int32)
-        return self._replace(rows=rows, places=places, query_start_loc=starts)
+        starts, begin = np.empty(num_requests + 1, dtype=np.int32), self.num_tokens
+        starts[: num_real + 1] = self.query_start_loc
+        shares = np.arange(1, num_padding + 1) * (num_tokens - begin) // max(1, num_padding)
+        starts[num_real + 1 :] = begin + shares
+        most = -(-(num_tokens - begin) // max(1, num_padding))
+        return self._replace(rows=rows, places=places, query_start_loc=starts, longest=max(self.longest, most))
 
 
 class DeviceRows:

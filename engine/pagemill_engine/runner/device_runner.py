@@ -1,10 +1,9 @@
 """Runs steps on a GPU without ever waiting for it: requests' rows lie on the device, a plan's differences are one copy
 and one launch, inputs are built there, and the token that a step samples is the next step's input unread.
 
-`launch` queues a step, `wait` reads its tokens. Decodes run as recordings (`runner.graphs`) where there are some, all
-else is launched piece by piece. With Triton's interpreter the device is the CPU and a launch does the work. How an
-operation is computed is `pagemill_kernels`', where weights come
-from `runner.load_device`.
+`launch` queues a step, `wait` reads its tokens. Steps run as recordings (`runner.graphs`) where there are some that
+hold them; larger ones are launched piece by piece. With Triton's interpreter the device is the CPU and a launch does
+the work. How an operation is computed is `pagemill_kernels`', where weights come from `runner.load_device`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from functools import cache, partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill_engine.models.decoder import Decoder
@@ -25,7 +23,7 @@ from pagemill_engine.runner.device_forward import DeviceForward
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.errors import NON_FINITE, DeviceLostError, StepSkippedError
-from pagemill_engine.runner.graphs import DecodeGraphs, Recorder
+from pagemill_engine.runner.graphs import Recorder, Recording, Shape, StepGraphs
 from pagemill_engine.runner.prompt_logprobs import PromptRows, by_request, piece_rows
 from pagemill_engine.runner.sleeping import SleepingModel
 from pagemill_engine.sampling.device_counts import counts_on
@@ -83,7 +81,7 @@ class DeviceRunner:
         self._sampling = SamplingRows(max_num_seqs, info.vocab_size, counts_on(ops.device))
         self._forward = DeviceForward(model, ops, ops.on_device, kv_cache, rotations, info.block_size)
         self._piece_rows = piece_rows(max_num_seqs)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._make_recorder: Callable[[], Recorder] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
         self._unread_failure: InFlight | None = None
@@ -116,16 +114,17 @@ class DeviceRunner:
 
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
         """Run a step of padding requests with this many tokens. The padding block is zero again afterwards."""
-        starts = (np.arange(num_requests + 1) * num_tokens // num_requests).astype(np.int32)
-        everyone, longest = np.arange(num_requests), int(np.diff(starts).max())
-        step = DeviceStep([], self._nobodys(num_requests), starts, everyone.astype(np.int32), longest, everyone)
+        everyone = np.arange(num_requests)
+        step = self._nobodys(num_tokens, num_requests)
+        step = step._replace(places=everyone.astype(np.int32), sampling=everyone)
         staging = Staging()
         staging.put(self._rows.layout.record(self._rows.layout.padding_row), [0])
         with torch.inference_mode():
             at = self._upload(staging, step)
             inputs = self._inputs(step)
             self._build(at, step, inputs)
-            drawn = self._on_device.draw_tokens(self._forward.logits(inputs, longest), SamplingBatch(), inputs.settings)
+            logits = self._forward.logits(inputs, step.longest)
+            drawn = self._on_device.draw_tokens(logits, SamplingBatch(), inputs.settings)
             self._on_device.advance_rows(self._state, at, drawn.tokens)
             drawn.tokens.cpu()
             for cache in self.kv_cache.layers:
@@ -144,23 +143,23 @@ class DeviceRunner:
             batch = sampling.batch_beside_draws(first, first)._replace(masks=masks)
             self._on_device.draw_tokens(logits, batch, settings).tokens.cpu()
 
-    def recording_bytes(self, num_requests: int) -> int:
-        """What recorded decodes of up to so many requests keep beside what a step takes."""
-        return num_requests * 4 * (self.info.vocab_size + self._rows.layout.table_width)
+    def recording_bytes(self, num_tokens: int, num_requests: int) -> int:
+        """What recorded steps of up to so many tokens and requests keep beside what a step takes."""
+        of_requests = num_requests * 4 * (self.info.vocab_size + self._rows.layout.table_width)
+        return of_requests + num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
 
     def resize_cache(self, num_blocks: int, info: RunnerInfo) -> None:
-        """Before anything is recorded; its content is lost. info: of the runner from now on."""
+        """What was recorded, and the cache's content, are lost. info: of the runner from now on."""
+        if self._graphs is not None:
+            self._graphs.forget()
         self.kv_cache.resize(num_blocks)
         self._state.pad_with(self.kv_cache.padding_block)
         self.info = info
 
-    def record_decodes(self, sizes: list[int], make_recorder: Callable[[], Recorder]) -> None:
-        """From now on decodes of up to the largest size are padded to one of `sizes` and run as recorded."""
-        layout = self._rows.layout
+    def record_steps(self, shapes: list[Shape], make_recorder: Callable[[], Recorder]) -> None:
+        """From now on steps are padded to the smallest of `shapes` that holds them, and run as recorded."""
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(
-                self._forward, sizes, layout.table_width, self.info.vocab_size, self._ops.device
-            )
+            self._graphs = StepGraphs(self._forward, shapes, self._rows.layout.table_width, self.info.max_model_len)
         self._make_recorder = make_recorder
         self._record()
 
@@ -184,23 +183,26 @@ class DeviceRunner:
         staging = Staging()
         self._rows.apply(plan, self._sampling, staging)
         step = self._rows.step(plan)
-        size = self._graphs.size_for(len(step.rows)) if self._graphs is not None and step.is_decode else None
-        at = self._upload(staging, step if size is None else step.padded(size, self._rows.layout.padding_row))
+        recording = None if self._graphs is None else self._graphs.recording_of(step)
+        padded = step if recording is None else step.padded(*recording.shape[:2], self._rows.layout.padding_row)
+        at = self._upload(staging, padded)
         self.kv_cache.copy_blocks(plan.block_copies)
         if not plan.num_scheduled_tokens:
             return InFlight([])
+        inputs = self._inputs(step) if recording is None else recording.inputs
+        self._build(at, padded, inputs)
         if plan.prompt_targets:  # never in a decode
-            return self._report_and_sample(plan, at, step)
-        return self._sample(plan, at, step, *self._logits(at, step, size))
+            return self._report_and_sample(plan, at, step, inputs, self._hidden(step, inputs, recording))
+        return self._sample(plan, at, step, self._logits(step, inputs, recording), inputs.settings)
 
-    def _report_and_sample(self, plan: StepPlan, at: StepRows, step: DeviceStep) -> InFlight:
-        inputs = self._inputs(step)
-        self._build(at, step, inputs)
-        hidden = self._forward.hidden(inputs, step.longest)
+    def _report_and_sample(
+        self, plan: StepPlan, at: StepRows, step: DeviceStep, inputs: StepInputs, hidden: Tensor
+    ) -> InFlight:
         starts = dict(zip(step.request_ids, step.query_start_loc.tolist(), strict=False))
         pieces = list(PromptRows.of(plan.prompt_targets, starts).pieces(self._piece_rows))
         downloads = [download_report(self._report(hidden, piece)) for piece in pieces]
-        handle = self._sample(plan, at, step, self._forward.logits_of(hidden, inputs.last_tokens), inputs.settings)
+        logits = self._forward.logits_of(hidden, inputs.last_tokens[: len(step.sampling)])
+        handle = self._sample(plan, at, step, logits, inputs.settings)
         handle.read_prompts = partial(_read_prompts, plan, pieces, downloads, _mark(self._ops.device))
         return handle
 
@@ -216,19 +218,21 @@ class DeviceRunner:
         self._on_device.write_rows(self._state, writes)
         return at
 
-    def _logits(self, at: StepRows, step: DeviceStep, size: int | None) -> tuple[Tensor, Tensor]:
-        """Logits of the requests that sample, and their sampling settings. size: of the CUDA graph to use, if any."""
-        if size is None or self._graphs is None:
-            inputs = self._inputs(step)
-            self._build(at, step, inputs)
-            return self._forward.logits(inputs, step.longest), inputs.settings
-        inputs, num_requests = self._graphs.inputs(size), len(step.rows)
-        self._build(at, step, inputs)
-        return self._graphs.run(size)[:num_requests], inputs.settings[: NUM_SETTINGS * num_requests]
+    def _hidden(self, step: DeviceStep, inputs: StepInputs, recording: Recording | None) -> Tensor:
+        """Normalised hidden states, at least the step's: until the next step."""
+        return self._forward.hidden(inputs, step.longest) if recording is None else recording.run()
+
+    def _logits(self, step: DeviceStep, inputs: StepInputs, recording: Recording | None) -> Tensor:
+        """Of the requests that sample."""
+        if recording is None:
+            return self._forward.logits(inputs, step.longest)
+        if recording.shape.is_decode:
+            return recording.run()[: len(step.rows)]
+        return self._forward.logits_of(recording.run(), inputs.last_tokens[: len(step.sampling)])
 
     def _inputs(self, step: DeviceStep) -> StepInputs:
-        num_tokens, width = int(step.query_start_loc[-1]), self._rows.layout.table_width
-        return StepInputs.empty(num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
+        width = self._rows.layout.table_width
+        return StepInputs.empty(step.num_tokens, len(step.rows), len(step.sampling), width, self._ops.device)
 
     def _build(self, at: StepRows, step: DeviceStep, inputs: StepInputs) -> None:
         build, block_size = self._on_device.build_inputs, self.info.block_size
@@ -240,6 +244,7 @@ class DeviceRunner:
         if not self._sampling.plain[rows].all():
             batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
         masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
+        settings = settings[: NUM_SETTINGS * len(rows)]
         drawn = self._on_device.draw_tokens(logits, batch._replace(masks=masks), settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
         self._rows.advance(step)
@@ -255,16 +260,16 @@ class DeviceRunner:
         with torch.inference_mode():
             self._graphs.record(self._make_recorder(), self._fill_with_nobodys)
 
-    def _fill_with_nobodys(self, inputs: StepInputs) -> None:
+    def _fill_with_nobodys(self, shape: Shape, inputs: StepInputs) -> None:
         """Fill the inputs with padding tokens, so that a graph is captured from a possible step."""
-        num_requests = len(inputs.seq_lens)
-        rows = self._nobodys(num_requests)
-        starts = np.arange(num_requests + 1, dtype=np.int32)
-        step = DeviceStep([], rows, starts, starts[:-1], 1, starts[:-1].astype(np.int64))
+        step = self._nobodys(shape.num_tokens, shape.num_requests)
         self._build(self._upload(Staging(), step), step, inputs)
 
-    def _nobodys(self, num_requests: int) -> NDArray[np.int32]:
-        return np.full(num_requests, self._rows.layout.padding_row, dtype=np.int32)
+    def _nobodys(self, num_tokens: int, num_requests: int) -> DeviceStep:
+        """A step of padding requests, none of which samples."""
+        nothing = np.zeros(0, dtype=np.int32)
+        nobody = DeviceStep([], nothing, np.zeros(1, dtype=np.int32), nothing, 0, nothing.astype(np.int64))
+        return nobody.padded(num_tokens, num_requests, self._rows.layout.padding_row)
 
     def _explained(self, error: Exception) -> Exception:
         """The error, or that the device is lost: then nothing that is asked of it ends well any more."""

@@ -1,31 +1,64 @@
-"""Decodes as recorded launches: one for each padded batch size, all in one pool of memory, up to the logits.
+"""Recorded steps: decodes by padded numbers of requests, steps that hold prompts by padded numbers of tokens and of
+requests, all in one pool of memory.
 
-A recorded pass reads and writes the same places each time: `DecodeGraphs` owns those places and knows the sizes.
-Recording itself is `CudaRecorder`'s alone. What is eager, and when a recording may be used, decides `device_runner`.
+A recorded pass reads and writes the same places each time: `StepGraphs` owns those places and knows the shapes. A
+decode is recorded up to the logits; of other steps few tokens sample, and their logits are launched behind the
+recording. Recording itself is `CudaRecorder`'s alone. When a recording is used decides `device_runner`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pagemill_engine.runner.device_forward import DeviceForward
+from pagemill_engine.runner.device_rows import DeviceStep
 from pagemill_kernels.request_rows.layout import StepInputs
 
 MOST_REQUESTS = 512
 """Larger decodes keep the device busy for so long that launching them one by one costs nothing."""
+MOST_TOKENS = 1024
+"""Of a step that holds prompts: likewise."""
+_TOKENS = (16, 32, 64, 96, 128, *range(192, 513, 64), *range(640, MOST_TOKENS + 1, 128))
+_REQUESTS = (16, 64)
+"""Numbers of requests that are recorded beside the largest: attention launches programs for each that there may be."""
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes that are recorded, rising: others are padded to the next one, by an eighth of it at most or 8."""
+class Shape(NamedTuple):
+    """What a recorded step is padded to."""
+
+    num_tokens: int
+    num_requests: int
+    is_decode: bool
+
+
+def decode_shapes(max_num_seqs: int) -> list[Shape]:
+    """Rising: other decodes are padded to the next one, by an eighth of it at most or 8."""
     largest = min(max_num_seqs, MOST_REQUESTS)
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MOST_REQUESTS + 1, 32)]
-    return [*(size for size in sizes if size < largest), largest]
+    return [Shape(size, size, is_decode=True) for size in _up_to(largest, sizes)]
+
+
+def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Shape]:
+    """Rising: of steps that hold prompts, whether or not requests decode in them. There is always room for a padding
+    request, which the padding tokens belong to."""
+    found = []
+    for num_tokens in _up_to(min(max_num_batched_tokens, MOST_TOKENS), _TOKENS):
+        most = min(num_tokens, max_num_seqs + 1)
+        found += [Shape(num_tokens, size, is_decode=False) for size in _up_to(most, _REQUESTS)]
+    return found
+
+
+def recorded_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Shape]:
+    """All that are recorded."""
+    decodes = decode_shapes(min(max_num_seqs, max_num_batched_tokens))
+    return [*decodes, *mixed_shapes(max_num_seqs, max_num_batched_tokens)]
 
 
 class Recorder(Protocol):
@@ -50,42 +83,70 @@ class CudaRecorder:
         return graph.replay
 
 
-class DecodeGraphs:
-    def __init__(
-        self, forward: DeviceForward, sizes: list[int], table_width: int, vocab_size: int, device: torch.device
-    ) -> None:
-        """Holds nothing but buffers until `record`."""
-        self._forward = forward
-        self._sizes = sizes
-        inputs = StepInputs.empty(sizes[-1], sizes[-1], sizes[-1], table_width, device)
-        logits = torch.empty(sizes[-1], vocab_size, dtype=torch.float32, device=device)
-        self._places = {size: (inputs.first(size), logits[:size]) for size in sizes}
-        self._replays: dict[int, Callable[[], None]] = {}
+@dataclass(slots=True, frozen=True)
+class Recording:
+    """One recorded shape."""
 
-    def record(self, recorder: Recorder, prepare: Callable[[StepInputs], None]) -> None:
-        """Capture all sizes, the largest first: the others fit into its memory. `prepare` fills the inputs with padding
-        requests."""
-        for size in reversed(self._sizes):
-            inputs, logits = self._places[size]
-            prepare(inputs)
-            self._replays[size] = recorder.record(partial(self._forward.decode_into, logits, inputs))
+    shape: Shape
+    inputs: StepInputs
+    """To be filled before `run`."""
+    out: Tensor
+    replay: Callable[[], None]
+
+    def run(self) -> Tensor:
+        """A decode's logits, float32 [requests, vocab], else normalised hidden states [tokens, hidden]: until the next
+        run of any."""
+        self.replay()
+        return self.out
+
+
+class StepGraphs:
+    def __init__(self, forward: DeviceForward, shapes: Iterable[Shape], table_width: int, max_model_len: int) -> None:
+        """Holds nothing but buffers until `record`."""
+        self._forward, self._max_model_len = forward, max_model_len
+        shapes = sorted(shapes)
+        # No padding request has more tokens than a row.
+        possible = [each for each in shapes if each.num_tokens <= each.num_requests * max_model_len]
+        self._decodes, self._mixed = ([each for each in possible if each.is_decode == kind] for kind in (True, False))
+        most_tokens, most_requests = max(each.num_tokens for each in shapes), max(each.num_requests for each in shapes)
+        self._inputs = forward.empty_inputs(most_tokens, most_requests, table_width)
+        self._logits = forward.empty_logits(_most_tokens(shapes, decodes=True))
+        self._hidden = forward.empty_hidden(_most_tokens(shapes, decodes=False))
+        self._recordings: dict[Shape, Recording] = {}
+
+    def record(self, recorder: Recorder, prepare: Callable[[Shape, StepInputs], None]) -> None:
+        """Capture all shapes, the largest first: the others fit into its memory. `prepare` fills the inputs with
+        padding requests."""
+        for shape in sorted([*self._decodes, *self._mixed], reverse=True):
+            inputs = self._inputs.first(shape.num_tokens, shape.num_requests)
+            out = (self._logits if shape.is_decode else self._hidden)[: shape.num_tokens]
+            run = self._forward.decode_into if shape.is_decode else self._forward.hidden_into
+            prepare(shape, inputs)
+            self._recordings[shape] = Recording(shape, inputs, out, recorder.record(partial(run, out, inputs)))
 
     def forget(self) -> None:
         """What they read lies elsewhere from now on."""
-        self._replays.clear()
+        self._recordings.clear()
 
-    def size_for(self, num_requests: int) -> int | None:
-        """The padded size; `None`: nothing so large is recorded."""
-        if num_requests > self._sizes[-1]:
-            return None
-        size = self._sizes[bisect_left(self._sizes, num_requests)]
-        return size if size in self._replays else None
+    @property
+    def shapes(self) -> list[Shape]:
+        """Those that are recorded now."""
+        return list(self._recordings)
 
-    def inputs(self, size: int) -> StepInputs:
-        """To be filled before `run`."""
-        return self._places[size][0]
+    def recording_of(self, step: DeviceStep) -> Recording | None:
+        """The smallest that the step can be padded to; `None`: it is launched piece by piece."""
+        num_tokens, num_requests = step.num_tokens, len(step.rows)
+        shapes = self._decodes if step.is_decode else self._mixed
+        for shape in shapes[bisect_left(shapes, (num_tokens,)) :] if num_tokens else ():
+            padding, room = shape.num_tokens - num_tokens, shape.num_requests - num_requests
+            if room >= 0 and padding <= room * self._max_model_len:
+                return self._recordings.get(shape)
+        return None
 
-    def run(self, size: int) -> Tensor:
-        """The logits of all `size` requests, float32 [size, vocab]: until the next run."""
-        self._replays[size]()
-        return self._places[size][1]
+
+def _up_to(largest: int, sizes: Iterable[int]) -> list[int]:
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def _most_tokens(shapes: list[Shape], *, decodes: bool) -> int:
+    return max((each.num_tokens for each in shapes if each.is_decode == decodes), default=0)

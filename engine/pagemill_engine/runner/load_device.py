@@ -13,7 +13,7 @@ from pagemill_engine.models.device_rotations import DeviceRotations
 from pagemill_engine.models.rope import decoder_tables
 from pagemill_engine.models.weights import load_weights, weight_bytes
 from pagemill_engine.runner.base import Runner
-from pagemill_engine.runner.compiling import record_decodes
+from pagemill_engine.runner.compiling import record_steps
 from pagemill_engine.runner.compute import Compute
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_engine.runner.device_memory import measure_device
@@ -76,8 +76,8 @@ def _settle(runner: DeviceRunner, files: ModelFiles, prepared: Prepared) -> None
     kind = prepared.compute.kv_dtype
     files.progress("allocating", cache_in_words(runner.info.num_blocks, config.block_size, spec, kind))
     if config.cuda_graphs:
-        files.progress("warming", "recording decodes")
-        record_decodes(runner, config)
+        files.progress("warming", "recording steps")
+        record_steps(runner, config)
 
 
 def settles_on(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ import torch
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.models.weights import weight_bytes
 from pagemill_engine.runner.budget import Measured, Sizes, plan_measured
-from pagemill_engine.runner.compiling import compile_kernels, largest_decode, run_largest
+from pagemill_engine.runner.compiling import compile_kernels, largest_recorded, run_largest
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.kv_cache import max_model_len_for
 from pagemill_engine.runner.memory import MemoryState
@@ -62,6 +62,11 @@ def settle(
 
 
 def _recording_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
-    """All recordings share the memory of the largest."""
-    largest = largest_decode(config)
-    return meter.peak_bytes(lambda: runner.warm_up(largest, largest)) + runner.recording_bytes(largest)
+    """All recordings share the memory of the largest: of those of decodes, or of all others."""
+    num_tokens, num_requests = largest_recorded(config)
+
+    def run() -> None:
+        runner.warm_up(num_requests, num_requests)
+        runner.warm_up(num_requests, min(num_tokens, num_requests * runner.info.max_model_len))
+
+    return meter.peak_bytes(run) + runner.recording_bytes(num_tokens, num_requests)

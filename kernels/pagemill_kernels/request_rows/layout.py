@@ -136,16 +136,16 @@ class StepInputs:
             settings=torch.empty(NUM_SETTINGS * num_sampled, dtype=torch.int32, device=device),
         )
 
-    def first(self, num_requests: int) -> StepInputs:
-        """The inputs of the first requests alone, if each has one token."""
+    def first(self, num_tokens: int, num_requests: int) -> StepInputs:
+        """The inputs of the first of both alone; of all that sample."""
         return StepInputs(
-            token_ids=self.token_ids[:num_requests],
-            positions=self.positions[:num_requests],
-            slots=self.slots[:num_requests],
+            token_ids=self.token_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            slots=self.slots[:num_tokens],
             query_start_loc=self.query_start_loc[: num_requests + 1],
             seq_lens=self.seq_lens[:num_requests],
             block_tables=self.block_tables[:num_requests],
-            last_tokens=self.last_tokens[:num_requests],
+            last_tokens=self.last_tokens,
             settings=self.settings,
         )
 

@@ -9,18 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from tiny_llama import write_tiny_llama
 from triton_device import DEVICE, NO_FP8
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import device_runner
-from pagemill_engine.runner.device_rows import DeviceRows
+from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.errors import StepSkippedError
-from pagemill_engine.runner.graphs import CudaRecorder, graph_sizes
+from pagemill_engine.runner.graphs import CudaRecorder, Shape, decode_shapes, mixed_shapes, recorded_shapes
 from pagemill_engine.sampling.rows import SamplingRows
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 from pagemill_kernels.kv_store import storage
@@ -36,6 +39,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_tokens": 3, "stop_token_ids": list(range(0, 64, 3))},
     {"temperature": 0.8, "n": 2, "logprobs": 2},
 ]
+DECODES = [Shape(1, 1, True), Shape(4, 4, True)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
 
@@ -166,10 +170,33 @@ def test_padding_is_nobodys() -> None:
     rows = DeviceRows(RowLayout.of(4, 64, 16))
     rows.apply(plan_of({}, admitted=[admitted("a", [1], [0])]), SamplingRows(4, 64), Staging())
     step = rows.step(plan_of({"a": 1}))
-    padded = step.padded(3, rows.layout.padding_row)
+    padded = step.padded(3, 3, rows.layout.padding_row)
     assert (padded.rows.tolist(), padded.places.tolist()) == ([step.rows[0], 4, 4], [0, -1, -1])
     assert padded.query_start_loc.tolist() == [0, 1, 2, 3]
     assert (len(padded.sampling), padded.request_ids) == (1, ["a"])
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), max_size=4), padding=st.integers(0, 40), num_padding=st.integers(0, 6),
+)  # fmt: skip
+def test_padding_tokens_are_shared_out_to_padding_requests(counts: list[int], padding: int, num_padding: int) -> None:
+    assume(num_padding > 0 or padding == 0)
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    rows = np.arange(len(counts), dtype=np.int32)
+    step = DeviceStep([f"r{row}" for row in rows], rows, starts, rows, max(counts, default=0), rows.astype(np.int64))
+    padded = step.padded(sum(counts) + padding, len(counts) + num_padding, 7)
+    assert padded.rows.tolist() == [*rows, *[7] * num_padding]
+    assert padded.places.tolist() == [*rows, *[-1] * num_padding]
+    assert padded.query_start_loc[: len(starts)].tolist() == starts.tolist()
+    each = np.diff(padded.query_start_loc)
+    assert (len(each), padded.num_tokens, padded.longest) == (
+        len(padded.rows),
+        sum(counts) + padding,
+        max(each, default=0),
+    )
+    shares = each[len(counts) :]
+    assert shares.min(initial=0) >= 0
+    assert np.ptp(shares) <= 1 if num_padding else True
 
 
 # -- recorded decodes --------------------------------------------------------------------------------------------
@@ -199,39 +226,80 @@ def test_padded_decodes_answer_as_those_of_their_own_size(
     load: Callable[..., Any], expected: Answers, overlap: bool
 ) -> None:
     runner, recorder = load(device="cuda"), Again()
-    runner.record_decodes([1, 4], lambda: recorder)
+    runner.record_steps(DECODES, lambda: recorder)
     answers, _ = serve(runner, overlap=overlap)
     assert_alike(answers, expected)
     assert recorder.num_recorded == 2
     assert recorder.num_run >= 8, "decodes run as recorded"
     runner.sleep()
-    assert runner._graphs.size_for(3) is None, "what was recorded reads a cache that is gone"
+    assert not runner._graphs.shapes, "what was recorded reads a cache that is gone"
     runner.wake()
     assert recorder.num_recorded == 4
     assert_alike(serve(runner)[0], expected)
 
 
+@pytest.mark.sample("overlapped")
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_padded_prompts_answer_as_those_of_their_own_size(
+    load: Callable[..., Any], expected: Answers, overlap: bool
+) -> None:
+    """Alone, beside decodes, in chunks, and once more behind a preemption: no step is launched piece by piece."""
+    runner, recorder = load(device="cuda"), Again()
+    runner.record_steps(recorded_shapes(4, 24), lambda: recorder)
+    recorded = set(runner._graphs.shapes)
+    assert recorded == set(recorded_shapes(4, 24))
+    runner._forward.logits = None  # called for what is not recorded
+    answers, core = serve(runner, overlap=overlap)
+    assert_alike(answers, expected)
+    assert core.scheduler.num_preemptions > 0
+    assert recorder.num_run >= core.num_steps
+
+
 def test_only_decodes_of_a_recorded_size_run_as_recorded(load: Callable[..., Any]) -> None:
     runner, recorder = load(device="cuda"), Again()
-    runner.record_decodes([1, 2], lambda: recorder)
+    runner.record_steps([Shape(1, 1, True), Shape(2, 2, True), Shape(16, 2, False)], lambda: recorder)
     names = {"a": [0], "b": [1], "c": [2]}
     rows = [admitted(name, [5, 6], blocks) for name, blocks in names.items()]
     runner.wait(runner.launch(plan_of(dict.fromkeys(names, 2), admitted=rows)))
     runner.wait(runner.launch(plan_of(dict.fromkeys(names, 1))))
-    assert recorder.num_run == 0, "a prefill, and more requests than are recorded"
+    assert recorder.num_run == 0, "more requests than are recorded"
     runner.wait(runner.launch(plan_of({"a": 1, "b": 1})))
     assert recorder.num_run == 1
+    both = [admitted("a", [7] * 16, [0]), admitted("b", [7] * 16, [1])]
+    runner.wait(runner.launch(plan_of({"a": 8, "b": 8}, samples=set(), admitted=both, released=list(names))))
+    assert recorder.num_run == 2, "two prompts"
+    runner.wait(runner.launch(plan_of({"a": 1, "b": 7}, samples={"b"})))
+    assert recorder.num_run == 2, "eight tokens more would be nobody's"
+    runner.wait(runner.launch(plan_of({"a": 7})))
+    assert recorder.num_run == 3
+    runner.wait(runner.launch(plan_of({}, released=["a", "b"])))
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 100, 256, 1024])
 def test_every_decode_up_to_the_largest_has_a_size_that_wastes_little(max_num_seqs: int) -> None:
-    sizes = graph_sizes(max_num_seqs)
+    sizes = [shape.num_requests for shape in decode_shapes(max_num_seqs)]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == min(max_num_seqs, 512)
     for num_requests in range(1, sizes[-1] + 1):
         padded = next(size for size in sizes if size >= num_requests)
         assert padded - num_requests < max(8, num_requests)
         assert padded - num_requests < 32
+
+
+@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(1, 1), (1, 24), (4, 24), (256, 8192), (64, 500)])
+def test_every_step_with_prompts_up_to_the_largest_has_a_shape(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    shapes = mixed_shapes(max_num_seqs, max_num_batched_tokens)
+    assert shapes == sorted(set(shapes))
+    largest = min(max_num_batched_tokens, 1024)
+    assert shapes[-1].num_tokens == largest
+    for num_tokens in range(1, largest + 1):
+        for num_requests in {1, min(num_tokens, 16, max_num_seqs), min(num_tokens, max_num_seqs)}:
+            fitting = [
+                shape for shape in shapes
+                if shape.num_tokens >= num_tokens
+                and shape.num_requests >= num_requests + (shape.num_tokens > num_tokens)
+            ]  # fmt: skip
+            assert fitting[0].num_tokens - num_tokens < max(32, num_tokens / 2 + 1)
 
 
 # -- failures ----------------------------------------------------------------------------------------------------
@@ -392,8 +460,64 @@ def test_cuda_graphs_answer_as_launches_do(load: Callable[..., Any], expected: A
     runner.sleep()
     runner.wake()
     assert_alike(serve(runner, overlap=True)[0], expected)
-    runner.record_decodes([2, 4], CudaRecorder)
+    runner.record_steps([Shape(2, 2, True), Shape(4, 4, True)], CudaRecorder)
     assert_alike(serve(runner)[0], expected)
+
+
+def arriving(runner: Any) -> tuple[Answers, EngineCore, list[int], int]:
+    """Prompts of all lengths, some with a beginning that others have too, come one by one while others decode; more
+    than the cache holds. Also the number of tokens of each step, and of those that the prefix cache had."""
+    info = runner.info
+    runner.info = info._replace(num_blocks=7, step=None)
+    core = EngineCore(EngineConfig(model="m", max_num_seqs=6, max_num_batched_tokens=40, overlap=True), runner)
+    runner.info = info
+    waiting = [
+        GenerateRequest(
+            request_id=f"r{index}",
+            model="m",
+            prompt_token_ids=[
+                *([3] * 16 if index % 3 == 0 else []),
+                *((index * 7 + position) % 64 for position in range(1 + index * 11 % 32)),
+            ],
+            sampling=SamplingParams(max_tokens=14 + index % 5, seed=index, logprobs=0, temperature=0.8 * (index % 2)),
+        )
+        for index in range(12)
+    ]
+    answers: Answers = {}
+    sizes: list[int] = []
+    num_cached = 0
+    while waiting or core.has_work:
+        if waiting:
+            core.add(waiting.pop(0))
+        outputs = core.step()
+        sizes.append(outputs.num_step_tokens)
+        for output in outputs.outputs:
+            assert output.error is None
+            token_ids, logprobs = answers.setdefault((output.request_id, output.choice), ([], []))
+            token_ids += output.token_ids
+            logprobs += [value for entry in output.logprobs or [] for value in entry.logprobs]
+            num_cached += output.num_cached_tokens
+    core.check_integrity()
+    runner.wait(runner.launch(StepPlan(step=0, num_scheduled_tokens={}, released=list(runner._rows._row_of))))
+    return answers, core, sizes, num_cached
+
+
+@pytest.mark.gpu
+def test_requests_that_come_while_others_decode_are_answered_as_launched_piece_by_piece(
+    folder: Path, runner_loader: Callable[..., Any]
+) -> None:
+    runner = runner_loader(folder, num_kv_blocks=12, max_model_len=64, max_num_seqs=6, device="cuda")
+    runner._graphs = None
+    eager, _, _, _ = arriving(runner)
+    runner.record_steps(recorded_shapes(6, 40), CudaRecorder)
+    runner._forward.logits = None  # called for what is not recorded
+    recorded, core, sizes, num_cached = arriving(runner)
+    assert_alike(recorded, eager)
+    assert len(recorded) == 12
+    assert {len(token_ids) for token_ids, _ in recorded.values()} == {14, 15, 16, 17, 18}
+    assert core.scheduler.num_preemptions > 0
+    assert max(sizes) == 40, "prompts in chunks"
+    assert num_cached > 0
 
 
 @pytest.mark.gpu

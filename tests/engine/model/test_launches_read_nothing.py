@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton_device import HAS_GPU
 
 from pagemill_engine.runner import device_kv_cache, device_runner, load_device
+from pagemill_engine.runner.graphs import decode_shapes
 from pagemill_engine.runner.memory import measure_memory
 from pagemill_engine.sampling import device_counts
 from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
@@ -113,7 +114,7 @@ def test_steps_are_queued_unread_and_decodes_are_launched_alike_at_any_length(
 ) -> None:
     if recorded:
         again = type("Again", (), {"record": lambda self, run: run})
-        runner.record_decodes([1, 2, 4], again)
+        runner.record_steps(decode_shapes(4), again)
     found: list[list[Launch]] = []
     for num_tokens in (3, 11, 40):
         queued(runner, prompts(num_tokens))

@@ -18,6 +18,7 @@ from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.runner import compiling, load_device
 from pagemill_engine.runner.budget import GPU_SHARE, Measured, Sizes, plan_measured, plan_memory
 from pagemill_engine.runner.factory import create_runner
+from pagemill_engine.runner.graphs import recorded_shapes
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_engine.runner.settling import CudaMeter, settle
 from pagemill_protocol.model_files import load_model_spec
@@ -118,6 +119,13 @@ def test_an_engine_on_a_gpu_steps_as_its_memory_allows(folder: Path, monkeypatch
     runner.close()
 
 
+class Once:
+    """Stands in for CUDA graphs where there is no device."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+
 class Scale:
     """A device's memory in place of the interpreter's host: notes what is run between two looks."""
 
@@ -137,6 +145,7 @@ def test_the_cache_is_sized_by_steps_that_were_run(
 ) -> None:
     config = EngineConfig(model="test", max_num_seqs=2, max_num_batched_tokens=5)
     runner = runner_loader(folder, device="cuda", num_kv_blocks=40, max_num_seqs=2)
+    runner.record_steps(recorded_shapes(2, 5), Once)
     before = make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2)
     shapes: list[tuple[int, int]] = []
     warm_up = runner.warm_up
@@ -145,6 +154,7 @@ def test_the_cache_is_sized_by_steps_that_were_run(
     state = MemoryState(40 * MIB, 40 * MIB, 0, is_gpu=True)
     settle(runner, config, spec, sizes, state, Scale(20 * MIB, [8 * MIB, 4 * MIB]))
     assert {(2, 2), (1, 5), (2, 5)} <= set(shapes)
+    assert shapes[-3:-1] == [(2, 2), (2, 5)], "the largest of what is recorded"
     assert shapes[-1] == (2, 5), "the largest once more, beside the cache"
     memory = runner.info.memory
     assert memory.measured
@@ -152,6 +162,7 @@ def test_the_cache_is_sized_by_steps_that_were_run(
     assert memory.kv_bytes > 3 * MIB
     assert runner.info.num_blocks == runner.kv_cache.num_blocks == len(runner.kv_cache.layers[0]) - 1
     assert runner._state.tables[runner._rows.layout.padding_row].eq(runner.kv_cache.num_blocks).all()
+    assert not runner._graphs.shapes, "what was recorded reads the cache that is gone"
     assert make_driver(runner).greedy([[3, 5, 7]], 3, max_num_seqs=2) == before
 
 
@@ -166,9 +177,11 @@ def test_a_device_without_memory_for_recordings_names_the_setting(
     def full(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(runner, "record_decodes", full)
-    with pytest.raises(LoadError, match=r"up to 2 requests .* Lower maxNumSeqs \(now 2\) or kvCacheMemory") as caught:
-        compiling.record_decodes(runner, EngineConfig(model="test", max_num_seqs=2))
+    monkeypatch.setattr(runner, "record_steps", full)
+    with pytest.raises(
+        LoadError, match=r"up to 2 requests and 512 tokens .* Lower maxNumSeqs \(now 2\) or kvCacheMemory"
+    ) as caught:
+        compiling.record_steps(runner, EngineConfig(model="test", max_num_seqs=2))
     assert caught.value.reason == "GraphsTooLarge"
 
 
@@ -194,7 +207,7 @@ def test_a_start_measures_then_allocates_then_records(
     )  # fmt: skip
     runner: Any = create_runner(config, lambda phase, detail: reported.append(phase))
     assert reported == ["loading", "warming", "allocating", *["warming"] * recorded]
-    assert len(recordings) == (3 if recorded else 0)
+    assert len(recordings) == (4 if recorded else 0), "three decodes, and prompts"
     assert runner.info.memory.measured
     assert MIB - 2048 < runner.kv_cache.num_bytes <= MIB
     driver = make_driver(runner)
