@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,10 +43,16 @@ def run_group(group: str, device: Device, section: Section) -> None:
         table.add(f"not run: {why}; `smoke` and `kernels` check every kernel and the engine against their references")
         return
     problem, text = run_pytest(GROUPS[group], TESTS_S)
-    table.add((text.strip().splitlines() or [""])[-1])
+    table.add(summary_of(text))
     if problem:
         print(text[-20_000:])
         raise AssertionError(f"{problem}: {text[-1500:]}")
+
+
+def summary_of(text: str) -> str:
+    """pytest's own last line: libraries may print after it, while the interpreter ends."""
+    lines = text.strip().splitlines()
+    return next((line for line in reversed(lines) if re.search(r"\d+ \w+.* in \d", line)), lines[-1] if lines else "")
 
 
 def run_pytest(files: list[Path], limit_s: float) -> tuple[str, str]:
