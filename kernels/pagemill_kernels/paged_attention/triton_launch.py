@@ -1,7 +1,7 @@
-"""Paged attention on a GPU: prefill chunks and decodes of a step in one launch, long decodes split over the device.
+"""Paged attention on a GPU: a launch for a step's decodes, long ones split over the device, and one for its prefills.
 
 Grids follow from the numbers of tokens and requests alone, and how many parts a context is cut into is decided on the
-device, so a recorded launch serves every step of the same shape.
+device, so recorded launches serve every step of the same shape.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class TritonPlan:
     block_size: int
     num_kv_heads: int
     sliding_window: int | None
-    is_decode: bool
+    longest: int
+    """Tokens of the request with most."""
+    has_few: bool
+    """Some requests may have few tokens, whatever the others have."""
 
     def __post_init__(self) -> None:
         num_requests = len(self.seq_lens)
@@ -85,7 +88,7 @@ def plan_attention(
     batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
 ) -> TritonPlan:
     """Plan for all layers with this sliding window (`None`: full attention)."""
-    longest = int(np.diff(batch.query_start_loc).max(initial=0))
+    num_tokens = np.diff(batch.query_start_loc)
     return TritonPlan(
         query_start_loc=launch.upload(batch.query_start_loc, device, torch.int32),
         seq_lens=launch.upload(batch.seq_lens, device, torch.int32),
@@ -94,7 +97,8 @@ def plan_attention(
         block_size=batch.block_size,
         num_kv_heads=batch.num_kv_heads,
         sliding_window=sliding_window,
-        is_decode=longest <= DECODE_LIMIT,
+        longest=int(num_tokens.max(initial=0)),
+        has_few=bool(((num_tokens > 0) & (num_tokens <= DECODE_LIMIT)).any()),
     )
 
 
@@ -110,7 +114,8 @@ def plan_on_device(
         block_size=block_size,
         num_kv_heads=num_kv_heads,
         sliding_window=sliding_window,
-        is_decode=longest <= DECODE_LIMIT,
+        longest=longest,
+        has_few=longest <= DECODE_LIMIT or num_requests > 1,
     )
 
 
@@ -136,32 +141,91 @@ def paged_attention(
     if query.stride()[1:] != (head_dim, 1):
         query = query.contiguous()
     group = num_heads // plan.num_kv_heads
+    decode_tiles, prefill_tiles = (
+        choose_tiles(head_dim, group, query.dtype, cache.dtype, is_decode) for is_decode in (True, False)
+    )
+    has_prefills = plan.longest > DECODE_LIMIT
+    few_tokens = plan.longest if not has_prefills else decode_tiles.block_m // group if plan.has_few else 0
+    extras = _Extras(scale, soft_cap, alibi_slopes, sinks)
+    if has_prefills:
+        q_blocks = num_tokens // (prefill_tiles.block_m // group) + len(plan.seq_lens)
+        _attend(q_blocks, False, few_tokens, prefill_tiles, plan, query, cache, extras, (out, out, out), 1)
+    if few_tokens:
+        _decode(few_tokens, decode_tiles, plan, query, cache, extras, out)
+    return out
+
+
+class _Extras(NamedTuple):
+    """What becomes of scores beside the causal mask and the window."""
+
+    scale: float
+    soft_cap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+def _decode(
+    few_tokens: int, tiles: Tiles, plan: TritonPlan, query: Tensor, cache: Tensor, extras: _Extras, out: Tensor
+) -> None:
+    """The requests with few tokens; of each so many rows are laid out."""
+    _, num_heads, head_dim = query.shape
+    num_rows = len(plan.seq_lens) * few_tokens
+    q_blocks = len(plan.seq_lens) * triton.cdiv(few_tokens, tiles.block_m // (num_heads // plan.num_kv_heads))
+    num_splits = choose_splits(q_blocks * plan.num_kv_heads)
+    parts = (out, out, out) if num_splits == 1 else _part_buffers(num_rows, num_heads, num_splits, head_dim, out.device)
+    _attend(q_blocks, True, few_tokens, tiles, plan, query, cache, extras, parts, num_splits)
+    if num_splits > 1:
+        triton_body.join_splits[(num_rows, num_heads)](
+            few_tokens=few_tokens,
+            query_start_ptr=plan.query_start_loc,
+            part_ptr=parts[0],
+            maxima_ptr=parts[1],
+            sums_ptr=parts[2],
+            out_ptr=out,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=triton.next_power_of_2(head_dim),
+            NUM_SPLITS=num_splits,
+            enable_fp_fusion=True,
+            num_warps=4,
+        )
+
+
+def _attend(
+    q_blocks: int,
+    is_decode: bool,
+    few_tokens: int,
+    tiles: Tiles,
+    plan: TritonPlan,
+    query: Tensor,
+    cache: Tensor,
+    extras: _Extras,
+    parts: tuple[Tensor, Tensor, Tensor],
+    num_splits: int,
+) -> None:
+    _, num_heads, head_dim = query.shape
     has_codes = cache.dtype in LARGEST_CODES
-    tiles = choose_tiles(head_dim, group, query.dtype, has_codes, plan.is_decode)
-    num_requests = len(plan.seq_lens)
-    q_blocks = num_tokens // (tiles.block_m // group) + num_requests
-    num_splits = choose_splits(q_blocks * plan.num_kv_heads) if plan.is_decode else 1
-    parts, maxima, sums = _split_buffers(out, num_splits)
     triton_body.attend[(q_blocks, plan.num_kv_heads, num_splits)](
-        num_requests=num_requests,
+        num_requests=len(plan.seq_lens),
+        few_tokens=few_tokens,
         window=plan.sliding_window or 0,
-        scale=scale,
-        soft_cap=soft_cap or 0.0,
+        scale=extras.scale,
+        soft_cap=extras.soft_cap or 0.0,
         query_ptr=query,
         query_stride=query.stride(0),
-        cache_ptr=cache,
+        cache_ptr=cache.flatten().view(torch.int16) if has_codes else cache,
         cache_scales_ptr=cache.flatten().view(torch.float32) if has_codes else cache,
         table_ptr=plan.block_tables,
         table_stride=plan.block_tables.stride(0),
         query_start_ptr=plan.query_start_loc,
         seq_lens_ptr=plan.seq_lens,
-        slopes_ptr=query if alibi_slopes is None else alibi_slopes,
-        sinks_ptr=query if sinks is None else sinks,
-        out_ptr=parts,
-        maxima_ptr=maxima,
-        sums_ptr=sums,
+        slopes_ptr=query if extras.alibi_slopes is None else extras.alibi_slopes,
+        sinks_ptr=query if extras.sinks is None else extras.sinks,
+        out_ptr=parts[0],
+        maxima_ptr=parts[1],
+        sums_ptr=parts[2],
         NUM_KV_HEADS=plan.num_kv_heads,
-        GROUP=group,
+        GROUP=num_heads // plan.num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=plan.block_size,
@@ -169,44 +233,33 @@ def paged_attention(
         TILE=tiles.tile,
         NUM_SPLITS=num_splits,
         SPLIT_TOKENS=SPLIT_TOKENS,
+        IS_DECODE=is_decode,
         HAS_WINDOW=plan.sliding_window is not None,
-        HAS_SOFT_CAP=soft_cap is not None,
-        HAS_SLOPES=alibi_slopes is not None,
-        HAS_SINKS=sinks is not None,
+        HAS_SOFT_CAP=extras.soft_cap is not None,
+        HAS_SLOPES=extras.alibi_slopes is not None,
+        HAS_SINKS=extras.sinks is not None,
         HAS_CODES=has_codes,
+        IS_FP8=cache.dtype == torch.float8_e4m3fn,
         PRECISION=precision(query.dtype),
         enable_fp_fusion=True,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if num_splits > 1:
-        triton_body.join_splits[(num_tokens * num_heads,)](
-            part_ptr=parts,
-            maxima_ptr=maxima,
-            sums_ptr=sums,
-            out_ptr=out,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=triton.next_power_of_2(head_dim),
-            NUM_SPLITS=num_splits,
-            enable_fp_fusion=True,
-            num_warps=4,
-        )
-    return out
 
 
-def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, has_codes: bool, is_decode: bool) -> Tiles:
+def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dtype, is_decode: bool) -> Tiles:
     """Decodes are bound by memory: the fewest rows that a product takes. Prefills: as many as registers hold.
 
     Codes take registers of their own on their way to floats. How many tiles are on their way at a time is the number
     with which the compiler spills none (`bench/kernel_resources.py`).
     """
+    has_codes = cached in LARGEST_CODES
     if dtype == torch.float32 and head_dim > 128:
         # Shared memory of the smaller devices' multiprocessors, 99 KiB, holds no more.
         return Tiles(max(16 if is_decode else 32, triton.next_power_of_2(group)), 16, 4 if is_decode else 8, 2)
     wide = head_dim > 128 or dtype == torch.float32
     if is_decode:
-        num_stages = 3 if has_codes and not wide else 2
-        return Tiles(max(16, triton.next_power_of_2(group)), 32 if wide or has_codes else 64, 4, num_stages)
+        return Tiles(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 2)
     if wide:
         return Tiles(64, 32, 8, 2)
     if has_codes:
@@ -225,13 +278,12 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def _split_buffers(out: Tensor, num_splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the parts of the results go, their maxima and sums; without splits the first is `out`."""
-    if num_splits == 1:
-        return out, out, out
-    num_tokens, num_heads, head_dim = out.shape
-    sizes = torch.empty(2, num_tokens, num_heads, num_splits, dtype=torch.float32, device=out.device)
-    parts = torch.empty(num_tokens, num_heads, num_splits, head_dim, dtype=torch.float32, device=out.device)
+def _part_buffers(
+    num_rows: int, num_heads: int, num_splits: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the parts of the results go, their maxima and sums."""
+    sizes = torch.empty(2, num_rows, num_heads, num_splits, dtype=torch.float32, device=device)
+    parts = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=device)
     return parts, sizes[0], sizes[1]
 
 
