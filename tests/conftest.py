@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from unclosed_connections import refuse_unclosed, watch_connections
 
+watch_connections()
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -81,12 +83,13 @@ def _from_longest(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """After its fixtures: what a test has stopped ends, though the test failed."""
+    """After its fixtures: what a test has stopped ends, though the test failed, and no connection is left open."""
     try:
         return (yield)
     finally:
         if "hung_processes" in sys.modules:
             sys.modules["hung_processes"].end_hung()
+        refuse_unclosed()
 
 
 @pytest.hookimpl(wrapper=True)
