@@ -114,8 +114,8 @@ def draw(
     """One row's token, or -1 where the raw logits are broken.
 
     settings: int32 [6, num_rows], top_k, top_p in parts of 2^24, the bits of temperature and of min_p's logarithm, the
-    key's low and high half. listed: int32 [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw is
-    not the same as logits.
+    key's low and high half. listed: int32 [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw
+    is not the same as logits.
     """
     row = tl.program_id(0).to(tl.int64)
     own = settings_ptr + row
@@ -413,7 +413,7 @@ def random_bits(key_low, key_high, token):
 
 @triton.jit
 def most_noise(key_low, key_high, token):
-    """A bound of `gumbel` without logarithms: -log(-log(1 - u)) <= -log(u), whose binary exponent stands in the bits."""
+    """A bound of `gumbel` without logarithms: -log(-log(1 - u)) <= -log(u), whose binary exponent is that of the bits."""
     bits = random_bits(key_low, key_high, token).to(tl.float32)
     exponent = (bits.to(tl.int32, bitcast=True) >> 23) - 127
     return (32 - exponent).to(tl.float32) * LN2 + 0.01
