@@ -15,7 +15,7 @@ from waiting import WAIT_LIMIT_S, eventually
 from pagemill_gateway.brain.interface import Liveness
 from pagemill_gateway.relay.answer_stream import Frame
 from pagemill_gateway.relay.attempt_failures import UpstreamFailure
-from pagemill_gateway.relay.engine_link import EngineLink, LinkStream, Patience
+from pagemill_gateway.relay.engine_link import Backlog, EngineLink, LinkStream, Patience
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import FrameMeta, Usage
@@ -84,7 +84,7 @@ def token(payload: bytes) -> bytes:
 def run(scenario: Callable[[Engine], Awaitable[None]], patience: Patience = PATIENT) -> None:
     async def main() -> None:
         engine = Engine()
-        engine.link = EngineLink(patience, 60.0)
+        engine.link = EngineLink(patience, 60.0, Backlog())
         engine.link.connection_made(engine)
         async with asyncio.timeout(WAIT_LIMIT_S):
             assert await engine.link.begin(b"GET /internal/link HTTP/1.1\r\n\r\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -41,6 +42,8 @@ from pagemill_protocol.link import (
 MAX_HEAD_BYTES = 32 * 1024
 MAX_DIGEST_CHARS = 256
 LEAST_TICK_S = 0.01
+RECORDS_A_TURN = 8
+"""Of the backlog: some 0.3 ms."""
 MAX_STREAMS = 2**32 - 1
 """In the life of a link."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
@@ -57,6 +60,42 @@ class Patience:
         self.check_s = silence_timeout_s / SILENCE_CHECKS
 
 
+class Backlog:
+    """Records of streams that have begun, of all links: they are worked off behind new requests and first frames.
+
+    In the order in which they came, a few in each turn of the event loop, so that a client that waits for its first
+    token does not wait for other clients' next ones too.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._records: deque[tuple[EngineLink, LinkStream, Record, float]] = deque()
+        self._is_due = False
+
+    def add(self, link: EngineLink, stream: LinkStream, record: Record, now: float) -> None:
+        self._records.append((link, stream, record, now))
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._turn)
+
+    def work_off(self) -> None:
+        """All of it at once."""
+        while self._records:
+            link, stream, record, now = self._records.popleft()
+            link.deliver(stream, record, now)
+
+    def _turn(self) -> None:
+        records = self._records
+        for _ in range(min(len(records), RECORDS_A_TURN)):
+            if not records:
+                break  # a link that broke had all of them worked off
+            link, stream, record, now = records.popleft()
+            link.deliver(stream, record, now)
+        self._is_due = bool(records)
+        if records:
+            self._loop.call_soon(self._turn)
+
+
 class LinkStream:
     """An `AnswerStream` over a link."""
 
@@ -65,6 +104,8 @@ class LinkStream:
     ) -> None:
         self.weights_digest = ""
         self.waited_s = 0.0
+        self.has_begun = False
+        """Its first frame has come."""
         self._link = link
         self._number = number
         self._liveness = liveness
@@ -134,6 +175,7 @@ class LinkStream:
             self.fail(garbage(error))
             return
         self._num_held += len(data)
+        self.has_begun = self.has_begun or bool(frames)
         if frames and not self._takes(frames):
             self._frames += frames
             self._wake()
@@ -217,8 +259,9 @@ class LinkStream:
 class EngineLink(asyncio.Protocol):
     """Create inside a running event loop, connect, `begin`; then `send` any number of requests at once."""
 
-    def __init__(self, patience: Patience, idle_s: float) -> None:
-        """`idle_s`: a link without requests is closed after it."""
+    def __init__(self, patience: Patience, idle_s: float, backlog: Backlog) -> None:
+        """`idle_s`: a link without requests is closed after it. `backlog`: of all links."""
+        self._backlog = backlog
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         self.new_future: Callable[[], asyncio.Future[None]] = self._loop.create_future
@@ -340,16 +383,34 @@ class EngineLink(asyncio.Protocol):
                 return
         try:
             records = self._decoder.feed(data)
-            now, streams = self.now(), self._streams
-            for record in records:
-                if record[0] == _DATA:
-                    if (stream := streams.get(record[1])) is not None:
-                        stream.received(record[2], now)
-                else:
-                    self._dispatch(record)
+        except FrameError as error:
+            self._break_off(error)
+            return
+        now, streams, backlog = self.now(), self._streams, self._backlog
+        for record in records:
+            stream = streams.get(record[1])
+            if stream is None:
+                continue  # closed meanwhile
+            if stream.has_begun:
+                backlog.add(self, stream, record, now)
+            else:
+                self.deliver(stream, record, now)
+
+    def deliver(self, stream: LinkStream, record: Record, now: float) -> None:
+        """`now`: when it came."""
+        if self._streams.get(record[1]) is not stream:
+            return  # closed meanwhile
+        try:
+            if record[0] == _DATA:
+                stream.received(record[2], now)
+            else:
+                self._dispatch(stream, record)
         except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._fail_all(garbage(error))
-            self._transport.abort()
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> None:
+        self._fail_all(garbage(error))
+        self._transport.abort()
 
     def pause_writing(self) -> None:
         self._may_write.clear()
@@ -367,6 +428,7 @@ class EngineLink(asyncio.Protocol):
         self._fail_all(UpstreamFailure("lost", BROKE))
 
     def _fail_all(self, error: UpstreamFailure) -> None:
+        self._backlog.work_off()  # what came before can still be read
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.fail(error)
@@ -383,12 +445,9 @@ class EngineLink(asyncio.Protocol):
             self._switched.set_result(False)
         return b""
 
-    def _dispatch(self, record: Record) -> None:
+    def _dispatch(self, stream: LinkStream, record: Record) -> None:
         """Any record but data, of which there are by far the most."""
         kind, number, data = record
-        stream = self._streams.get(number)
-        if stream is None:
-            return  # closed meanwhile
         if kind == Kind.END:
             del self._streams[number]
             stream.ended()
