@@ -69,11 +69,12 @@ class Backlog:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._records: deque[tuple[EngineLink, LinkStream, Record, float]] = deque()
+        self._records: deque[tuple[LinkStream, Record, float]] = deque()
         self._is_due = False
 
-    def add(self, link: EngineLink, stream: LinkStream, record: Record, now: float) -> None:
-        self._records.append((link, stream, record, now))
+    def add(self, stream: LinkStream, record: Record, now: float) -> None:
+        """`now`: when it came."""
+        self._records.append((stream, record, now))
         if not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._turn)
@@ -81,19 +82,26 @@ class Backlog:
     def work_off(self) -> None:
         """All of it at once."""
         while self._records:
-            link, stream, record, now = self._records.popleft()
-            link.deliver(stream, record, now)
+            self._deliver_first()
+
+    def _deliver_first(self) -> None:
+        stream, record, now = self._records.popleft()
+        if record[0] == _DATA:
+            stream.received(record[2], now)
+        else:
+            stream.link.deliver(stream, record, now)
 
     def _turn(self) -> None:
         records = self._records
-        for _ in range(min(len(records), RECORDS_A_TURN)):
-            if not records:
-                break  # a link that broke had all of them worked off
-            link, stream, record, now = records.popleft()
-            link.deliver(stream, record, now)
-        self._is_due = bool(records)
-        if records:
-            self._loop.call_soon(self._turn)
+        try:
+            for _ in range(RECORDS_A_TURN):
+                if not records:  # also where a link broke: then all were worked off
+                    break
+                self._deliver_first()
+        finally:
+            self._is_due = bool(records)
+            if records:
+                self._loop.call_soon(self._turn)
 
 
 class LinkStream:
@@ -106,7 +114,7 @@ class LinkStream:
         self.waited_s = 0.0
         self.has_begun = False
         """Its first frame has come."""
-        self._link = link
+        self.link = link
         self._number = number
         self._liveness = liveness
         self._on_accepted = on_accepted
@@ -126,7 +134,7 @@ class LinkStream:
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self, take: Take | None = None) -> list[Frame]:
-        link = self._link
+        link = self.link
         if not self._frames and not self._is_over:
             self._credit()
             self._take, self._waiting_since = take, link.now()
@@ -152,7 +160,8 @@ class LinkStream:
     def close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
-        self._link.forget(self._number, cancel=not self._is_complete)
+        self._is_over = True
+        self.link.forget(self._number, cancel=not self._is_complete)
 
     # What the link calls.
 
@@ -175,12 +184,23 @@ class LinkStream:
             self.fail(garbage(error))
             return
         self._num_held += len(data)
-        self.has_begun = self.has_begun or bool(frames)
-        if frames and not self._takes(frames):
-            self._frames += frames
+        if not frames:
+            if self._num_held >= CREDIT_BYTES and self._waiting is not None and not self._frames:
+                self._credit()  # a part of a large frame, which a reader waits for
+            return
+        self.has_begun = True
+        take = self._take
+        if take is None or self._frames:
+            self._leave(frames)
+            return
+        try:
+            if not take(frames):
+                self._leave(frames)
+            elif self._num_held >= CREDIT_BYTES:
+                self._credit()
+        except Exception as error:  # the reader's
+            self._error, self._is_over = error, True
             self._wake()
-        elif self._num_held >= CREDIT_BYTES and self._waiting is not None and not self._frames:
-            self._credit()  # also for parts of a large frame, which a reader waits for
 
     def ended(self) -> None:
         try:
@@ -228,27 +248,21 @@ class LinkStream:
             self._fall_silent()
 
     def _fall_silent(self) -> None:
-        self._link.retire()
-        self._link.forget(self._number, cancel=True)
+        self.link.retire()
+        self.link.forget(self._number, cancel=True)
         self.fail(UpstreamFailure("stalled", SILENT))
 
-    def _takes(self, frames: list[Frame]) -> bool:
-        take = self._take
-        if take is None or self._frames:
-            return False
-        try:
-            return take(frames)
-        except Exception as error:  # the reader's
-            self._error, self._is_over = error, True
-            self._wake()
-            return True
+    def _leave(self, frames: list[Frame]) -> None:
+        """To the reader."""
+        self._frames += frames
+        self._wake()
 
     def _credit(self) -> None:
         """What is held was taken."""
         self._num_owed += self._num_held
         self._num_held = 0
         if self._num_owed >= CREDIT_BYTES:
-            self._link.credit(self._number, self._num_owed)
+            self.link.credit(self._number, self._num_owed)
             self._num_owed = 0
 
     def _wake(self) -> None:
@@ -392,7 +406,7 @@ class EngineLink(asyncio.Protocol):
             if stream is None:
                 continue  # closed meanwhile
             if stream.has_begun:
-                backlog.add(self, stream, record, now)
+                backlog.add(stream, record, now)
             else:
                 self.deliver(stream, record, now)
 
