@@ -192,42 +192,54 @@ class MessageDecoder(Generic[Message]):
         self._decoder = decoder
         self._limit = limit
         self._buffer = _Buffer()
-        self._failed = False
+        self._has_rest = self._failed = False
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
-        _refuse_failed(self._failed)
+        """The messages that `data` completes. Raises `FrameError` on garbage, now and on every later call.
+
+        Peers usually write whole messages, which are decoded without the buffer.
+        """
+        if self._failed or self._has_rest:
+            return self._feed_buffer(data)
         messages: list[Message] = []
+        start, end, header_bytes = 0, len(data), _MESSAGE_HEADER.size
         try:
-            if len(self._buffer):
-                self._buffer.append(data)
-                while (message := self._next()) is not None:
-                    messages.append(message)
-            else:
-                self._take_whole(data, messages)
+            while end - start >= header_bytes:
+                (size,) = _MESSAGE_HEADER.unpack_from(data, start)
+                message_at = start + header_bytes
+                if size > self._limit:
+                    _check_size(self._what, size, self._limit)
+                if message_at + size > end:
+                    break
+                start = message_at + size
+                messages.append(self._decoder.decode(data[message_at:start]))
         except FrameError:
             self._failed = True
             raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._failed = True
+            raise self._unreadable(error) from error
+        if start < end:
+            self._buffer.append(memoryview(data)[start:])
+            self._has_rest = True
         return messages
 
     def close(self) -> None:
         """The stream ended. Raises `FrameError` if it ended inside a frame."""
         _check_empty(self._buffer)
 
-    def _take_whole(self, data: bytes, messages: list[Message]) -> None:
-        """The complete messages at the start of `data`, decoded without the buffer, which keeps the rest."""
-        start, end, header_bytes = 0, len(data), _MESSAGE_HEADER.size
-        while end - start >= header_bytes:
-            (size,) = _MESSAGE_HEADER.unpack_from(data, start)
-            message_at = start + header_bytes
-            if size > self._limit:
-                _check_size(self._what, size, self._limit)
-            if message_at + size > end:
-                break
-            start = message_at + size
-            messages.append(self._decode(data[message_at:start]))
-        if start < end:
-            self._buffer.append(memoryview(data)[start:])
+    def _feed_buffer(self, data: bytes) -> list[Message]:
+        _refuse_failed(self._failed)
+        messages: list[Message] = []
+        self._buffer.append(data)
+        try:
+            while (message := self._next()) is not None:
+                messages.append(message)
+        except FrameError:
+            self._failed = True
+            raise
+        self._has_rest = len(self._buffer) > 0
+        return messages
 
     def _next(self) -> Message | None:
         buffer = self._buffer
@@ -238,13 +250,13 @@ class MessageDecoder(Generic[Message]):
         if len(buffer) < _MESSAGE_HEADER.size + size:
             return None
         buffer.skip(_MESSAGE_HEADER.size)
-        return self._decode(buffer.take(size))
-
-    def _decode(self, data: bytes) -> Message:
         try:
-            return self._decoder.decode(data)
+            return self._decoder.decode(buffer.take(size))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FrameError(f"A {self._what} frame cannot be read: {error}") from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> FrameError:
+        return FrameError(f"A {self._what} frame cannot be read: {error}")
 
 
 class StateDecoder(MessageDecoder[StateFrame]):
