@@ -19,8 +19,8 @@ from pagemill_gateway.engine_http.connecting import Connection, Connector, Origi
 INTERVAL_S = 0.01
 """Between two reads of all. Frames come 50 ms apart from each engine, so a report is at most a fifth older."""
 READ_BYTES = 64 * 1024
-MAX_READS = 4
-"""Of one socket in a turn: a large snapshot must not hold up requests."""
+SNAPSHOT_READ_BYTES = 256 * 1024
+"""Of a socket that has more than `READ_BYTES`, as snapshots do; what is left comes in the next turn of the loop."""
 _GONE = select.EPOLLHUP | select.EPOLLERR
 LEAST_BUSY = 2
 """Sockets that a read found ready: from then on the next one is due without another look."""
@@ -35,7 +35,12 @@ class StateSockets:
         self._transports: dict[int, SocketTransport] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_watched = False
-        self._read_at = 0.0
+        self.read_at = 0.0
+        """The latest time, by the event loop's clock."""
+
+    @property
+    def has_timer(self) -> bool:
+        return self._timer is not None
 
     def attach(self, sock: socket.socket, protocol: asyncio.Protocol) -> SocketTransport:
         """`sock`: connected, and from now on this object's."""
@@ -77,7 +82,7 @@ class StateSockets:
             self._loop.remove_reader(self._epoll.fileno())
 
     def _on_ready(self) -> None:
-        due_at = self._read_at + INTERVAL_S
+        due_at = self.read_at + INTERVAL_S
         if self._loop.time() >= due_at:
             self._read_all()
         else:
@@ -87,13 +92,13 @@ class StateSockets:
     def _on_time(self) -> None:
         self._timer = None
         if self._read_all() >= LEAST_BUSY:
-            self._timer = self._loop.call_at(self._read_at + INTERVAL_S, self._on_time)
+            self._timer = self._loop.call_at(self.read_at + INTERVAL_S, self._on_time)
         else:
             self._watch()
 
     def _read_all(self) -> int:
         """How many sockets had something."""
-        self._read_at = self._loop.time()
+        self.read_at = self._loop.time()
         ready, transports = self._epoll.poll(0), self._transports
         for fd, events in ready:
             if (transport := transports.get(fd)) is not None:
@@ -119,26 +124,31 @@ class SocketTransport(asyncio.Transport):
     def handle(self, events: int) -> None:
         if events & select.EPOLLOUT:
             self._send()
-        if events & (select.EPOLLIN | _GONE):
-            self._receive()
+        if self._reads:
+            self._receive(READ_BYTES)
+        elif events & _GONE:
+            self._end(ConnectionResetError("the engine hung up"))
 
-    def _receive(self) -> None:
-        for _ in range(MAX_READS):
-            if not self._reads or self._is_closing:
-                return
-            try:
-                data = self._sock.recv(READ_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._end(error)
-                return
-            if not data:
-                self._end(None)
-                return
+    def _receive(self, num_bytes: int) -> None:
+        if not self._reads or self._is_closing:
+            return
+        try:
+            data = self._sock.recv(num_bytes)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        if not data:
+            self._end(None)
+            return
+        try:
             self._protocol.data_received(data)
-            if len(data) < READ_BYTES:
-                return
+        except Exception as error:  # the others' frames must be read all the same
+            self._loop.call_exception_handler({"message": "a state stream failed", "exception": error})
+            self._end(None)
+        if len(data) == num_bytes:
+            self._loop.call_soon(self._receive, SNAPSHOT_READ_BYTES)
 
     def _send(self) -> None:
         try:
@@ -192,6 +202,7 @@ class SocketTransport(asyncio.Transport):
         return self._is_closing
 
     def close(self) -> None:
+        """At once: what was to be sent is one request, and that is out long before."""
         self._end(None)
 
     def abort(self) -> None:

@@ -24,8 +24,8 @@ UNKNOWN_SHARE = 8
 MAX_LEARNED = 16
 """Words of such a text that are encoded once more to be remembered."""
 PROBE = (
-    "It's THE  end,\tcamelCase snake_case I'll we'Ve don'T x1 12 1234567 3.14 $5 a+b==c /* (x) */ \"q\" 'a'  \n\n  z\r\n"
-    ".../\n!?~`|\\ {k: [v]}   <|t|> #tag @me 50% a-b; \x0b\x0c \x1c\x1f\x7f end  \n"
+    "It's THE  end,\tcamelCase snake_case I'll we'Ve don'T x1 12 1234567 3.14 $5 a+b==c /* (x) */ \"q\" 'a'  \n\n"
+    "  z\r\n.../\n!?~`|\\ {k: [v]}   <|t|> #tag @me 50% a-b; \x0b\x0c \x1c\x1f\x7f end  \n"
 )
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What a byte-level step that is to `use_regex` cuts by."""
