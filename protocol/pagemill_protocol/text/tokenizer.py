@@ -138,7 +138,7 @@ class Tokenizer:
         return encoded_beginning(text, num_tokens, self._longest_entry_bytes, encode, param)
 
     def _encode_segment(self, text: str) -> list[int]:
-        if self._words is not None and text.isascii():
+        if self._words is not None and self._words.takes(text):
             return self._words.encode(text)
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return ids

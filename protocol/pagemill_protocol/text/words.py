@@ -16,6 +16,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+MAX_TEXT_CHARS = 16 * 1024
+"""Longer ones are the library's: cutting holds up other threads, some 1.5 ms for so many."""
 MAX_WORDS = 32 * 1024
 """Remembered; then all are forgotten. Some 6 MiB."""
 MAX_WORD_CHARS = 32
@@ -67,6 +69,13 @@ class WordEncoder:
         ends = [end for _, (_, end) in backend.pre_tokenizer.pre_tokenize_str(PROBE)]
         return found if ends == _ends(found.words_of(PROBE)) else None
 
+    @property
+    def num_words(self) -> int:
+        return len(self._words)
+
+    def takes(self, text: str) -> bool:
+        return len(text) <= MAX_TEXT_CHARS and text.isascii()
+
     def words_of(self, text: str) -> list[str]:
         """`text`: ASCII."""
         words = [text]
@@ -75,7 +84,7 @@ class WordEncoder:
         return words
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of ASCII text, in which no special token is spelled."""
+        """The tokens of a text that it `takes`, in which no special token is spelled."""
         words, known = self.words_of(text), self._words
         try:
             return list(chain.from_iterable(map(known.__getitem__, words)))
@@ -90,10 +99,12 @@ class WordEncoder:
         return list(chain.from_iterable([fresh[word] if word in fresh else known[word] for word in words]))
 
     def _learn(self, words: list[str]) -> dict[str, tuple[int, ...]]:
-        if len(self._words) + len(words) > MAX_WORDS:
-            self._words = {}  # another thread may read the old ones
         fresh = dict(zip(words, map(tuple, self._encode(words)), strict=True))
-        self._words.update({word: ids for word, ids in fresh.items() if len(word) <= MAX_WORD_CHARS})
+        kept = {word: ids for word, ids in fresh.items() if len(word) <= MAX_WORD_CHARS}
+        if len(self._words) + len(kept) > MAX_WORDS:
+            self._words = {}  # another thread may read the old ones
+        if len(kept) <= MAX_WORDS:
+            self._words.update(kept)
         return fresh
 
 
@@ -143,7 +154,10 @@ def _splits(step: Mapping[str, Any]) -> list[Split] | None:
         translated = ascii_pattern(pattern) if pattern is not None else None
         if translated is None:
             return None
-        splits.append(_split(translated))
+        try:
+            splits.append(_split(translated))
+        except re.error:  # such as a class of no ASCII characters
+            return None
     return splits
 
 
