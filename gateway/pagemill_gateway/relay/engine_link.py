@@ -69,39 +69,31 @@ class Backlog:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._records: deque[tuple[LinkStream, Record, float]] = deque()
-        self._is_due = False
+        self.records: deque[tuple[LinkStream, Record, float]] = deque()
+        """And when each came. Who appends some calls `turn` soon, unless that is due."""
+        self.is_due = False
 
-    def add(self, stream: LinkStream, record: Record, now: float) -> None:
-        """`now`: when it came."""
-        self._records.append((stream, record, now))
-        if not self._is_due:
-            self._is_due = True
-            self._loop.call_soon(self._turn)
-
-    def work_off(self) -> None:
-        """All of it at once."""
-        while self._records:
-            self._deliver_first()
-
-    def _deliver_first(self) -> None:
-        stream, record, now = self._records.popleft()
-        if record[0] == _DATA:
-            stream.received(record[2], now)
-        else:
-            stream.link.deliver(stream, record, now)
-
-    def _turn(self) -> None:
-        records = self._records
+    def turn(self) -> None:
+        records = self.records
         try:
             for _ in range(RECORDS_A_TURN):
                 if not records:  # also where a link broke: then all were worked off
                     break
-                self._deliver_first()
+                stream, record, now = records.popleft()
+                if record[0] == _DATA:
+                    stream.received(record[2], now)
+                else:
+                    stream.link.deliver(stream, record, now)
         finally:
-            self._is_due = bool(records)
+            self.is_due = bool(records)
             if records:
-                self._loop.call_soon(self._turn)
+                self._loop.call_soon(self.turn)
+
+    def work_off(self) -> None:
+        """All of it at once."""
+        while self.records:
+            stream, record, now = self.records.popleft()
+            stream.link.deliver(stream, record, now)
 
 
 class LinkStream:
@@ -401,14 +393,18 @@ class EngineLink(asyncio.Protocol):
             self._break_off(error)
             return
         now, streams, backlog = self.now(), self._streams, self._backlog
+        later = backlog.records
         for record in records:
             stream = streams.get(record[1])
             if stream is None:
                 continue  # closed meanwhile
             if stream.has_begun:
-                backlog.add(stream, record, now)
+                later.append((stream, record, now))
             else:
                 self.deliver(stream, record, now)
+        if later and not backlog.is_due:
+            backlog.is_due = True
+            self._loop.call_soon(backlog.turn)
 
     def deliver(self, stream: LinkStream, record: Record, now: float) -> None:
         """`now`: when it came."""
