@@ -69,6 +69,7 @@ async def ends(sockets: StateSockets) -> AsyncIterator[list[End]]:
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_sockets, "INTERVAL_S", LONG_S)
+    monkeypatch.setattr(state_sockets, "SPARSE_S", LONG_S)
 
 
 @pytest.mark.usefixtures("long")
