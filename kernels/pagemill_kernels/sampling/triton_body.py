@@ -413,7 +413,7 @@ def random_bits(key_low, key_high, token):
 
 @triton.jit
 def most_noise(key_low, key_high, token):
-    """A bound of `gumbel` without logarithms: -log(-log(1 - u)) <= -log(u), whose binary exponent is that of the bits."""
+    """A bound of `gumbel` without logarithms: -log(-log(1 - u)) <= -log(u), whose exponent is that of the bits."""
     bits = random_bits(key_low, key_high, token).to(tl.float32)
     exponent = (bits.to(tl.int32, bitcast=True) >> 23) - 127
     return (32 - exponent).to(tl.float32) * LN2 + 0.01
