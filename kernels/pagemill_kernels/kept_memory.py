@@ -1,8 +1,8 @@
 """Memory that is filled at once and kept, as weights are: small pages at first, huge ones when the processor is idle.
 
-numpy asks for huge pages, for which a system that has been up for a while moves other pages at each first touch: reading a
-gibibyte took five times as long. Kernels that read all weights for each token gain some percent by them, so what is kept
-is joined to huge pages afterwards, on a thread that takes idle time only.
+numpy asks for huge pages, for which a system that has been up for a while moves others at each first touch: reading
+a gibibyte took five times as long. Kernels that read all weights for each token gain some percent by them, so what is
+kept is joined to huge pages afterwards, on a thread that takes idle time only.
 """
 
 from __future__ import annotations

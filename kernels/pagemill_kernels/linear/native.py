@@ -208,8 +208,8 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     shape = (out_features, in_features)
     order = None if weight.input_order is None else weight.input_order.astype(np.int32)
     table = None if weight.table is None else np.ascontiguousarray(weight.table)
-    weight_parts = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order, table)
-    return NativeLinear(weight_parts, bias)
+    parts = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order, table)
+    return NativeLinear(parts, bias)
 
 
 def pack_blocks(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
@@ -263,8 +263,8 @@ def _pack_blocks(weight: CodeBlocks, bias: Array | None, format: int, bfloat16_r
         launch.num_threads(),
     )
     shape = (out_features, in_features)
-    weight_parts = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
-    return NativeLinear(weight_parts, bias)
+    parts = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
+    return NativeLinear(parts, bias)
 
 
 def _panels(out_features: int) -> int:
