@@ -51,7 +51,8 @@ def fit(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(write: Write, simulated: Simulated) -> Path:
-    engine = {"maxModelLen": 2048, "extraArgs": []}
+    """With few blocks: by default a simulated engine makes a million of them, which takes longer than these runs."""
+    engine = {"maxModelLen": 2048, "extraArgs": ["--num-kv-blocks=8000"]}
     return write("chat.yaml", simulated("chat", engine=engine, autoscaling=AUTOSCALING))
 
 

@@ -82,7 +82,7 @@ class Links:
         return link if is_open else None
 
     def _go_on(self, key: Key) -> None:
-        """Wake those that wait; the link is there for others when nobody waits any more."""
+        """Wake those that wait; the link is there for others when no request waits any more."""
         task, waiters = self._opening[key]
         if not waiters:
             del self._opening[key]
