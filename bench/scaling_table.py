@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--policies", nargs="+", default=[], help="beside the bounds, in place of all")
     parser.add_argument("--again", nargs="+", default=[], metavar="POLICY", help="simulate only these, in known cells")
-    parser.add_argument("--changes", type=int, default=CHANGES, help="that the clairvoyant tries out; 0: informed alone")
+    parser.add_argument("--changes", type=int, default=CHANGES, help="that the clairvoyant tries out; 0: none")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="in which cells are begun")
     args = parser.parse_args()

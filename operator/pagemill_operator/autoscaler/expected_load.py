@@ -46,7 +46,7 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     num_waiting: float
     """Requests that wait now, or come until then, and will still wait; where no capacity is known, those of now."""
     sure_waiting: float
-    """The same where no more come until then than are sure to."""
+    """The same where no more come until then than by the rate of the past minutes."""
     capacity_per_s: float | None = None
     """Requests per second that one replica can serve; None: not known, refuted, or not needed, as nothing waits."""
 
@@ -86,9 +86,10 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     # Prompts that are longer than usual count for several.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
+    # Neither a burst nor a rise is known to go on until then.
+    joining = _settled(signals.arrivals, memory, signals.at_s)[0] if signals.arrivals.truth == "value" else 0.0
     left, sure_left = (
-        max(0.0, waiting + arrivals(signals, memory, 0.0) * horizon_s - served)
-        for arrivals in (_arrivals_per_s, _sure_arrivals_per_s)
+        max(0.0, waiting + joined * horizon_s - served) for joined in (_arrivals_per_s(signals, memory, 0.0), joining)
     )
     return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, sure_left, capacity)
 
