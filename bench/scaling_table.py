@@ -1,9 +1,9 @@
 """The table of `scaling_bounds`: every kind of traffic at every load and cold start, in cells that can be resumed.
 
 `run` simulates the cells that the results lack, the cheap ones first, and adds one line of JSON for each; it may be
-ended at any time, and goes on where it ended. `--again pagemill` simulates one policy, anew or at first, in cells that
-are there; the latest line counts. `render` makes the tables for the documentation from all lines, and says which goals
-are met.
+ended at any time, and goes on where it ended. `--changes 0` leaves the clairvoyant out. `--again pagemill` simulates
+one policy, anew or at first, in cells that are there; the latest line counts. `render` makes the tables for the
+documentation from all lines, and says which goals are met.
 """
 
 from __future__ import annotations

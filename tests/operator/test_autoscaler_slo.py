@@ -291,9 +291,12 @@ def test_a_prompt_waits_longer_for_others_that_come_with_it_and_less_in_more_rep
     assert predictor.predict(uneven, replicas + 1).ttft_ms <= found.ttft_ms * 1.0001
 
 
-def test_a_burst_that_may_be_over_by_then_joins_no_queue_that_orders_replicas() -> None:
+def test_the_queue_that_orders_replicas_is_that_of_arrivals_that_are_no_chance() -> None:
     fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
-    fields = {"fleet": fleet, "queue": QueueLoad(num_requests=3), "arrivals": arrivals(1.0, burst=20.0)}
-    found = expected_load(signals(1, **fields), Memory(shape=SHAPE))
-    assert found.num_waiting > 60
-    assert found.sure_waiting == 0.0, "a replica serves one request a second"
+    fields = {"fleet": fleet, "queue": QueueLoad(num_requests=2000)}
+    seen, remembered = signals(1, **fields, arrivals=arrivals(1.0, burst=6.0)), Memory(shape=SHAPE)
+    assert is_burst(seen, remembered)
+    few = expected_load(seen, remembered)
+    assert 0 < few.sure_waiting < few.num_waiting, "36 arrivals"
+    minute = expected_load(signals(1, **fields, arrivals=arrivals(6.0)), remembered)
+    assert minute.sure_waiting == minute.num_waiting > 0, "the rate of a minute"

@@ -46,7 +46,7 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     num_waiting: float
     """Requests that wait now, or come until then, and will still wait; where no capacity is known, those of now."""
     sure_waiting: float
-    """The same where no more come until then than by the rate of the past minutes."""
+    """The same where chance may have made a part of a rise or burst of the last seconds."""
     capacity_per_s: float | None = None
     """Requests per second that one replica can serve; None: not known, refuted, or not needed, as nothing waits."""
 
@@ -86,11 +86,8 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     # Prompts that are longer than usual count for several.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
-    # Neither a burst nor a rise is known to go on until then.
-    joining = _settled(signals.arrivals, memory, signals.at_s)[0] if signals.arrivals.truth == "value" else 0.0
-    left, sure_left = (
-        max(0.0, waiting + joined * horizon_s - served) for joined in (_arrivals_per_s(signals, memory, 0.0), joining)
-    )
+    joining, sure_joining = _arrivals_per_s(signals, memory, 0.0), _sure_to_join_per_s(signals, memory)
+    left, sure_left = (max(0.0, waiting + joined * horizon_s - served) for joined in (joining, sure_joining))
     return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, sure_left, capacity)
 
 
@@ -157,6 +154,13 @@ def _sure_arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> 
     if not slope and not is_burst(signals, memory):
         return rate
     return max(rate, burst * _sure(burst * burst_s / together, num_answers))
+
+
+def _sure_to_join_per_s(signals: Signals, memory: Memory) -> float:
+    """By the past minutes, or by as much of a rise or burst as is no chance."""
+    if signals.arrivals.truth != "value":
+        return 0.0
+    return max(_settled(signals.arrivals, memory, signals.at_s)[0], _sure_arrivals_per_s(signals, memory, 0.0))
 
 
 def _still_rises(arrivals: Arrivals, slope: float) -> bool:
