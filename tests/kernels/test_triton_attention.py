@@ -16,7 +16,7 @@ from triton_device import CODE_TYPES, DEVICE, HAS_GPU, NARROW_TYPES, close, rand
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store import storage
-from pagemill_kernels.paged_attention import reference, triton_launch
+from pagemill_kernels.paged_attention import reference, tiles, triton_launch
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 NUM_BLOCKS = 40
@@ -129,8 +129,8 @@ def test_a_context_cut_into_parts_is_joined_again(
 
 def test_few_programs_are_split_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "num_multiprocessors", lambda: 100)
-    assert triton_launch.choose_splits(1) == triton_launch.SPLITS[-1]
-    assert triton_launch.choose_splits(100_000) == 1
+    assert tiles.choose_splits(1) == tiles.SPLITS[-1]
+    assert tiles.choose_splits(100_000) == 1
 
 
 def cache_of_codes(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: int = 16) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_only_tiles_that_some_row_sees_are_read_and_once_for_a_whole_group(
         return multiply(*arguments)
 
     monkeypatch.setattr(builder, "create_dot", counted)
-    monkeypatch.setattr(triton_launch, "choose_tiles", lambda *shape: triton_launch.Tiles(16, 16, 4, 2))
+    monkeypatch.setattr(triton_launch, "choose_tiles", lambda *shape: tiles.Tiles(16, 16, 4, 2))
     num_heads, num_kv_heads = heads
     assert_equals_reference(batch_of(lengths, num_kv_heads, 16), num_heads, window=window)
     assert len(products) == 2 * num_tiles

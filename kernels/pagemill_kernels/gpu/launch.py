@@ -20,6 +20,8 @@ FP8_CAPABILITY = (8, 9)
 """Tensor cores and conversions of e4m3 came with it."""
 INTERPRETED_MULTIPROCESSORS = 1
 """The interpreter runs one program at a time."""
+INTERPRETED_SHARED_BYTES = 99 * 1024
+"""The smallest of the supported devices'."""
 FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -70,6 +72,20 @@ def num_multiprocessors() -> int:
         return INTERPRETED_MULTIPROCESSORS
     count: int = torch.cuda.get_device_properties(device()).multi_processor_count
     return count
+
+
+@cache
+def capability() -> tuple[int, int]:
+    return OLDEST_CAPABILITY if interpreted() else torch.cuda.get_device_capability(device())
+
+
+@cache
+def shared_bytes() -> int:
+    """Shared memory that one program may have."""
+    if interpreted():
+        return INTERPRETED_SHARED_BYTES
+    size: int = torch.cuda.get_device_properties(device()).shared_memory_per_block_optin
+    return size
 
 
 def to_device(x: Tensor) -> Tensor:

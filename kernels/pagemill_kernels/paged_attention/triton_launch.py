@@ -18,27 +18,11 @@ from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.paged_attention import triton_body
 from pagemill_kernels.paged_attention.batch import DECODE_LIMIT, AttentionBatch
+from pagemill_kernels.paged_attention.tiles import SPLIT_TOKENS, Tiles, choose_splits, choose_tiles
 from pagemill_kernels.request_rows.layout import StepInputs
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 64
-SPLIT_TOKENS = 256
-"""A part of a split context is at least this long: shorter ones cost more to join than they save."""
-SPLITS = (1, 4, 16)
-"""Parts that a context may be cut into; few values, because each is a kernel of its own."""
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Programs of decode attention that one multiprocessor holds, about."""
-
-
-class Tiles(NamedTuple):
-    """One compiled kernel's sizes."""
-
-    block_m: int
-    """Rows of a Q block: tokens times the query heads of a group."""
-    tile: int
-    """Keys that are read at a time."""
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -245,32 +229,6 @@ def _attend(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-
-
-def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dtype, is_decode: bool) -> Tiles:
-    """Decodes are bound by memory: the fewest rows that a product takes. Prefills: as many as registers hold.
-
-    Codes take registers of their own on their way to floats. How many tiles are on their way at a time is the number
-    with which the compiler spills none (`bench/kernel_resources.py`).
-    """
-    has_codes = cached in LARGEST_CODES
-    if dtype == torch.float32 and head_dim > 128:
-        # Shared memory of the smaller devices' multiprocessors, 99 KiB, holds no more.
-        return Tiles(max(16 if is_decode else 32, triton.next_power_of_2(group)), 16, 4 if is_decode else 8, 2)
-    wide = head_dim > 128 or dtype == torch.float32
-    if is_decode:
-        return Tiles(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 2)
-    if wide:
-        return Tiles(64, 32, 8, 2)
-    if has_codes:
-        return Tiles(64, 32, 4, 3 if head_dim <= 64 else 2)
-    return Tiles(128, 64, 8, 2)
-
-
-def choose_splits(num_programs: int) -> int:
-    """Enough parts to occupy the device; from the launch's shape alone."""
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors() // max(num_programs, 1)
-    return max(splits for splits in SPLITS if splits == 1 or splits <= wanted)
 
 
 def precision(dtype: torch.dtype) -> str:
