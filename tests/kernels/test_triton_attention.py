@@ -256,6 +256,31 @@ def test_a_request_of_a_hundred_thousand_tokens() -> None:
     assert_equals_reference(batch_of([(3, 100_000), (1, 99_999)], 1, 16), 2, window=40)
 
 
+@pytest.mark.skipif(not HAS_GPU, reason="a CUDA graph takes a device")
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_recorded_mixed_batch_runs_again_on_what_lies_there_then(
+    num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two launches are on two streams, of which the recording has both."""
+    monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: num_splits)
+    batch = batch_of([*BATCHES["mixed"], (1, 540)], 2, 32)
+    cache, query = random(NUM_BLOCKS, 4, 16, 32), random(int(batch.query_start_loc[-1]), 4, 32, seed=1)
+    plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    triton_launch.paged_attention(query, cache, plan, 0.2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = triton_launch.paged_attention(query, cache, plan, 0.2)
+    for seed in (2, 3):
+        query.copy_(random(*query.shape, seed=seed))
+        graph.replay()
+        # Queued behind the replay: nobody gets the memory of parts before the recording is through.
+        expected = reference.paged_attention(
+            query, cache, reference.plan_attention(batch, None, torch.float32, DEVICE), 0.2
+        )
+        close(out, expected)
+
+
 def test_no_tokens_are_no_launch() -> None:
     batch = batch_of([(0, 5)], 1, 16)
     plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -86,6 +87,30 @@ def shared_bytes() -> int:
         return INTERPRETED_SHARED_BYTES
     size: int = torch.cuda.get_device_properties(device()).shared_memory_per_block_optin
     return size
+
+
+@cache
+def _side_stream(on: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(on, priority=-1)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def forked(on: torch.device) -> Iterator[AbstractContextManager[object]]:
+    """Until its end, what is launched inside the context that it gives runs beside what is launched outside of it.
+
+    Memory is handed on in the order of the current stream. So tensors that are used on both are made before the fork
+    and dropped behind its end, where the current stream waits for the other one: nobody gets them sooner. The two waits
+    are events, which make a CUDA graph that is being recorded take in both streams.
+    """
+    if on.type != "cuda":
+        yield nullcontext()
+        return
+    here, side = torch.cuda.current_stream(on), _side_stream(on)
+    side.wait_stream(here)
+    try:
+        yield torch.cuda.stream(side)
+    finally:
+        here.wait_stream(side)
 
 
 def to_device(x: Tensor) -> Tensor:
