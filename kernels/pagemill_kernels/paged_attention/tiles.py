@@ -1,8 +1,9 @@
 """Sizes of the attention kernels on a GPU: tiles, warps, stages, and into how many parts long contexts are cut.
 
 All of them follow from shapes, types and what the device has: multiprocessors, the shared memory that a program may
-have, and its compute capability where that memory is the same. Those of devices with 227 KiB were timed on an H100 with heads of 128 (`docs/log.md`, 2026-11-26),
-those of smaller ones are such that nothing spills and 99 KiB hold them (`bench/kernel_resources.py`).
+have, and its compute capability where that memory is the same. Those of devices with 227 KiB were timed on an H100 with
+heads of 128 (`docs/log.md`, 2026-11-26), those of smaller ones are such that nothing spills and 99 KiB hold them
+(`bench/kernel_resources.py`).
 """
 
 from __future__ import annotations
