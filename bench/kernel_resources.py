@@ -439,7 +439,8 @@ def _warps(kernels: tuple[Launched, ...]) -> str:
 def _usage_on(launched: Launched, architecture: int) -> Usage | None:
     """`None`: the launcher refuses the type there."""
     tensors = [value for value in launched.arguments.values() if isinstance(value, Tensor)]
-    has_fp8 = any(tensor.dtype == FP8 for tensor in tensors)
+    # Attention is given its cache as numbers of other types, and what they are.
+    has_fp8 = any(tensor.dtype == FP8 for tensor in tensors) or launched.arguments.get("IS_FP8", False)
     return None if has_fp8 and architecture < FP8_ARCHITECTURE else compile_for(launched, architecture)
 
 
