@@ -50,9 +50,11 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dt
     is_large = launch.shared_bytes() >= LARGE_SHARED_BYTES
     if dtype == torch.float32 and head_dim > 128:
         return Tiles(rows, 16, 4, 2) if is_decode else Tiles(max(rows, 32), 16, 8, 2)
-    if dtype == torch.float32 or head_dim > 128:
-        return Tiles(rows, 32, 4, 2) if is_decode else Tiles(64, 32, 8, 2)
     has_codes = cached in LARGEST_CODES
+    if dtype == torch.float32 or head_dim > 128:
+        # With 2 stages wide codes spill on a B200.
+        stages = 3 if is_decode and is_large and has_codes and dtype != torch.float32 else 2
+        return Tiles(rows, 32, 4, stages) if is_decode else Tiles(64, 32, 8, stages)
     if is_decode:
         return _decode_tiles(rows, has_codes, is_large)
     return _prefill_tiles(head_dim, group, has_codes, is_large)
@@ -75,7 +77,8 @@ def _prefill_tiles(head_dim: int, group: int, has_codes: bool, is_large: bool) -
             return Tiles(128, 64, 8, 2)
         return Tiles(64, 32, 4, 3 if head_dim <= 64 else 2)
     if not is_large:
-        return Tiles(128, 64, 8, 2)
+        # With 64 keys ALiBi spills.
+        return Tiles(128, 32, 8, 2)
     # Whole tokens fill 64 rows badly where a group is large.
     return Tiles(64, 64, 4, 3) if group <= 16 else Tiles(128, 64, 8, 3)
 
