@@ -36,7 +36,7 @@ def test_streams_wait_for_each_other_before_and_after(waits: list[tuple[str, str
     assert waits == [("side", "current"), ("current", "side")]
 
 
-def test_a_launch_that_fails_leaves_no_stream_that_nobody_waits_for(waits: list[tuple[str, str]]) -> None:
+def test_the_current_stream_waits_after_a_launch_that_fails_too(waits: list[tuple[str, str]]) -> None:
     with pytest.raises(RuntimeError, match="no such kernel"), launch.forked(torch.device("cuda", 0)):
         raise RuntimeError("no such kernel")
     assert waits == [("side", "current"), ("current", "side")]

@@ -274,7 +274,7 @@ def test_a_recorded_mixed_batch_runs_again_on_what_lies_there_then(
     for seed in (2, 3):
         query.copy_(random(*query.shape, seed=seed))
         graph.replay()
-        # Queued behind the replay: nobody gets the memory of parts before the recording is through.
+        # Queued behind the replay, so it reads what the replay wrote.
         expected = reference.paged_attention(
             query, cache, reference.plan_attention(batch, None, torch.float32, DEVICE), 0.2
         )

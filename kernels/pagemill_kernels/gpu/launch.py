@@ -99,8 +99,8 @@ def forked(on: torch.device) -> Iterator[AbstractContextManager[object]]:
     """Until its end, what is launched inside the context that it gives runs beside what is launched outside of it.
 
     Memory is handed on in the order of the current stream. So tensors that are used on both are made before the fork
-    and dropped behind its end, where the current stream waits for the other one: nobody gets them sooner. The two waits
-    are events, which make a CUDA graph that is being recorded take in both streams.
+    and dropped behind its end, where the current stream waits for the other one: no other tensor gets their memory
+    sooner. The two waits are events, which make a CUDA graph that is being recorded take in both streams.
     """
     if on.type != "cuda":
         yield nullcontext()
