@@ -36,7 +36,7 @@ def cases(device: Device) -> list[Case]:
     if device.tiny:
         tiny = [*_norms(device, 3, 48), *_activations(device, 3, 40), _rows(device, 3, 48)]
         tiny += [*_ropes(device, 3, (4, 2), 16), *step_cases.rows(device, 3, 40)]
-        products = [*_products(device, 4, (40, 64), [3]), *scaled_cases.cases(device, (40, 64), [3])]
+        products = [*_products(device, 4, (40, 64), [3, 130]), *scaled_cases.cases(device, (40, 64), [3])]
         experts = expert_cases.cases(device, 4, 2, 48, 32, [3])
         return [*tiny, *products, *experts, *step_cases.sampling(device, 2, 70)]
     return [

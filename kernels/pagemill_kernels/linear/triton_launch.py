@@ -169,7 +169,7 @@ class CodesLinear(CodesOnDevice):
     def _dequantize(self, first: int, out: Tensor) -> None:
         """Rows of the weight from `first` on, in the order of the columns."""
         triton_body.dequantize[(len(out), triton.cdiv(self.in_features, self._runs.size * RUNS_AT_ONCE))](
-            first,
+            first=first,
             codes_ptr=self._codes,
             scales_ptr=self._scales,
             offsets_ptr=self._scales if self._offsets is None else self._offsets,
