@@ -20,6 +20,7 @@ from triton_device import HAS_GPU
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner import compiling
 from pagemill_engine.runner.compiling import compile_kernels
+from pagemill_engine.runner.graphs import recorded_shapes
 from pagemill_kernels.gpu import launch
 from pagemill_protocol.sampling import SamplingParams
 
@@ -110,6 +111,32 @@ def test_requests_launch_nothing_that_was_not_launched_before(
     assert {"attend", "join_splits", "rope_and_store", "draw", "build", "write", "advance", "report"} <= names
     serve(make_driver(runner))
     assert launched - before == set()
+
+
+def test_recordings_launch_nothing_that_was_not_launched_before(
+    tmp_path: Path, runner_loader: Callable[..., Any], launched: set[tuple[Any, ...]]
+) -> None:
+    """One layer of each kind ran before a capture, with the shape that is captured: here two of three layers."""
+    folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=3)
+    runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)
+    unlike = runner.model.layers[2].residuals[1].branches[0].block
+    unlike.output.packed._weight = unlike.output.packed._weight.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        runner.compile(1, 1)
+    unlike.output.packed._weight = unlike.output.packed._weight.float()
+    runner._forward._kinds.clear()
+    found: list[int] = []
+
+    class Watched:
+        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+            before = set(launched)
+            run()
+            found.append(len(launched - before))
+            return run
+
+    runner.record_steps(recorded_shapes(4, 40), Watched)
+    assert len(runner._forward._kinds) == 1
+    assert found == [0] * len(recorded_shapes(4, 40))
 
 
 @pytest.mark.full

@@ -208,6 +208,8 @@ class Again:
     def __init__(self) -> None:
         self.num_recorded = 0
         self.num_run = 0
+        self.errors: list[Exception] = []
+        """What the next ones that are run raise."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         self.num_recorded += 1
@@ -215,6 +217,8 @@ class Again:
 
         def again() -> None:
             self.num_run += 1
+            if self.errors:
+                raise self.errors.pop()
             run()
 
         return again
@@ -286,20 +290,31 @@ def test_every_decode_up_to_the_largest_has_a_size_that_wastes_little(max_num_se
         assert padded - num_requests < 32
 
 
-@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(1, 1), (1, 24), (4, 24), (256, 8192), (64, 500)])
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens"), [(1, 1), (1, 24), (4, 24), (256, 8192), (256, 3000), (64, 500)]
+)
 def test_every_step_with_prompts_up_to_the_largest_has_a_shape(max_num_seqs: int, max_num_batched_tokens: int) -> None:
     shapes = mixed_shapes(max_num_seqs, max_num_batched_tokens)
     assert shapes == sorted(set(shapes))
-    largest = min(max_num_batched_tokens, 1024)
+    largest = max_num_batched_tokens
     assert shapes[-1].num_tokens == largest
-    for num_tokens in range(1, largest + 1):
+    for num_tokens in [*range(1, min(largest, 1024) + 1), *range(1025, largest + 1, 31)]:
         for num_requests in {1, min(num_tokens, 16, max_num_seqs), min(num_tokens, max_num_seqs)}:
             fitting = [
                 shape for shape in shapes
                 if shape.num_tokens >= num_tokens
                 and shape.num_requests >= num_requests + (shape.num_tokens > num_tokens)
             ]  # fmt: skip
-            assert fitting[0].num_tokens - num_tokens < max(32, num_tokens / 2 + 1)
+            share = 1 / 2 if num_tokens <= 1024 else 1 / 7
+            assert fitting[0].num_tokens - num_tokens < max(32, num_tokens * share + 1)
+
+
+def test_no_step_is_recorded_that_takes_longer_than_its_launches() -> None:
+    sizes = {shape.num_tokens for shape in mixed_shapes(256, 8192, 2345)}
+    assert (max(sizes), {1024, 1152} <= sizes) == (2304, True)
+    assert max(shape.num_tokens for shape in mixed_shapes(256, 8192, 10)) == 1024, "those cost next to nothing"
+    assert mixed_shapes(256, 700, 10)[-1].num_tokens == 700
+    assert len(recorded_shapes(256, 8192)) < 90, "recorded in seconds"
 
 
 # -- failures ----------------------------------------------------------------------------------------------------
@@ -347,14 +362,16 @@ def test_what_a_request_that_failed_left_in_its_blocks_matters_to_no_later_one(
 
 @contextmanager
 def failing_once(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The next forward pass raises, as a launch without memory does."""
+    """The next forward pass raises, recorded or not, as a launch without memory does."""
+    errors = [torch.OutOfMemoryError("no memory")]
 
     def fail(*arguments: Any) -> None:
         monkeypatch.undo()
-        raise torch.OutOfMemoryError("no memory")
+        raise errors.pop()
 
-    monkeypatch.setattr(runner._forward, "logits", fail)
+    monkeypatch.setattr(runner, "_logits", fail)
     yield
+    assert not errors, "a forward pass was asked for"
 
 
 def test_what_is_launched_behind_a_step_that_failed_is_not_run(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,6 +415,21 @@ def test_a_failure_behind_one_that_was_reported_is_reported_too(runner: Any, mon
     with pytest.raises(torch.OutOfMemoryError):
         runner.wait(second)
     runner.wait(runner.launch(plan_of({}, released=["a"])))
+
+
+def test_a_recorded_step_that_fails_is_reported_as_one_that_is_launched(load: Callable[..., Any]) -> None:
+    runner, recorder = load(device="cuda"), Again()
+    runner.record_steps([Shape(1, 1, True), Shape(8, 2, False)], lambda: recorder)
+    admission = {"admitted": [admitted("a", [5, 6], [0])]}
+    for plan in (plan_of({"a": 2}, **admission), plan_of({"a": 1})):
+        recorder.errors.append(torch.OutOfMemoryError("no memory"))
+        failed, behind = runner.launch(plan), runner.launch(plan_of({"a": 1}))
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.wait(failed)
+        with pytest.raises(StepSkippedError):
+            runner.wait(behind)
+        assert list(runner.wait(runner.launch(plan_of({"a": 2}, **admission))).token_ids) == ["a"]
+    assert recorder.num_run == 4
 
 
 @pytest.mark.sample("overlapped")
