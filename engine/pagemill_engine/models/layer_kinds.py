@@ -1,7 +1,7 @@
 """Which layers of a decoder launch the same: a run of one of each kind prepares all that a run of all of them needs.
 
-Two layers are of a kind when their declarations differ in names alone, and all that they hold in values alone. Neighbour:
-`runner.device_forward` runs them.
+Two layers are of a kind when their declarations differ in names alone, and all that they hold in values alone.
+Neighbour: `runner.device_forward` runs them.
 """
 
 from __future__ import annotations

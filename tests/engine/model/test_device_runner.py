@@ -176,6 +176,34 @@ def test_padding_is_nobodys() -> None:
     assert (len(padded.sampling), padded.request_ids) == (1, ["a"])
 
 
+def test_a_decode_that_repeats_is_not_uploaded_again(load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless something changes: a block, who is in it, or what it is padded to."""
+    runner = load(device="cuda")
+    runner.record_steps([Shape(4, 4, True)], Again)
+    uploaded: list[int] = []
+    upload = runner._upload
+    monkeypatch.setattr(runner, "_upload", lambda *step: (uploaded.append(len(step[1].rows)), upload(*step))[1])
+
+    def uploads_of(plan: StepPlan) -> list[int]:
+        uploaded.clear()
+        runner.wait(runner.launch(plan))
+        return list(uploaded)
+
+    both = [admitted("a", [5] * 14, [0]), admitted("b", [7] * 3, [1])]
+    assert uploads_of(plan_of({"a": 14, "b": 3}, admitted=both)) == [2]
+    decode = {"a": 1, "b": 1}
+    assert [uploads_of(plan_of(decode)) for _ in range(2)] == [[4], []]
+    assert uploads_of(plan_of(decode, new_block_ids={"a": [2]})) == [4]
+    assert uploads_of(plan_of(decode)) == []
+    assert uploads_of(plan_of({"b": 1})) == [4]
+    assert uploads_of(plan_of({"b": 1})) == []
+    assert uploads_of(plan_of({"b": 1, "c": 1}, admitted=[admitted("c", [9], [3])])) == [4]
+    assert uploads_of(plan_of({"b": 1, "c": 1}, released=["a"])) == [4]
+    runner._graphs.forget()
+    assert uploads_of(plan_of({"b": 1, "c": 1})) == [2]
+    runner.wait(runner.launch(plan_of({}, released=["b", "c"])))
+
+
 @given(
     counts=st.lists(st.integers(1, 9), max_size=4), padding=st.integers(0, 40), num_padding=st.integers(0, 6),
 )  # fmt: skip
