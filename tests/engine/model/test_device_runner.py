@@ -581,6 +581,28 @@ def test_requests_that_come_while_others_decode_are_answered_as_launched_piece_b
 
 
 @pytest.mark.gpu
+def test_a_step_of_thousands_of_tokens_runs_as_recorded(tmp_path: Path, runner_loader: Callable[..., Any]) -> None:
+    """Two prompts, then decodes that read what it wrote."""
+    folder = write_tiny_llama(tmp_path, head_dim=16, max_position_embeddings=2048)
+    runner = runner_loader(folder, num_kv_blocks=160, max_model_len=2048, max_num_seqs=3, device="cuda")
+    runner._graphs = None
+
+    def answered() -> list[dict[str, int]]:
+        prompts = {"a": [(7 * i) % 61 for i in range(1900)], "b": [(5 * i) % 59 for i in range(300)]}
+        blocks = {"a": list(range(120)), "b": list(range(120, 140))}
+        rows = [admitted(name, prompts[name], blocks[name]) for name in prompts]
+        plans = [plan_of({"a": 1900, "b": 300}, admitted=rows), *(plan_of({"a": 1, "b": 1}) for _ in range(4))]
+        found = [runner.wait(runner.launch(plan)).token_ids for plan in plans]
+        runner.wait(runner.launch(plan_of({}, released=["a", "b"])))
+        return found
+
+    launched = answered()
+    runner.record_steps(recorded_shapes(3, 4000), CudaRecorder)
+    runner._forward.logits = None  # called for what is not recorded
+    assert answered() == launched
+
+
+@pytest.mark.gpu
 def test_nothing_is_compiled_once_requests_come(load: Callable[..., Any]) -> None:
     import triton
 
