@@ -147,7 +147,7 @@ def test_what_one_shape_leaves_out_is_found(
     launched: set[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without many short prompts at a time, attention that is not split is not met."""
+    """Without a prompt, attention of more tokens than a decode has is not met."""
     folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=1)
     runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)
     monkeypatch.setattr(compiling, "step_shapes", lambda *limits: [(1, 1), (2, 2), (4, 4)])
