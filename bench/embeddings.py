@@ -1,4 +1,4 @@
-"""Embeddings per second beside sentence-transformers, float32 on both sides, the same random weights and texts.
+"""Embeddings per second beside sentence-transformers, one type on both sides, the same random weights and texts.
 
 An encoder of MiniLM's shape (6 layers, 384 wide) and, with `--shapes`, one of BERT's (12 layers, 768 wide); 64 texts at
 once. Each engine has a process of its own, both are asked in turns, and the ratio is that of the CPU times of each
@@ -37,21 +37,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="*", default=["minilm-l6"], choices=SHAPES)
     parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--lengths", nargs="*", default=list(LENGTHS), choices=LENGTHS)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     parser.add_argument("--worker", choices=["pagemill", "sentence-transformers"])
     parser.add_argument("--folder")
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments.worker, arguments.folder)
+        work(arguments.worker, arguments.folder, arguments.dtype)
         return
     peer.install_into(arguments.uv)
     rows, figures = [], {}
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
             write(shape, Path(folder))
-            for lengths in LENGTHS:
-                found = compare(folder, texts_of(arguments.texts, *LENGTHS[lengths]), arguments.rounds)
+            for lengths in arguments.lengths:
+                found = compare(folder, arguments.dtype, texts_of(arguments.texts, *LENGTHS[lengths]), arguments.rounds)
                 figures[f"{shape} {lengths}"] = found
                 shown = [found[key] for key in ("pagemill", "sentence-transformers", "ratio", "difference")]
                 rows.append([f"{shape}, {lengths}", *shown])
@@ -76,9 +78,9 @@ def texts_of(number: int, least: int, most: int) -> list[str]:
     return [" ".join(draw.choice(words) for _ in range(count)) for count in counts]
 
 
-def compare(folder: str, texts: list[str], rounds: int) -> dict[str, Any]:
+def compare(folder: str, dtype: str, texts: list[str], rounds: int) -> dict[str, Any]:
     names = ["pagemill", "sentence-transformers"]
-    workers = {name: start(name, folder) for name in names}
+    workers = {name: start(name, folder, dtype) for name in names}
     try:
         vectors = {name: ask(worker, texts)["vectors"] for name, worker in workers.items()}  # warm from here on
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -99,10 +101,11 @@ def compare(folder: str, texts: list[str], rounds: int) -> dict[str, Any]:
     }
 
 
-def start(name: str, folder: str) -> subprocess.Popen[str]:
+def start(name: str, folder: str, dtype: str) -> subprocess.Popen[str]:
     paths = [str(ROOT / "bench"), *([str(peer.LIBRARY)] if name != "pagemill" else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     argv = [sys.executable, str(ROOT / "bench" / "embeddings.py"), "--worker", name, "--folder", folder]
+    argv += ["--dtype", dtype]
     return subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     )
@@ -120,9 +123,9 @@ def ask(worker: subprocess.Popen[str], texts: list[str]) -> dict[str, Any]:
     raise SystemExit(f"a worker ended: {worker.args!r}")
 
 
-def work(name: str, folder: str) -> None:
+def work(name: str, folder: str, dtype: str) -> None:
     """Encode what comes in, line by line."""
-    encode = pagemill(folder) if name == "pagemill" else peer.load(folder, THREADS)
+    encode = pagemill(folder, dtype) if name == "pagemill" else peer.load(folder, THREADS, dtype)
     for line in sys.stdin:
         texts = json.loads(line)
         before_s = time.process_time()
@@ -131,10 +134,10 @@ def work(name: str, folder: str) -> None:
         print(json.dumps({"cpu_s": cpu_s, "vectors": [[float(value) for value in row] for row in vectors]}), flush=True)
 
 
-def pagemill(folder: str) -> Encode:
+def pagemill(folder: str, dtype: str) -> Encode:
     from pagemill import LLM
 
-    llm = LLM(folder, dtype="float32", num_threads=THREADS)
+    llm = LLM(folder, dtype=dtype, num_threads=THREADS)
     return lambda texts: [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
 

@@ -31,7 +31,8 @@ from pagemill_protocol.frames import StateDecoder, encode_state
 
 NUM_TOKENS = 32
 NUM_PODS = 20
-WARM_UP = 20
+WARM_UP = 64
+"""Requests: after them the tokenizer has seen the words that the bodies are made of."""
 STATE_FRAME = "state frame"
 ALL = "all"
 

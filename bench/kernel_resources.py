@@ -1,7 +1,8 @@
 """Registers, spills and shared memory of every Triton kernel, compiled ahead of time: no GPU is needed.
 
 The launchers run on tensors without memory, as the models below would call them; what they would launch is compiled for
-each architecture instead, and the compiler's own figures are read from the binary. Fails where a hot kernel spills.
+each architecture instead, and the compiler's own figures are read from the binary. Fails where a hot kernel spills, and
+where a kernel asks for more shared memory than the architecture gives a program.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ BODIES = (
     *(activation_body, attention_body, experts_body, gather_body, linear_body, norm_body, rope_body),
     *(rows_body, sampling_body, scaled_body),
 )
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""What one program may have (CUDA C++ Programming Guide, technical specifications per compute capability)."""
 FP8 = torch.float8_e4m3fn
 FP8_ARCHITECTURE = 89
 """The first that has e4m3; launchers refuse it on those before."""
@@ -354,13 +357,17 @@ class _Recorder:
 
 
 @contextmanager
-def recording() -> Iterator[list[Launched]]:
+def recording(architecture: int = 90) -> Iterator[list[Launched]]:
     """Launchers called inside launch nothing and think they are on a device."""
     launched: list[Launched] = []
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "device", return_value=META))
         stack.enter_context(mock.patch.object(launch, "upload", _upload))
         stack.enter_context(mock.patch.object(launch, "num_multiprocessors", return_value=NUM_MULTIPROCESSORS))
+        size = SHARED_KIB[architecture] * 1024
+        stack.enter_context(mock.patch.object(launch, "shared_bytes", return_value=size))
+        capability = divmod(architecture, 10)
+        stack.enter_context(mock.patch.object(launch, "capability", return_value=capability))
         for module in BODIES:
             for name, kernel in _kernels(module).items():
                 stack.enter_context(mock.patch.object(module, name, _Recorder(kernel, launched)))
@@ -416,10 +423,24 @@ def _usage(binary: bytes, shared_bytes: int, products: list[str]) -> Usage:
     return Usage(int(found[1]), int(found[2]), shared_bytes, products)
 
 
+def _launched_on(case: Case, architecture: int) -> list[Launched]:
+    """Launchers ask what the device has."""
+    with recording(architecture) as launched:
+        case.run()
+    return launched
+
+
+def _warps(kernels: tuple[Launched, ...]) -> str:
+    """One number where the architectures' are the same."""
+    numbers = [str(kernel.arguments["num_warps"]) for kernel in kernels]
+    return numbers[0] if len(set(numbers)) == 1 else " / ".join(numbers)
+
+
 def _usage_on(launched: Launched, architecture: int) -> Usage | None:
     """`None`: the launcher refuses the type there."""
     tensors = [value for value in launched.arguments.values() if isinstance(value, Tensor)]
-    has_fp8 = any(tensor.dtype == FP8 for tensor in tensors)
+    # Attention is given its cache as numbers of other types, and what they are.
+    has_fp8 = any(tensor.dtype == FP8 for tensor in tensors) or launched.arguments.get("IS_FP8", False)
     return None if has_fp8 and architecture < FP8_ARCHITECTURE else compile_for(launched, architecture)
 
 
@@ -429,28 +450,31 @@ def _cell(use: Usage | None) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, metavar="SM")
+    parser.add_argument("--architectures", type=int, nargs="+", choices=SHARED_KIB, default=ARCHITECTURES, metavar="SM")
     parser.add_argument("--only", nargs="+", default=[""], help="compile the cases whose name contains one of these")
     options = parser.parse_args()
     rows: list[list[Any]] = []
     products: list[list[list[str]]] = []
     spilling: list[str] = []
+    oversized: list[str] = []
     for case in cases():
         if not any(part in case.name for part in options.only):
             continue
-        with recording() as launched:
-            case.run()
-        for kernel in launched:
-            usages = [_usage_on(kernel, architecture) for architecture in options.architectures]
+        on_each = [_launched_on(case, architecture) for architecture in options.architectures]
+        for kernels in zip(*on_each, strict=True):
+            usages = [_usage_on(*each) for each in zip(kernels, options.architectures, strict=True)]
             cells = [_cell(use) for use in usages]
-            rows.append([case.name, kernel.kernel.__name__, kernel.arguments["num_warps"], *cells])
+            rows.append([case.name, kernels[0].kernel.__name__, _warps(kernels), *cells])
             products.append([use.products if use else [] for use in usages])
             if case.is_hot and any(use is not None and use.spilled_bytes for use in usages):
-                spilling.append(f"{case.name}: {kernel.kernel.__name__}")
+                spilling.append(f"{case.name}: {kernels[0].kernel.__name__}")
+            given = [1024 * SHARED_KIB[architecture] for architecture in options.architectures]
+            if any(use is not None and use.shared_bytes > size for use, size in zip(usages, given, strict=True)):
+                oversized.append(f"{case.name}: {kernels[0].kernel.__name__}")
     columns = ["case", "kernel", "warps", *(f"sm_{architecture}" for architecture in options.architectures)]
-    payload = {"rows": rows, "products": products, "spilling": spilling}
+    payload = {"rows": rows, "products": products, "spilling": spilling, "oversized": oversized}
     report.emit("registers / spilled bytes / KiB of shared memory", columns, rows, payload)
-    return 1 if spilling else 0
+    return 1 if spilling or oversized else 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.numpy
 import safetensors.torch
 import torch
@@ -26,6 +25,7 @@ from report import emit, median
 
 from pagemill_engine.loading.safetensors_folder import SafetensorsFolder
 from pagemill_kernels.arrays import NUMPY_TYPES, FloatType
+from pagemill_kernels.kept_memory import kept
 from pagemill_protocol.safetensors_header import INDEX_FILE
 
 ROWS, COLUMNS = 4096, 2048
@@ -73,10 +73,10 @@ def loaders_of(folder: Path, dtype: FloatType) -> dict[str, Callable[[], Any]]:
 
     def ours(wanted: FloatType) -> dict[str, Any]:
         weights = SafetensorsFolder(folder)
-        arrays = {name: np.empty(shape, NUMPY_TYPES[wanted]) for name, shape in weights.shapes.items()}
-        for name, array in arrays.items():
+        held = {name: kept(shape, NUMPY_TYPES[wanted]) for name, shape in weights.shapes.items()}
+        for name, array in held.items():
             weights.read_into(name, array)
-        return arrays
+        return held
 
     def of_torch(wanted: torch.dtype) -> dict[str, Any]:
         mapped = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}

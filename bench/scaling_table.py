@@ -1,9 +1,9 @@
 """The table of `scaling_bounds`: every kind of traffic at every load and cold start, in cells that can be resumed.
 
 `run` simulates the cells that the results lack, the cheap ones first, and adds one line of JSON for each; it may be
-ended at any time, and goes on where it ended. `--again pagemill` simulates one policy, anew or at first, in cells that
-are there; the latest line counts. `render` makes the tables for the documentation from all lines, and says which goals
-are met.
+ended at any time, and goes on where it ended. `--changes 0` leaves the clairvoyant out. `--again pagemill` simulates
+one policy, anew or at first, in cells that are there; the latest line counts. `render` makes the tables for the
+documentation from all lines, and says which goals are met.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cells(seeds: tuple[int, ...] = SEEDS) -> list[Cell]:
 
 
 def simulate(cell: Cell, names: list[str], changes: int, held: dict[int, float]) -> dict[str, Any]:
-    """One line of the results. `changes`: -1 for policies alone."""
+    """One line of the results. `changes`: as `compare` has them."""
     began_s = time.process_time()
     cold_start = cold_start_of(cell.cold_start_s)
     figures, trials = compare(KINDS[cell.kind], cell.load, cold_start, cell.seed, names, changes, held)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         running: set[Future[dict[str, Any]]] = set()
         while True:
             while len(running) < args.processes and time.monotonic() < until_s and (cell := next(open_cells, None)):
-                changes = -1 if args.again else CHANGES
+                changes = -1 if args.again else args.changes
                 names = args.again or args.policies
                 running.add(pool.submit(simulate, cell, names, changes, held[cell.kind]))
             if not running:
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--policies", nargs="+", default=[], help="beside the bounds, in place of all")
     parser.add_argument("--again", nargs="+", default=[], metavar="POLICY", help="simulate only these, in known cells")
+    parser.add_argument("--changes", type=int, default=CHANGES, help="that the clairvoyant tries out; 0: none")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="in which cells are begun")
     args = parser.parse_args()

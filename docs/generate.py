@@ -73,7 +73,9 @@ from keys of the same names, `DOCKER_AUTH_CONFIG` from the key `.dockerconfigjso
 reference names. On a machine they come from the environment, `~/.aws/credentials`, `gcloud`'s default credentials or
 `~/.docker/config.json`. The variables of the last column are set in `spec.engine.env`.
 
-On a machine everything but `hf://` is kept in `~/.cache/pagemill/models`, or, `hf://` too, in `PAGEMILL_MODEL_CACHE`;
+On a machine what is fetched is kept in `~/.cache/pagemill/models`, or in `PAGEMILL_MODEL_CACHE`, and not asked for
+again: name a revision, tag or digest to get another state. Without `PAGEMILL_MODEL_CACHE` a model that the Hugging Face
+library's cache holds whole is used from there;
 with `PAGEMILL_MODEL_CACHE_SIZE` (such as `200Gi`) the models there are bounded, and the longest unused ones go.
 `PAGEMILL_PLAIN_HTTP_REGISTRIES` names registries without TLS.
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from unclosed_connections import refuse_unclosed, watch_connections
 
+watch_connections()
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -35,15 +37,24 @@ LONGEST = (
     "cli/test_up_session.py",
     "house/test_docs_commands.py",
     "bench/test_gpu_bench.py",
+    "cli/test_plan_command.py",
     "engine/model/test_experts.py",
     "operator/test_local_backend.py",
-    "cli/test_plan_command.py",
-    "engine/model/test_hf_equality_smollm2.py",
-    "engine/model/test_structured_output.py",
+    "gateway/test_gateway_engines.py",
     "engine/model/test_hf_equality_tiny.py",
-    "operator/test_local_scaling.py",
-    "engine/model/test_device_runner.py",
     "engine/model/test_model_families.py",
+    "cli/test_plan_comparisons.py",
+    "engine/model/test_structured_output.py",
+    "engine/model/test_hf_equality_smollm2.py",
+    "cli/test_plan_from_headers.py",
+    "cli/test_serve_command.py",
+    "gateway/test_gateway_tools.py",
+    "gateway/test_worker_processes.py",
+    "gateway/test_rolling_engines.py",
+    "gateway/test_embedding_engines.py",
+    "operator/test_local_scaling.py",
+    "kernels/test_triton_compiled.py",
+    "engine/model/test_device_runner.py",
     "engine/model/test_compiled_before_ready.py",
 )
 """Below `tests`, by the CPU time that they take with their processes: they follow on `SHARED`."""
@@ -81,12 +92,13 @@ def _from_longest(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """After its fixtures: what a test has stopped ends, though the test failed."""
+    """After its fixtures: what a test has stopped ends, though the test failed, and no connection is left open."""
     try:
         return (yield)
     finally:
         if "hung_processes" in sys.modules:
             sys.modules["hung_processes"].end_hung()
+        refuse_unclosed()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,10 +30,10 @@ def install_into(uv: Path) -> None:
     run([str(uv), "pip", "install", *UV_FLAGS, *flags, *PACKAGES])
 
 
-def load(folder: str, threads: int) -> Callable[[list[str]], Any]:
+def load(folder: str, threads: int, dtype: str) -> Callable[[list[str]], Any]:
     import torch
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(threads)
-    model: Any = SentenceTransformer(folder, device="cpu", local_files_only=True)
-    return lambda texts: model.encode(texts, batch_size=64, show_progress_bar=False)
+    model: Any = SentenceTransformer(folder, device="cpu", local_files_only=True, model_kwargs={"dtype": dtype})
+    return lambda texts: model.encode(texts, batch_size=64, show_progress_bar=False, convert_to_tensor=True).float()

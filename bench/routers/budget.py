@@ -24,7 +24,7 @@ from pagemill_gateway.limits.limiter import Limiter, Reservation
 from pagemill_gateway.metrics.worker import WorkerMetrics
 from pagemill_gateway.relay import preparation
 from pagemill_gateway.relay.delivery import Delivery
-from pagemill_gateway.relay.engine_link import EngineLink
+from pagemill_gateway.relay.engine_link import Backlog, EngineLink
 from pagemill_gateway.relay.upstream import Upstream
 from pagemill_gateway.routes import access, generate
 from pagemill_protocol.dialects.chat import ChatBody, ChatDialect
@@ -51,7 +51,7 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
         *((LocalBrain, name) for name in ("find", "choose", "accepted", "started", "finished", "record_outcome")),
     ],
     "dispatch": [(Delivery, "begin"), (Upstream, "open")],
-    RELAYS: [(EngineLink, "data_received"), (DirectResponse, "write")],
+    RELAYS: [(EngineLink, "data_received"), (Backlog, "turn"), (DirectResponse, "write")],
     "log": [(access, "_line"), (logging.Logger, "info")],
     "metrics": [(WorkerMetrics, name) for name in _METRICS],
 }

@@ -45,13 +45,16 @@ class Wire(asyncio.Transport):
         super().__init__()
         self.written: list[bytes] = []
         self.num_writes = 0
-        self.wrote = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._wrote: asyncio.Future[None] | None = None
+        """What waits for the next write; no `asyncio.Event`, whose calls would be counted as the gateway's."""
         self._is_closing = False
 
     def write(self, data: Any) -> None:
         self.num_writes += 1
         self.written.append(data)
-        self.wrote.set()
+        if self._wrote is not None and not self._wrote.done():
+            self._wrote.set_result(None)
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -72,8 +75,8 @@ class Wire(asyncio.Transport):
     async def until(self, end: bytes = b"") -> None:
         """Something was written, or what ends with `end`."""
         while not (self.written and self.written[-1].endswith(end)):
-            self.wrote.clear()
-            await self.wrote.wait()
+            self._wrote = self._loop.create_future()
+            await self._wrote
         self.written.clear()
 
 

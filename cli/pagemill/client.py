@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -101,16 +102,13 @@ class _Answer:
     async def __aenter__(self) -> aiohttp.ClientResponse:
         try:
             self._response = await self._session.request(self._method, self._url, json=self._body)
+            if self._response.status == 200:
+                return self._response
+            with closing(self._response) as refused:
+                text = (await refused.content.read(64 * 1024)).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise self._explain(error) from error
-        if self._response.status != 200:
-            status, text = (
-                self._response.status,
-                (await self._response.content.read(64 * 1024)).decode(errors="replace"),
-            )
-            self._response.close()
-            raise ClientError(_refusal(status, text), status)
-        return self._response
+        raise ClientError(_refusal(refused.status, text), refused.status)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

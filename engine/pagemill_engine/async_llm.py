@@ -31,7 +31,7 @@ from pagemill_engine.server.state_stream import StatePublisher
 from pagemill_protocol.errors import PagemillError, invalid_field
 from pagemill_protocol.generate import FrameMeta, GenerateRequest, Usage
 from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import default_name
+from pagemill_protocol.sources import SourceError, default_name
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 
@@ -157,6 +157,7 @@ class AsyncLLM:
 
     def _on_phase(self, phase: str, detail: str) -> None:
         if phase == "ready":
+            self._encoder.opened.forget_links()
             self._ready.set()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
@@ -164,6 +165,11 @@ class AsyncLLM:
         if task.cancelled():
             return
         self._failure = task.exception()
+        try:
+            self._encoder.opened.check()
+        except SourceError as error:  # what the engine process missed has a reason
+            self._failure = error
+        self._encoder.opened.forget_links()
         self._ready.set()
         self._client.fail_all(PagemillError(str(self._failure), status=503, type="server_error", code="engine_failed"))
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from pagemill_engine.config import EngineConfig
+from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.loop.core import EngineCore
 from pagemill_engine.offline import (
     Message,
@@ -42,7 +44,9 @@ from pagemill_engine.output.results import (
     RequestOutput,
     ScoringRequestOutput,
 )
+from pagemill_engine.runner.base import Runner
 from pagemill_engine.runner.factory import create_runner
+from pagemill_kernels.kept_memory import join_when_idle
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.pooling import PoolingParams
 from pagemill_protocol.sampling import BeamSearchParams, SamplingParams
@@ -70,11 +74,23 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self._encoder = PromptEncoder(config_of(model, settings))
         config = self._encoder.config
-        self._core = EngineCore(config, create_runner(config, lambda phase, detail: None))
+        self._core = EngineCore(config, self._load(config))
+        join_when_idle()
         self._core.forming.load_tokenizer = lambda: self._encoder.tokenizer
         self._encoder.max_model_len = self._core.runner.info.max_model_len
         self._num_requests = 0
         self._closed = False
+
+    def _load(self, config: EngineConfig) -> Runner:
+        """Weights that are there while the rest is fetched. Raises the fetch's own error where that does not come."""
+        opened = self._encoder.opened
+        try:
+            return create_runner(config, lambda phase, detail: None)
+        except LoadError:
+            opened.check()
+            raise
+        finally:
+            opened.forget_links()
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_HERE:

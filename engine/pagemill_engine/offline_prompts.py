@@ -17,7 +17,7 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.grammars.check import CHECKS
 from pagemill_protocol.model_files import load_model_spec
 from pagemill_protocol.sampling import SamplingParams
-from pagemill_protocol.sources import resolve_source
+from pagemill_protocol.sources import open_source
 from pagemill_protocol.text.bad_words import with_bad_words
 from pagemill_protocol.text.chat_template import ChatTemplate
 from pagemill_protocol.text.generation_defaults import with_defaults
@@ -36,13 +36,16 @@ class PromptEncoder:
     """Reads the model's tokenizer. Raises `SourceError` or `PagemillError` when it cannot be used."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.path = resolve_source(config.model, field="model")
-        bundle = load_bundle(self.path)
+        self.opened = open_source(config.model, field="model")
+        """Weights may still be on their way while an engine loads those that are there."""
+        path = self.opened.path
+        bundle = load_bundle(path)
         bundle = with_defaults(bundle, config.generation_config, config.generation_defaults)
-        bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(self.path).pooling)
+        bundle = msgspec.structs.replace(bundle, pooling=load_model_spec(path).pooling)
         self.tokenizer = Tokenizer(bundle, chat_template=config.chat_template)
         self.config = msgspec.structs.replace(
             config,
+            model_folder=None if self.opened.fetched is None else str(path),
             eos_token_ids=config.eos_token_ids or list(bundle.eos_token_ids),
             vocab_size=config.vocab_size or self.tokenizer.vocab_size,
         )
@@ -106,8 +109,9 @@ class PromptEncoder:
             from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of imports
         except ImportError:
             return self.tokenizer
-        if self.path.is_dir():
-            return AutoTokenizer.from_pretrained(str(self.path), local_files_only=True, trust_remote_code=False)
+        path = self.opened.whole()
+        if path.is_dir():
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         from tokenizers import Tokenizer as Backend
 
         bundle = self.tokenizer.bundle

@@ -113,7 +113,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "hf_token": Argument("Set the environment variable HF_TOKEN.", (None,)),
     "hf_config_path": Argument(_FOLDER, (None,)),
     "hf_overrides": Argument("Change config.json in the model's folder.", (None, {})),
-    "download_dir": Argument("Downloads go to the Hugging Face cache; HF_HOME moves it.", (None,)),
+    "download_dir": Argument("Downloads go to `~/.cache/pagemill/models`; PAGEMILL_MODEL_CACHE moves it.", (None,)),
     "ignore_patterns": Argument("Only files that a model needs are downloaded.", ANY),
     "model_impl": Argument("What runs a model follows from its architecture.", ("auto",)),
     "runner": Argument("Models here generate text.", ("auto", "generate")),

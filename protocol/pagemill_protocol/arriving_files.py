@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,8 @@ class ArrivingFiles:
 
     def is_whole(self, name: str) -> None:
         """From now on; it was checked."""
-        _mark(self.folder / name).touch()
+        with suppress(FileNotFoundError):  # who loads it has all that it needs
+            _mark(self.folder / name).touch()
 
     def close(self) -> None:
         self._lock.close()

@@ -123,49 +123,53 @@ class FrameDecoder:
         self._has_rest = self._failed = False
 
     def feed(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
-        """The frames that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
+        """The frames that `data` completes. Raises `FrameError` on garbage, now and on every later call.
+
+        Engines usually write whole frames, which are decoded without the buffer.
+        """
+        if self._failed or self._has_rest:
+            return self._feed_buffer(data)
         frames: list[tuple[FrameMeta, bytes]] = []
+        start, end, header_bytes = 0, len(data), _FRAME_HEADER.size
         try:
-            if self._failed or self._has_rest:
-                _refuse_failed(self._failed)
-                self._buffer.append(data)
-                while (frame := self._next()) is not None:
-                    frames.append(frame)
-                self._has_rest = len(self._buffer) > 0
-            else:
-                self._take_whole(data, frames)
+            while end - start >= header_bytes:
+                meta_bytes, payload_bytes = _FRAME_HEADER.unpack_from(data, start)
+                meta_at = start + header_bytes
+                payload_at = meta_at + meta_bytes
+                if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+                    _check_frame(meta_bytes, payload_bytes)
+                if payload_at + payload_bytes > end:
+                    break
+                meta = _meta_decoder.decode(data[meta_at:payload_at])
+                start = payload_at + payload_bytes
+                frames.append((meta, data[payload_at:start]))
         except FrameError:
             self._failed = True
             raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._failed = True
+            raise _no_meta(error) from error
+        if start < end:
+            self._buffer.append(memoryview(data)[start:])
+            self._has_rest = True
         return frames
 
     def close(self) -> None:
         """The stream ended. Raises `FrameError` if it ended inside a frame."""
         _check_empty(self._buffer)
 
-    def _take_whole(self, data: bytes, frames: list[tuple[FrameMeta, bytes]]) -> None:
-        """The complete frames at the start of `data`, decoded without the buffer, which keeps the rest.
-
-        Engines usually write whole frames.
-        """
-        start, end, header_bytes = 0, len(data), _FRAME_HEADER.size
-        while end - start >= header_bytes:
-            meta_bytes, payload_bytes = _FRAME_HEADER.unpack_from(data, start)
-            meta_at = start + header_bytes
-            payload_at = meta_at + meta_bytes
-            if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-                _check_frame(meta_bytes, payload_bytes)
-            if payload_at + payload_bytes > end:
-                break
-            try:
-                meta = _meta_decoder.decode(data[meta_at:payload_at])
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise _no_meta(error) from error
-            start = payload_at + payload_bytes
-            frames.append((meta, data[payload_at:start]))
-        if start < end:
-            self._buffer.append(memoryview(data)[start:])
-            self._has_rest = True
+    def _feed_buffer(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
+        _refuse_failed(self._failed)
+        frames: list[tuple[FrameMeta, bytes]] = []
+        self._buffer.append(data)
+        try:
+            while (frame := self._next()) is not None:
+                frames.append(frame)
+        except FrameError:
+            self._failed = True
+            raise
+        self._has_rest = len(self._buffer) > 0
+        return frames
 
     def _next(self) -> tuple[FrameMeta, bytes] | None:
         buffer = self._buffer
@@ -188,42 +192,54 @@ class MessageDecoder(Generic[Message]):
         self._decoder = decoder
         self._limit = limit
         self._buffer = _Buffer()
-        self._failed = False
+        self._has_rest = self._failed = False
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes. Raises `FrameError` on garbage, now and on every later call."""
-        _refuse_failed(self._failed)
+        """The messages that `data` completes. Raises `FrameError` on garbage, now and on every later call.
+
+        Peers usually write whole messages, which are decoded without the buffer.
+        """
+        if self._failed or self._has_rest:
+            return self._feed_buffer(data)
         messages: list[Message] = []
+        start, end, header_bytes = 0, len(data), _MESSAGE_HEADER.size
         try:
-            if len(self._buffer):
-                self._buffer.append(data)
-                while (message := self._next()) is not None:
-                    messages.append(message)
-            else:
-                self._take_whole(data, messages)
+            while end - start >= header_bytes:
+                (size,) = _MESSAGE_HEADER.unpack_from(data, start)
+                message_at = start + header_bytes
+                if size > self._limit:
+                    _check_size(self._what, size, self._limit)
+                if message_at + size > end:
+                    break
+                start = message_at + size
+                messages.append(self._decoder.decode(data[message_at:start]))
         except FrameError:
             self._failed = True
             raise
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._failed = True
+            raise self._unreadable(error) from error
+        if start < end:
+            self._buffer.append(memoryview(data)[start:])
+            self._has_rest = True
         return messages
 
     def close(self) -> None:
         """The stream ended. Raises `FrameError` if it ended inside a frame."""
         _check_empty(self._buffer)
 
-    def _take_whole(self, data: bytes, messages: list[Message]) -> None:
-        """The complete messages at the start of `data`, decoded without the buffer, which keeps the rest."""
-        start, end, header_bytes = 0, len(data), _MESSAGE_HEADER.size
-        while end - start >= header_bytes:
-            (size,) = _MESSAGE_HEADER.unpack_from(data, start)
-            message_at = start + header_bytes
-            if size > self._limit:
-                _check_size(self._what, size, self._limit)
-            if message_at + size > end:
-                break
-            start = message_at + size
-            messages.append(self._decode(data[message_at:start]))
-        if start < end:
-            self._buffer.append(memoryview(data)[start:])
+    def _feed_buffer(self, data: bytes) -> list[Message]:
+        _refuse_failed(self._failed)
+        messages: list[Message] = []
+        self._buffer.append(data)
+        try:
+            while (message := self._next()) is not None:
+                messages.append(message)
+        except FrameError:
+            self._failed = True
+            raise
+        self._has_rest = len(self._buffer) > 0
+        return messages
 
     def _next(self) -> Message | None:
         buffer = self._buffer
@@ -234,13 +250,13 @@ class MessageDecoder(Generic[Message]):
         if len(buffer) < _MESSAGE_HEADER.size + size:
             return None
         buffer.skip(_MESSAGE_HEADER.size)
-        return self._decode(buffer.take(size))
-
-    def _decode(self, data: bytes) -> Message:
         try:
-            return self._decoder.decode(data)
+            return self._decoder.decode(buffer.take(size))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FrameError(f"A {self._what} frame cannot be read: {error}") from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> FrameError:
+        return FrameError(f"A {self._what} frame cannot be read: {error}")
 
 
 class StateDecoder(MessageDecoder[StateFrame]):

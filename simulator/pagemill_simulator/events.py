@@ -28,6 +28,11 @@ class Events:
         """Seconds; a clock for those who want one."""
         return self.now_s
 
+    @property
+    def next_s(self) -> float | None:
+        """When the next event is due."""
+        return self._due[0][0] if self._due else None
+
     def at(self, instant_s: float, event: Callable[[], object]) -> None:
         """Let `event` happen then; now, where that has passed."""
         heapq.heappush(self._due, (max(instant_s, self.now_s), next(self._order), event))

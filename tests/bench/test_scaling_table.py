@@ -50,10 +50,11 @@ def test_what_is_done_is_not_done_again_unless_it_is_asked_for(tmp_path: Path) -
     assert scaling_table.held_by(lines)["ramp"] == {1: 2.5}
 
 
-def test_a_cell_is_simulated_and_shown(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "bounds"), [(0, {"informed"}), (1, {"informed", "clairvoyant"})])
+def test_a_cell_is_simulated_and_shown(changes: int, bounds: set[str]) -> None:
     cell = scaling_table.Cell("retrieval", "light", 10.0, 1)
-    found = scaling_table.simulate(cell, ["pagemill", "wva"], 0, {})
-    assert set(found["figures"]) == {"informed", "clairvoyant", "pagemill", "wva"}
+    found = scaling_table.simulate(cell, ["pagemill", "wva"], changes, {})
+    assert set(found["figures"]) == {*bounds, "pagemill", "wva"}
     assert found["held"]
     known = json.loads(json.dumps(found))
     text = render(results_of([known]))

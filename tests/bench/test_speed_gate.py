@@ -26,5 +26,8 @@ def test_a_ratio_below_the_limit_fails(limit: str, code: int) -> None:
     assert _worktrees() == worktrees, "the base's folder is gone"
 
 
-def _worktrees() -> str:
-    return subprocess.run(["git", "worktree", "list"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+def _worktrees() -> list[str]:
+    """Their folders; commits of others may come meanwhile."""
+    argv = ["git", "worktree", "list", "--porcelain"]
+    listed = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if line.startswith("worktree ")]

@@ -15,6 +15,7 @@ from outlines import PUBLISHED, QWEN_7B, QWEN_14B, write_outline
 from scaling_world import BLOCK_SIZE, STEP_TIME
 from typer.testing import CliRunner
 
+from examples import num_examples
 from pagemill.main import app
 from pagemill.planning.accelerators import ACCELERATORS, find_accelerator
 from pagemill.planning.forecast import Workload, forecast, of_users
@@ -40,7 +41,7 @@ def fourteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_outline(tmp_path_factory.mktemp("models") / "fourteen", QWEN_14B)
 
 
-def plan(*arguments: Any, rps: float | None = 2, input: int = 1000, output: int = 300) -> Result:
+def plan(*arguments: Any, rps: float | None = 2, input: int = 1000, output: int = 60) -> Result:
     rate = [] if rps is None else ["--rps", rps]
     words = ["plan", "--input", input, "--output", output, *rate, *arguments]
     return CliRunner().invoke(app, [str(word) for word in words])
@@ -57,7 +58,7 @@ def plans(*arguments: Any, **load: Any) -> list[dict[str, Any]]:
 
 
 def test_each_row_is_the_plan_of_its_accelerator_alone(seven: Path) -> None:
-    devices = ("l4", "a100-80gb", "h200")
+    devices = ("l4", "h200")
     together = plans("--model", seven, *(word for name in devices for word in ("--accelerator", name)))
     assert [each["accelerator"] for each in together] == list(devices)
     for each in together:
@@ -74,7 +75,7 @@ def test_every_accelerator_has_a_price_of_its_own_and_others_the_plain_one(seven
     for each, price in ((l4, 0.8), (a100, 3.5)):
         chosen = next(row for row in each["candidates"] if row["replicas"] == each["replicas"])
         assert chosen["cost"]["per_hour"] == pytest.approx(price * each["replicas"])
-        tokens = 2 * 3600 * 1300
+        tokens = 2 * 3600 * 1060
         assert chosen["cost"]["per_million_tokens"] == pytest.approx(price * each["replicas"] / tokens * 1e6)
 
 
@@ -122,7 +123,7 @@ def test_what_does_not_fit_names_devices_that_hold_it_and_the_bits_that_would(fo
     assert {"a100-80gb", "h200"} <= set(devices.split(", "))
     assert "mi300x" not in devices, "no pod runs there"
     assert remedy.startswith("spec.engine.quantization int8 or int4 makes it fit on l4")
-    for name in devices.split(", "):
+    for name in devices.split(", ")[: num_examples(10)]:
         assert plan("--model", fourteen, "--accelerator", name).exit_code == 0
 
 

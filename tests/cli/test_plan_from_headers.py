@@ -23,6 +23,7 @@ from pagemill_protocol.safetensors_header import INDEX_FILE, read_folder_headers
 from pagemill_protocol.source_errors import SourceError
 from pagemill_protocol.sources import resolve_source
 from pagemill_protocol.sources.headers import FIRST_BYTES, fetch_header
+from pagemill_protocol.sources.oci import OCIRepository
 
 REPOSITORY, TOKEN = "acme/tiny", "sesame"
 FAMILY = next(iter(MODELS))
@@ -200,7 +201,7 @@ def test_a_header_is_as_long_as_its_beginning_says_and_no_prefix_of_it_is_taken_
     [
         (f"hf://{REPOSITORY}@other/none.gguf", "has no file `none.gguf`"),
         ("hf://acme/else", "Check the name"),
-        ("oci://127.0.0.1:9/acme/tiny", "would be downloaded whole; give --model the folder"),
+        ("oci://127.0.0.1:9/acme/tiny", "127.0.0.1:9 cannot be reached"),
     ],
 )
 def test_what_a_source_does_not_have_is_named(model: Path, serve: Serve, source: str, words: str) -> None:
@@ -210,6 +211,13 @@ def test_what_a_source_does_not_have_is_named(model: Path, serve: Serve, source:
     assert "--model: " in result.stderr
     assert words in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_source_that_cannot_be_read_in_parts_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(OCIRepository, "read_range")
+    result = plan("oci://127.0.0.1:9/acme/tiny")
+    assert result.exit_code == 2
+    assert "would be downloaded whole; give --model the folder" in result.stderr
 
 
 def test_a_broken_file_of_weights_is_named_by_its_source(model: Path, serve: Serve, tmp_path: Path) -> None:

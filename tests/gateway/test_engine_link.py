@@ -15,7 +15,7 @@ from waiting import WAIT_LIMIT_S, eventually
 from pagemill_gateway.brain.interface import Liveness
 from pagemill_gateway.relay.answer_stream import Frame
 from pagemill_gateway.relay.attempt_failures import UpstreamFailure
-from pagemill_gateway.relay.engine_link import EngineLink, LinkStream, Patience
+from pagemill_gateway.relay.engine_link import RECORDS_A_TURN, Backlog, EngineLink, LinkStream, Patience
 from pagemill_protocol.errors import PagemillError
 from pagemill_protocol.frames import encode_frame
 from pagemill_protocol.generate import FrameMeta, Usage
@@ -42,6 +42,7 @@ class Engine(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.link: EngineLink
+        self.backlog = Backlog()
         self.records: list[Record] = []
         self.aborted = self.closed = False
         self.liveness: Liveness = "working"
@@ -69,9 +70,11 @@ class Engine(asyncio.Transport):
 
     def send(self, kind: Kind, number: int, data: bytes = b"") -> None:
         self.link.data_received(encode_record(kind, number, data))
+        self.backlog.work_off()
 
     def send_frame(self, number: int, payload: bytes) -> None:
         self.link.data_received(b"".join(encode_pieces(Kind.DATA, number, token(payload))))
+        self.backlog.work_off()
 
     async def stream(self, body: bytes = b"body", accepted: Callable[[], None] = lambda: None) -> LinkStream:
         return await self.link.send(body, "r-1", self.ask, accepted)
@@ -84,7 +87,7 @@ def token(payload: bytes) -> bytes:
 def run(scenario: Callable[[Engine], Awaitable[None]], patience: Patience = PATIENT) -> None:
     async def main() -> None:
         engine = Engine()
-        engine.link = EngineLink(patience, 60.0)
+        engine.link = EngineLink(patience, 60.0, engine.backlog)
         engine.link.connection_made(engine)
         async with asyncio.timeout(WAIT_LIMIT_S):
             assert await engine.link.begin(b"GET /internal/link HTTP/1.1\r\n\r\n")
@@ -146,6 +149,46 @@ def test_frames_are_taken_at_once_without_waking_the_reader() -> None:
             assert not reading.done()
         engine.send(Kind.DATA, 1, LAST)
         assert len(await reading) == 1
+
+    run(scenario)
+
+
+def test_a_first_frame_does_not_wait_for_later_ones_of_other_streams() -> None:
+    async def scenario(engine: Engine) -> None:
+        order: list[bytes] = []
+
+        def take(frames: list[Frame]) -> bool:
+            order.extend(payload for _, payload in frames)
+            return True
+
+        reading = [asyncio.create_task((await engine.stream()).read(take)) for _ in range(2)]
+        await asyncio.sleep(0)
+        accepted = [encode_record(Kind.ACCEPTED, number) for number in (1, 2)]
+        later = [encode_record(Kind.DATA, 1, token(b"%d" % number)) for number in range(2 * RECORDS_A_TURN)]
+        first = encode_record(Kind.DATA, 2, token(b"first"))
+        engine.link.data_received(b"".join([accepted[0], later[0], *later[1:], accepted[1], first]))
+        assert order == [b"0", b"first"]
+        await asyncio.sleep(0)
+        assert len(order) == 2 + RECORDS_A_TURN, "a few in each turn"
+        await asyncio.sleep(0)
+        assert order == [b"0", b"first", *(b"%d" % number for number in range(1, 2 * RECORDS_A_TURN))]
+        for task in reading:
+            task.cancel()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_later_frames_of_a_link_that_breaks_are_delivered_but_not_to_a_stream_that_was_closed(is_closed: bool) -> None:
+    async def scenario(engine: Engine) -> None:
+        stream = await engine.stream()
+        engine.link.data_received(encode_record(Kind.ACCEPTED, 1) + encode_record(Kind.DATA, 1, token(b"a")))
+        engine.link.data_received(encode_record(Kind.DATA, 1, token(b"b")) * 20)
+        if is_closed:
+            stream.close()
+        engine.link.connection_lost(None)
+        frames = await stream.read() if not is_closed else stream._frames
+        assert [payload for _, payload in frames] == [b"a", *([] if is_closed else [b"b"] * 20)]
 
     run(scenario)
 

@@ -321,8 +321,8 @@ async def test_a_slow_reader_stops_the_engine_from_sending_and_loses_its_stream_
     gateway = await gateways(engines[0], slow_client_timeout_s=1.0)
     engines[0].behaviour = floods
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    async with aiohttp.ClientSession(read_bufsize=1024) as session:
-        response = await session.post(gateway.url + "/v1/chat/completions", json=body)
+    url = gateway.url + "/v1/chat/completions"
+    async with aiohttp.ClientSession(read_bufsize=1024) as session, session.post(url, json=body) as response:
         await fake.until(lambda: sent_bytes > 100_000)
         before = -1
         while before != sent_bytes:

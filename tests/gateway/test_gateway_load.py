@@ -164,11 +164,11 @@ async def test_a_request_that_waits_for_an_engine_is_reported_at_once_and_served
         assert load.queue.num_requests == 1
         assert load.queue.num_tokens > 0, "a third of its bytes"
         assert load.arrivals.requests_per_s > 0, "it counts before there is an engine"
-    answer = await waiting
-    assert (await answer.content.readline()).startswith(b": waiting")
-    await engines[0].start()
-    gateway.gateway.control.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
-    assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+    async with await waiting as answer:
+        assert (await answer.content.readline()).startswith(b": waiting")
+        await engines[0].start()
+        gateway.gateway.control.apply_catalog(fake.catalog_of(engines[0], wakes=True, queue=queue))
+        assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_no_queue_for_ever_for_an_engine_that_does_not_come(engines, gateways, fake) -> None:

@@ -223,18 +223,18 @@ async def test_sigterm_ends_readiness_first_lets_requests_finish_and_exits_clean
     gate = asyncio.Event()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession() as session, aiohttp.ClientSession() as other:
-        await (await post_when_ready(other, gateway, body)).read()
+        await read_when_ready(other, gateway, body)
         engines[0].behaviours.append(fake.says("a", "b", gate=gate))
-        response = await post_when_ready(session, gateway, {**body, "stream": True})
-        gateway.process.send_signal(signal.SIGTERM)
-        await gateway.unready()
-        assert await gateway.status("/livez") == 200
-        async with other.post(gateway.url + "/v1/chat/completions", json=body) as late:
-            assert (late.status, late.headers["connection"]) == (200, "close"), "its connection was open before"
-        with pytest.raises(aiohttp.ClientConnectorError):
-            await other.post(gateway.url + "/v1/chat/completions", json=body)
-        gate.set()
-        raw = await response.read()
+        async with post_when_ready(session, gateway, {**body, "stream": True}) as response:
+            gateway.process.send_signal(signal.SIGTERM)
+            await gateway.unready()
+            assert await gateway.status("/livez") == 200
+            async with other.post(gateway.url + "/v1/chat/completions", json=body) as late:
+                assert (late.status, late.headers["connection"]) == (200, "close"), "its connection was open before"
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await other.post(gateway.url + "/v1/chat/completions", json=body)
+            gate.set()
+            raw = await response.read()
     assert raw.endswith(b"data: [DONE]\n\n")
     assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
@@ -245,14 +245,14 @@ async def test_the_connection_of_a_stream_that_ends_in_the_drain_gets_one_more_a
     gate = asyncio.Event()
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
-        await (await post_when_ready(session, gateway, body)).read()
+        await read_when_ready(session, gateway, body)
         engines[0].behaviours.append(fake.says("a", "b", gate=gate))
-        stream = await post_when_ready(session, gateway, {**body, "stream": True})
-        gateway.process.send_signal(signal.SIGTERM)
-        await gateway.unready()
-        await eventually(gateway.takes_no_connections)  # the delay is over
-        gate.set()
-        assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+        async with post_when_ready(session, gateway, {**body, "stream": True}) as stream:
+            gateway.process.send_signal(signal.SIGTERM)
+            await gateway.unready()
+            await eventually(gateway.takes_no_connections)  # the delay is over
+            gate.set()
+            assert (await stream.read()).endswith(b"data: [DONE]\n\n")
         async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
             assert (response.status, response.headers["connection"]) == (200, "close")
     assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
@@ -263,8 +263,7 @@ async def test_what_outlasts_the_drain_ends_with_an_error_event(engines, fake, s
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_timeout_s=300 if hurry else 0.2)
     engines[0].behaviour = fake.says("a", "b", gate=asyncio.Event())
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    async with aiohttp.ClientSession() as session:
-        response = await post_when_ready(session, gateway, body)
+    async with aiohttp.ClientSession() as session, post_when_ready(session, gateway, body) as response:
         gateway.process.send_signal(signal.SIGTERM)
         if hurry:
             await gateway.unready()
@@ -280,8 +279,7 @@ async def test_a_second_signal_ends_a_gateway_within_a_second_though_clients_do_
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=300, drain_timeout_s=300)
     engines[0].behaviour = fake.says("a", *["b" * 60_000] * 200, gate=None)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    async with aiohttp.ClientSession(read_bufsize=4096) as session:
-        await post_when_ready(session, gateway, body)
+    async with aiohttp.ClientSession(read_bufsize=4096) as session, post_when_ready(session, gateway, body):
         gateway.process.send_signal(signal.SIGTERM)
         await gateway.unready()
         began_s = time.monotonic()
@@ -294,7 +292,7 @@ async def test_during_the_drain_delay_new_requests_are_still_served(engines, fak
     gateway = await start(catalog=fake.catalog_of(engines[0]), drain_delay_s=300)
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession() as session:
-        await (await post_when_ready(session, gateway, body)).read()
+        await read_when_ready(session, gateway, body)
         gateway.process.send_signal(signal.SIGTERM)
         await gateway.unready()
         async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
@@ -304,14 +302,23 @@ async def test_during_the_drain_delay_new_requests_are_still_served(engines, fak
         assert await asyncio.wait_for(gateway.process.wait(), WAIT_LIMIT_S) == 0
 
 
-async def post_when_ready(session: aiohttp.ClientSession, gateway: Process, body: dict) -> aiohttp.ClientResponse:
-    """The first response that is not "not ready yet"; a stream is read up to its first chunk."""
+@contextlib.asynccontextmanager
+async def post_when_ready(
+    session: aiohttp.ClientSession, gateway: Process, body: dict
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The first response that is not "not ready yet"."""
     while True:
-        response = await session.post(gateway.url + "/v1/chat/completions", json=body)
-        if response.status == 200:
-            return response
-        await response.read()
+        async with session.post(gateway.url + "/v1/chat/completions", json=body) as response:
+            if response.status == 200:
+                yield response
+                return
+            await response.read()
         await asyncio.sleep(0.05)
+
+
+async def read_when_ready(session: aiohttp.ClientSession, gateway: Process, body: dict) -> None:
+    async with post_when_ready(session, gateway, body) as response:
+        await response.read()
 
 
 # -- what the hot path runs on -----------------------------------------------------------------------------------------

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 import pytest
 from waiting import WAIT_LIMIT_S
 
 from pagemill_gateway.discovery.state_connection import StateConnection
+from pagemill_gateway.discovery.state_sockets import StateConnector, StateSockets
+from pagemill_gateway.engine_http.connecting import Connector, origin_of
 from pagemill_gateway.engine_http.engine_connection import MAX_UNREAD_BYTES, ConnectionBroken
 from pagemill_protocol.frames import FrameError, encode_state
 from pagemill_protocol.state import StateFrame
@@ -63,13 +67,27 @@ class Applied:
                 await self.seen.wait()
 
 
+Connect = Callable[[Callable[[StateFrame], bool]], AbstractAsyncContextManager[tuple[StateConnection, Engine]]]
+
+
+@pytest.fixture(params=["read with others", "read by the event loop"])
+async def connected(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
+    """Opens a stream; the event loop reads those over TLS."""
+    sockets, trust = StateSockets(), ssl.create_default_context()
+    is_shared = request.param == "read with others"
+    connector = StateConnector(WAIT_LIMIT_S, trust, sockets) if is_shared else Connector(WAIT_LIMIT_S, trust)
+    yield partial(_connected, connector)
+    sockets.close()
+
+
 @asynccontextmanager
-async def connected(apply: Callable[[StateFrame], bool]) -> AsyncIterator[tuple[StateConnection, Engine]]:
+async def _connected(
+    connector: Connector, apply: Callable[[StateFrame], bool]
+) -> AsyncIterator[tuple[StateConnection, Engine]]:
     accepted: asyncio.Queue[Engine] = asyncio.Queue()
     server = await asyncio.start_server(lambda *streams: accepted.put_nowait(Engine(*streams)), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(lambda: StateConnection(apply), "127.0.0.1", port)
+    connection = await connector.connect(origin_of(f"http://127.0.0.1:{port}"), lambda: StateConnection(apply))
     engine = await accepted.get()
     try:
         _, _ = await asyncio.gather(connection.ask(REQUEST, b""), engine.begin())
@@ -81,7 +99,7 @@ async def connected(apply: Callable[[StateFrame], bool]) -> AsyncIterator[tuple[
         await server.wait_closed()
 
 
-async def test_frames_are_applied_as_they_come_without_waking_the_task() -> None:
+async def test_frames_are_applied_as_they_come_without_waking_the_task(connected: Connect) -> None:
     applied = Applied()
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
@@ -94,7 +112,7 @@ async def test_frames_are_applied_as_they_come_without_waking_the_task() -> None
         assert await task is None
 
 
-async def test_frames_behind_one_that_is_left_wait_for_it() -> None:
+async def test_frames_behind_one_that_is_left_wait_for_it(connected: Connect) -> None:
     applied = Applied(2)
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
@@ -113,7 +131,7 @@ async def test_frames_behind_one_that_is_left_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 4, 5])
-async def test_a_frame_may_come_in_parts(cut: int) -> None:
+async def test_a_frame_may_come_in_parts(connected: Connect, cut: int) -> None:
     applied = Applied()
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
@@ -125,7 +143,7 @@ async def test_a_frame_may_come_in_parts(cut: int) -> None:
         task.cancel()
 
 
-async def test_a_task_that_is_busy_stops_the_reading() -> None:
+async def test_a_task_that_is_busy_stops_the_reading(connected: Connect) -> None:
     async with connected(Applied()) as (connection, engine):
         several = frame(1) * 64
         num_chunks = 64 * MAX_UNREAD_BYTES // len(several)
@@ -138,13 +156,13 @@ async def test_a_task_that_is_busy_stops_the_reading() -> None:
         assert len(connection._left) < num_chunks * 64 // 4, "most of it waits in the engine"
 
 
-async def test_silence_beyond_the_limit_raises() -> None:
+async def test_silence_beyond_the_limit_raises(connected: Connect) -> None:
     async with connected(Applied()) as (connection, _):
         with pytest.raises(TimeoutError, match=r"no state frame within 0\.05 s"):
             await connection.left_frame(0.05)
 
 
-async def test_garbage_ends_the_stream() -> None:
+async def test_garbage_ends_the_stream(connected: Connect) -> None:
     applied = Applied()
     async with connected(applied) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
@@ -154,7 +172,7 @@ async def test_garbage_ends_the_stream() -> None:
             await task
 
 
-async def test_what_applying_raises_ends_the_stream() -> None:
+async def test_what_applying_raises_ends_the_stream(connected: Connect) -> None:
     def fail(_: StateFrame) -> bool:
         raise LookupError("a gap")
 
@@ -166,7 +184,7 @@ async def test_what_applying_raises_ends_the_stream() -> None:
             await task
 
 
-async def test_an_engine_that_hangs_up_inside_a_frame_breaks_the_stream() -> None:
+async def test_an_engine_that_hangs_up_inside_a_frame_breaks_the_stream(connected: Connect) -> None:
     async with connected(Applied()) as (connection, engine):
         task = asyncio.create_task(connection.left_frame(WAIT_LIMIT_S))
         await asyncio.sleep(0)

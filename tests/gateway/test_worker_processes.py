@@ -110,10 +110,8 @@ class Stream:
 
     async def raw(self) -> bytes:
         """All of it; raises `aiohttp.ClientError` when the connection broke."""
-        try:
+        async with self._session, self._response:
             return self._read + await self._response.read()
-        finally:
-            await self._session.close()
 
     async def text(self) -> str:
         """All that the model said; raises as `raw`."""

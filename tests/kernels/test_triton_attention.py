@@ -16,7 +16,7 @@ from triton_device import CODE_TYPES, DEVICE, HAS_GPU, NARROW_TYPES, close, rand
 
 from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store import storage
-from pagemill_kernels.paged_attention import reference, triton_launch
+from pagemill_kernels.paged_attention import reference, tiles, triton_launch
 from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 NUM_BLOCKS = 40
@@ -129,8 +129,8 @@ def test_a_context_cut_into_parts_is_joined_again(
 
 def test_few_programs_are_split_and_many_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "num_multiprocessors", lambda: 100)
-    assert triton_launch.choose_splits(1) == triton_launch.SPLITS[-1]
-    assert triton_launch.choose_splits(100_000) == 1
+    assert tiles.choose_splits(1) == tiles.SPLITS[-1]
+    assert tiles.choose_splits(100_000) == 1
 
 
 def cache_of_codes(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: int = 16) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_only_tiles_that_some_row_sees_are_read_and_once_for_a_whole_group(
         return multiply(*arguments)
 
     monkeypatch.setattr(builder, "create_dot", counted)
-    monkeypatch.setattr(triton_launch, "choose_tiles", lambda *shape: triton_launch.Tiles(16, 16, 4, 2))
+    monkeypatch.setattr(triton_launch, "choose_tiles", lambda *shape: tiles.Tiles(16, 16, 4, 2))
     num_heads, num_kv_heads = heads
     assert_equals_reference(batch_of(lengths, num_kv_heads, 16), num_heads, window=window)
     assert len(products) == 2 * num_tiles
@@ -254,6 +254,31 @@ def test_only_tiles_that_some_row_sees_are_read_and_once_for_a_whole_group(
 def test_a_request_of_a_hundred_thousand_tokens() -> None:
     """The window keeps the work small; positions, blocks and offsets are those of the long request."""
     assert_equals_reference(batch_of([(3, 100_000), (1, 99_999)], 1, 16), 2, window=40)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="a CUDA graph takes a device")
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_recorded_mixed_batch_runs_again_on_what_lies_there_then(
+    num_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two launches are on two streams, of which the recording has both."""
+    monkeypatch.setattr(triton_launch, "choose_splits", lambda num_programs: num_splits)
+    batch = batch_of([*BATCHES["mixed"], (1, 540)], 2, 32)
+    cache, query = random(NUM_BLOCKS, 4, 16, 32), random(int(batch.query_start_loc[-1]), 4, 32, seed=1)
+    plan = triton_launch.plan_attention(batch, None, torch.float32, DEVICE)
+    triton_launch.paged_attention(query, cache, plan, 0.2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = triton_launch.paged_attention(query, cache, plan, 0.2)
+    for seed in (2, 3):
+        query.copy_(random(*query.shape, seed=seed))
+        graph.replay()
+        # Queued behind the replay, so it reads what the replay wrote.
+        expected = reference.paged_attention(
+            query, cache, reference.plan_attention(batch, None, torch.float32, DEVICE), 0.2
+        )
+        close(out, expected)
 
 
 def test_no_tokens_are_no_launch() -> None:

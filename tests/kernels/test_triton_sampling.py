@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_device import DEVICE, HAS_GPU, close
@@ -94,6 +96,20 @@ def test_tokens_are_the_references(
     with pytest.MonkeyPatch.context() as patch:
         set_sizes(patch, 64, capacity)
         check(logits.round() if rounded else logits, SamplingBatch(draws_of(2, seed, **values)))
+
+
+@triton.jit
+def noise_and_bound(noise_ptr, bound_ptr, low, high, BLOCK: tl.constexpr):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(noise_ptr + token, triton_body.gumbel(low.to(tl.uint32), high.to(tl.uint32), token))
+    tl.store(bound_ptr + token, triton_body.most_noise(low.to(tl.uint32), high.to(tl.uint32), token))
+
+
+def test_no_noise_is_above_its_bound_and_few_are_far_below_it() -> None:
+    noise, bound = (torch.empty(1 << 20, device=DEVICE) for _ in range(2))
+    noise_and_bound[(16,)](noise, bound, 7, 11, 1 << 16, enable_fp_fusion=False)
+    assert (noise <= bound).all()
+    assert (bound - noise)[noise > 2.0].max() < 0.8
 
 
 @pytest.mark.parametrize(("spread", "ties"), [(3.0, False), (0.05, False), (2.0, True)], ids=["peaked", "flat", "ties"])

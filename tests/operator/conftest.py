@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from light_model import light_model
 from waiting import START_LIMIT_S
@@ -120,8 +119,3 @@ async def machine(runtime_folder: Path) -> AsyncIterator[Machine]:
 @pytest.fixture
 def make_machine(runtime_folder: Path) -> Callable[..., Machine]:
     return lambda **settings: Machine(runtime_folder, **settings)
-
-
-def children() -> set[int]:
-    """Living processes below this one."""
-    return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}

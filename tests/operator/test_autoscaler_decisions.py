@@ -185,6 +185,26 @@ def test_zero_after_no_request_for_long_enough_and_back_at_once() -> None:
     assert (decision.replicas, decision.reason) == (1, "Woken")
 
 
+@pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 60.0), (70.0, 140.0), (400.0, 300.0)])
+def test_where_no_time_is_set_the_last_replica_goes_after_two_starts(cold_start_s: float, idle_s: float) -> None:
+    scaled = Scaled(policy(min_replicas=0), replicas=1, cold_start_s=cold_start_s)
+    assert scaled.decide(arrivals=arrivals(0.0, idle_s=idle_s - 1)).replicas == 1
+    assert scaled.decide(arrivals=arrivals(0.0, idle_s=idle_s + 1)).reason == "ScaledToZero"
+
+
+def test_who_comes_back_soon_keeps_the_last_replica_for_longer() -> None:
+    scaled, none = Scaled(policy(min_replicas=0), replicas=1, cold_start_s=10.0), EnginesLoad(truth="value")
+    stayed = []
+    for pause_s in (30.0, 30.0, 30.0, 30.0, 400.0, 400.0):
+        idle_s = next(s for s in range(0, 1000, 5) if scaled.decide(arrivals=arrivals(0.0, idle_s=s)).replicas == 0)
+        stayed.append(idle_s)
+        scaled.run(pause_s, lambda at, ready: {"engines": none})
+        queue = QueueLoad(num_requests=1, num_tokens=33, needs_engine=True)
+        assert scaled.decide(engines=none, queue=queue).reason == "Woken"
+        scaled.run(20.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.1})
+    assert stayed == [60, 120, 240, 300, 300, 240]
+
+
 def test_several_wake_at_once_when_many_wait() -> None:
     scaled = Scaled(policy(min_replicas=0), replicas=1, lengths=Lengths())
     scaled.decide(active=0.5)

@@ -257,4 +257,46 @@ def test_rates_of_the_past_minutes_are_kept_a_few_of_them() -> None:
     [(0.0, 1 / 6, False), (1.0, 1.9, False), (1.0, 20.0, True), (10.0, 14.0, False), (10.0, 100.0, True)],
 )
 def test_a_burst_is_twice_the_rate_and_no_chance(rate: float, burst: float, expected: bool) -> None:
-    assert is_burst(signals(1, arrivals=arrivals(rate, burst=burst))) is expected
+    assert is_burst(signals(1, arrivals=arrivals(rate, burst=burst)), Memory()) is expected
+
+
+def counted(rates: list[float]) -> Memory:
+    """Of the past windows of six seconds."""
+    return Memory(counts=tuple(Rate(1000.0 - 6 * age, rate) for age, rate in enumerate(reversed(rates))))
+
+
+def test_who_comes_in_clusters_makes_no_burst_and_no_rise_by_that() -> None:
+    clusters = [0.5, 9.0, 1.0, 0.0, 6.0, 8.0, 0.5, 2.0, 11.0, 0.0] * 3
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    burst = signals(1, arrivals=arrivals(4.0, burst=10.0), fleet=fleet)
+    assert is_burst(burst, Memory())
+    assert not is_burst(burst, counted(clusters))
+    assert is_burst(signals(1, arrivals=arrivals(4.0, burst=40.0), fleet=fleet), counted(clusters)), "more than chance"
+    now, before = signals(1, arrivals=arrivals(5.0, burst=8.0), fleet=fleet), (Rate(970.0, 2.0),)
+    assert rate(now, msgspec.structs.replace(counted(clusters), rates=before)) < 6.0 < rate(now, Memory(rates=before))
+    lone, together = (expected_load(now, each) for each in (Memory(), counted(clusters)))
+    assert together.sure_arrivals_per_s < lone.sure_arrivals_per_s, "as many say less of the rate"
+
+
+@settings(max_examples=num_examples(60))
+@given(rates, st.integers(1, 10), st.floats(1, 4000), st.floats(1.0, 100.0))
+def test_a_prompt_waits_longer_for_others_that_come_with_it_and_less_in_more_replicas(
+    rate: float, replicas: int, prompt: float, together: float
+) -> None:
+    predictor, lone = Predictor(SHAPE, 0.95), OfferedLoad(rate, prompt, prompt, prompt * 1.5, 50)
+    uneven = msgspec.structs.replace(lone, dispersion=together)
+    found, apart = predictor.predict(uneven, replicas), predictor.predict(lone, replicas)
+    assert found.ttft_ms >= apart.ttft_ms
+    assert found.tpot_ms == apart.tpot_ms
+    assert predictor.predict(uneven, replicas + 1).ttft_ms <= found.ttft_ms * 1.0001
+
+
+def test_the_queue_that_orders_replicas_is_that_of_arrivals_that_are_no_chance() -> None:
+    fleet = Fleet(wanted=1, ready=1, cold_start_s=60.0)
+    fields = {"fleet": fleet, "queue": QueueLoad(num_requests=2000)}
+    seen, remembered = signals(1, **fields, arrivals=arrivals(1.0, burst=6.0)), Memory(shape=SHAPE)
+    assert is_burst(seen, remembered)
+    few = expected_load(seen, remembered)
+    assert 0 < few.sure_waiting < few.num_waiting, "36 arrivals"
+    minute = expected_load(signals(1, **fields, arrivals=arrivals(6.0)), remembered)
+    assert minute.sure_waiting == minute.num_waiting > 0, "the rate of a minute"

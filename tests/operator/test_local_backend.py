@@ -44,7 +44,14 @@ async def until(session: aiohttp.ClientSession, machine: Machine, status: int) -
 
 def family() -> set[int]:
     """Living processes below this one."""
-    return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+    return {child.pid for child in psutil.Process().children(recursive=True) if _is_living(child)}
+
+
+def _is_living(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def test_serves_survives_crashes_and_stops_without_a_trace(make_machine: Callable[..., Machine]) -> None:
@@ -273,7 +280,15 @@ def _assert_reasons_were_reported(machine: Machine) -> None:
 
 
 def _listening_ports(pids: set[int]) -> set[int]:
-    connections = [c for pid in pids for c in psutil.Process(pid).net_connections("inet")]
+    return {port for pid in pids for port in _listening_ports_of(pid)}
+
+
+def _listening_ports_of(pid: int) -> set[int]:
+    """None of a process that has ended meanwhile: engines start short-lived ones."""
+    try:
+        connections = psutil.Process(pid).net_connections("inet")
+    except psutil.NoSuchProcess:
+        return set()
     return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 

@@ -13,8 +13,13 @@ from waiting import eventually
 Machine = Any
 
 
-async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4, token: str = "") -> tuple[int, bytes]:
-    body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": max_tokens, "stream": True}
+Answer = tuple[int, bytes]
+
+
+async def ask(session: aiohttp.ClientSession, base_url: str, max_tokens: int = 4, token: str = "") -> Answer:
+    """As many tokens: a simulated engine draws them, also the one that would end the answer."""
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "chat", "messages": messages, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with session.post(f"{base_url}/v1/chat/completions", json=body, headers=headers) as response:
         return response.status, await response.read()
@@ -43,10 +48,10 @@ async def test_from_zero_to_an_answer_and_back_to_zero_and_again(machine: Machin
     ] * 2
 
 
-async def answered(session: aiohttp.ClientSession, machine: Machine) -> tuple[int, bytes]:
+async def answered(session: aiohttp.ClientSession, machine: Machine) -> Answer:
     """The gateway learns of the deployment a moment after it was applied; until then the name is unknown."""
 
-    async def answer() -> tuple[int, bytes] | None:
+    async def answer() -> Answer | None:
         status, body = await ask(session, machine.backend.base_url)
         return (status, body) if status != 404 else None
 
@@ -61,7 +66,7 @@ async def test_requests_that_wait_bring_more_engines_and_all_are_served(machine:
     await machine.until_ready(plan)
     async with aiohttp.ClientSession() as session:
         await answered(session, machine)
-        asking = [asyncio.create_task(ask(session, machine.backend.base_url, 400)) for _ in range(12)]
+        asking = [asyncio.create_task(ask(session, machine.backend.base_url, 200)) for _ in range(12)]
         await machine.until(lambda: wanted(machine, plan) == 2)
         await machine.until(lambda: len(machine.backend.observe(plan.key).ready()) == 2)
         answers = await asyncio.gather(*asking)
@@ -100,12 +105,15 @@ def holding(machine: Machine, plan: Any) -> set[str]:
     return {name for name, engine in held.items() if engine.num_requests}
 
 
-async def held_by(machine: Machine, plan: Any, num_replicas: int) -> set[str]:
-    """Once so many replicas have a request."""
-    return await eventually(
-        lambda: names if len(names := holding(machine, plan)) == num_replicas else None,
-        progress=lambda: holding(machine, plan),
-    )
+async def held_by(machine: Machine, plan: Any, num_replicas: int, asking: asyncio.Task[Answer]) -> set[str]:
+    """Once so many replicas have a request, while it is answered."""
+
+    def held() -> set[str] | None:
+        assert not asking.done(), asking.result()
+        names = holding(machine, plan)
+        return names if len(names) == num_replicas else None
+
+    return await eventually(held, progress=lambda: holding(machine, plan))
 
 
 async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> None:
@@ -121,11 +129,15 @@ async def test_of_two_replicas_the_one_that_serves_stays(machine: Machine) -> No
         # Past the gateway, which would choose the engine itself; it hears of it all the same.
         token = machine.backend._deployments[plan.key].token
         asking = asyncio.create_task(ask(session, youngest.launch.data_url, 4000, token))
-        assert await held_by(machine, plan, 1) == {youngest.name}
-        await machine.backend.apply([planned(1)])
-        await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)
-        assert machine.backend.supervisors(plan.key) == [youngest], "of equals it would have been the one to go"
-        asking.cancel()
+        try:
+            assert await held_by(machine, plan, 1, asking) == {youngest.name}
+            await machine.backend.apply([planned(1)])
+            await machine.until(lambda: len(machine.backend.supervisors(plan.key)) == 1)
+            assert not asking.done(), asking.result()
+            assert machine.backend.supervisors(plan.key) == [youngest], "of equals it would have been the one to go"
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
 
 
 async def test_an_engine_that_is_ready_here_refuses_no_request_before_the_gateway_knows_of_it(

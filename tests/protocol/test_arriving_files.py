@@ -127,6 +127,9 @@ def test_a_fetch_that_fails_is_reported_at_once_and_ends_each_wait(tmp_path: Pat
     kind.gates[SHARDS[1]].set()
     wait_until(lambda: bool(loading.faults))
     assert loading.faults == [kind.broken[SHARDS[1]]]
+    with pytest.raises(UnreadableModelError, match=r"`model-1.safetensors` has not arrived"):
+        wait_until_whole(folder / SHARDS[1])
+    assert loading.thread.is_alive(), "another download goes on"
     for gate in kind.gates.values():
         gate.set()
     loading.thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,12 @@ from oci_registry import (
     push,
     token_registry,
 )
-from tiny_files import model_files
+from tiny_files import model_files, safetensors
 
+from pagemill_protocol.safetensors_header import read_index
 from pagemill_protocol.sources import FetchError, find_kind, resolve_source
+from pagemill_protocol.sources.base import ReadsRanges
+from pagemill_protocol.sources.headers import FIRST_BYTES, can_read_header, fetch_header
 from pagemill_protocol.sources.store import fetch
 from pagemill_protocol.sources.store.cache import ModelCache
 
@@ -71,6 +75,39 @@ def test_a_digest_names_one_content_for_ever(load: Load, registry: TokenRegistry
     digest = push(registry.url, "team/m", "v2", artifact(FILES))
     push(registry.url, "team/m", "v2", artifact({"config.json": b"{}"}))
     assert_is_whole(load(f"oci://{registry.host}/team/m:v2@{digest}"))
+
+
+def test_the_header_of_an_artifact_comes_without_its_weights(registry: TokenRegistry, tmp_path: Path) -> None:
+    content = {"config.json": FILES["config.json"], "model.safetensors": safetensors(900_000)}
+    push(registry.url, "team/m", "one", artifact(content))
+    source = f"oci://{registry.host}/team/m:one"
+    assert can_read_header(source)
+    registry.asked.clear()
+    folder = tmp_path / "header"
+    folder.mkdir()
+    fetch_header(source, folder)
+    assert read_index(folder).num_bytes == 900_000
+    blob = f"/v2/team/m/blobs/{digest_of(content['model.safetensors'])}"
+    assert {range_ for path, range_ in registry.asked if path == blob} == {f"bytes=0-{FIRST_BYTES - 1}"}
+
+
+def test_a_registry_without_ranges_is_read_from_the_beginning_of_its_blobs(load: Load, registry: TokenRegistry) -> None:
+    registry.knows_ranges = False
+    source = f"oci://{registry.host}/team/m:v1"
+    with closing(find_kind(source).open(source)) as repository:
+        assert isinstance(repository, ReadsRanges)
+        (file,) = [each for each in repository.list_files().files if each.path == "model-1.safetensors"]
+        content = FILES[file.path]
+        assert repository.read_range(file, "", 70_000, 100) == content[70_000:70_100]
+        assert repository.read_range(file, "", len(content) - 5, 100) == content[-5:]
+        assert repository.read_range(file, "", len(content), 100) == b""
+
+
+def test_the_header_of_a_model_in_an_image_is_not_read(registry: TokenRegistry, tmp_path: Path) -> None:
+    push(registry.url, "team/m", "image", image({f"models/{name}": text for name, text in FILES.items()}))
+    with pytest.raises(FetchError, match="an image whose layers are archives") as refused:
+        fetch_header(f"oci://{registry.host}/team/m:image", tmp_path)
+    assert refused.value.reason == "SourceUnsupported"
 
 
 def test_titles_with_a_folder_before_them(load: Load, registry: TokenRegistry) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill_protocol.sources import SourceError, default_name, resolve_source
+from pagemill_protocol.sources import SourceError, default_name, find_kind, resolve_source
 
 
 @pytest.fixture
@@ -86,25 +86,41 @@ def test_an_unusable_source_is_refused_with_its_remedy(source, message):
     assert message in refusal(source).message
 
 
-def test_a_bare_name_of_the_hub_is_fetched_unless_it_is_a_path(tmp_path, monkeypatch):
+def test_a_bare_name_is_the_hubs_unless_it_is_a_path(tmp_path, monkeypatch):
     import huggingface_hub
 
     asked = []
-    (tmp_path / "config.json").write_text("{}")
+    hub_cache = tmp_path / "snapshot"
+    hub_cache.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (hub_cache / name).write_text("{}")
 
-    def snapshot_download(repository, *, revision, allow_patterns):
+    def snapshot_download(repository, *, revision, allow_patterns, local_files_only):
+        assert local_files_only
         asked.append((repository, revision))
-        return str(tmp_path)
+        return str(hub_cache)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve_source("facebook/opt-125m") == tmp_path
-    assert resolve_source("facebook/opt-125m@v1") == tmp_path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("PAGEMILL_MODEL_CACHE", raising=False)
+    assert resolve_source("facebook/opt-125m") == hub_cache
+    assert resolve_source("facebook/opt-125m@v1") == hub_cache
     assert asked == [("facebook/opt-125m", None), ("facebook/opt-125m", "v1")]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "org" / "name" / "config.json").write_text("{}")
     assert resolve_source("org/name") == Path("org/name")
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_the_hubs_library_holds_in_part_is_not_used(tmp_path, monkeypatch, lacks):
+    import huggingface_hub
+
+    for name in {"config.json", "tokenizer.json", "model.safetensors"} - {lacks}:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    assert find_kind("hf://org/name").find("hf://org/name", "model") is None
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path):

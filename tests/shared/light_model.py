@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-PAIRS = [*product(ascii_lowercase, repeat=2)]
+PAIRS = [*product(ascii_lowercase, ascii_lowercase)]
 BOS, EOS = (256 + len(PAIRS) + SPECIAL_TOKENS.index(token) for token in ("<|im_start|>", "<|im_end|>"))
 VOCAB_SIZE = 256 + len(PAIRS) + len(SPECIAL_TOKENS)
 NAME = "light"

@@ -105,6 +105,7 @@ class TokenRegistry(ThreadingHTTPServer):
         self.cuts: list[int] = []
         """Bytes after which the next answers with blobs end."""
         self.token_expires = False
+        self.knows_ranges = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients end connections as they like."""
@@ -156,9 +157,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(200, json.dumps({"token": TOKEN}).encode(), {})
 
     def _content(self, content: bytes, *, is_blob: bool) -> None:
-        first, _, last = (self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")
-        start, end = int(first), int(last) + 1 if last else len(content)
-        self.send_response(206 if "Range" in self.headers else 200)
+        asked = self.headers.get("Range") if self.server.knows_ranges else None
+        first, _, last = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last) + 1, len(content)) if last else len(content)
+        self.send_response(206 if asked else 200)
         self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         self.send_header("Content-Type", "application/octet-stream" if is_blob else MANIFEST)
         self.send_header("Docker-Content-Digest", digest_of(content))

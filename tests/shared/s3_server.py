@@ -89,6 +89,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
     ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
     command = [weed, "server", f"-dir={folder / 'data'}", "-s3", f"-s3.config={folder / 's3.json'}"]
     command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-volume.max=100", "-master.volumeSizeLimitMB=256"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # catalogs at fixed ports: one server a machine could run
     command += ["-master.volumePreallocate=false", *(f"-{name}={port}" for name, port in ports.items())]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -123,7 +124,7 @@ def _free_ports(count: int) -> list[int]:
 class CuttingProxy:
     """Forwards connections to a server, and ends `num_cuts` answers after `cut_bytes`, or lets them stall there.
 
-    `bytes_per_s`: what a connection carries at most, as those of far servers do.
+    `bytes_per_s`: what a connection carries at most, as those of far servers do; `line_bytes_per_s`: all together.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class CuttingProxy:
         num_cuts: int = 0,
         stalls: bool = False,
         bytes_per_s: float = float("inf"),
+        line_bytes_per_s: float = float("inf"),
         host: str = "127.0.0.1",
     ) -> None:
         self._target = ("127.0.0.1", port)
@@ -141,6 +143,9 @@ class CuttingProxy:
         self._lock = threading.Lock()
         self._stalls = stalls
         self.bytes_per_s = bytes_per_s
+        self._line_bytes_per_s = line_bytes_per_s
+        self._line_free_s = 0.0
+        """When the line has carried what was given to it."""
         self._closed = threading.Event()
         self.num_cuts = num_cuts
         self.sent_bytes = 0
@@ -179,6 +184,7 @@ class CuttingProxy:
                 client.sendall(data)
                 passed += len(data)
                 time.sleep(max(0.0, passed / self.bytes_per_s - (time.monotonic() - began_s)))
+                time.sleep(self._line_wait_s(len(data)))
                 with self._lock:
                     self.sent_bytes += len(data)
                     cuts = passed > self._cut_bytes and self.num_cuts > 0
@@ -188,6 +194,12 @@ class CuttingProxy:
                 if cuts:
                     break
         _end(server, client)
+
+    def _line_wait_s(self, num_bytes: int) -> float:
+        with self._lock:
+            now_s = time.monotonic()
+            self._line_free_s = max(self._line_free_s, now_s) + num_bytes / self._line_bytes_per_s
+            return self._line_free_s - now_s
 
 
 def _end(*sockets: socket.socket) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from examples import num_examples
@@ -105,7 +105,13 @@ requests = st.tuples(
 )
 
 
+TWO_AT_ONCE = [(0.55, 1, 54, LINE_PRIORITY), (0.16, 1, 26, 0), (0.144, 1, 2, 0), (0.0, 1, 1, 0)]
+"""One of them gets the last place, and the other one that of the line, a step later."""
+
+
 @settings(max_examples=num_examples(60), deadline=None)
+@example(drawn=TWO_AT_ONCE, num_blocks=120, max_num_seqs=3, budget=500, overlap=True, caches=True)
+@example(drawn=TWO_AT_ONCE, num_blocks=120, max_num_seqs=3, budget=500, overlap=False, caches=False)
 @given(
     drawn=st.lists(requests, min_size=1, max_size=20),
     num_blocks=st.sampled_from([60, 120, 1000]),

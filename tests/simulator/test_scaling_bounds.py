@@ -15,6 +15,7 @@ from pagemill_simulator.bounds.capacity import SHARE, SteadyCapacity
 from pagemill_simulator.bounds.clairvoyant import TOLERANCE, cheapest_course, search
 from pagemill_simulator.bounds.informed import Informed
 from pagemill_simulator.bounds.schedule import GRID_S, Order, Schedule
+from pagemill_simulator.bounds.schedule_cost import least_pod_seconds
 from pagemill_simulator.bounds.trials import Trials, share
 from pagemill_simulator.fleet.figures import figures_of
 from pagemill_simulator.fleet.fleet import simulate_fleet
@@ -125,6 +126,24 @@ def test_what_replicas_hold_is_what_they_really_hold() -> None:
         workload = traffic.steady(factor * held, 120.0).workload(0)
         trials = Trials("steady", workload, FleetSettings(engine=ENGINE, bounds=Bounds(1, 1)), SLO)
         assert (share(trials.try_out(Schedule.constant(1)).missed, workload.requests) >= SHARE) is is_held
+
+
+class WholeTrials(Trials):
+    def challenge(self, schedule: Schedule) -> None:
+        self.try_out(schedule)
+
+
+@pytest.mark.sample("burst")
+@pytest.mark.parametrize("kind", ["burst", "silent nights"])
+def test_ending_a_trial_when_it_is_beaten_changes_no_result(kind: str) -> None:
+    workload, settings = KINDS[kind].workload(2), fleet(low=0 if kind == "silent nights" else 1)
+    ended, whole = (each("clairvoyant", workload, settings, SLO) for each in (Trials, WholeTrials))
+    best = [search(each, num_changes=4).schedule for each in (ended, whole)]
+    assert best[0] == best[1]
+    assert [each[:3] for each in ended.frontier] == [each[:3] for each in whole.frontier]
+    for trial in whole.frontier:
+        least = least_pod_seconds(trial.schedule, settings, workload.duration_s)
+        assert 0.7 * trial.pod_seconds - 10 <= least <= trial.pod_seconds + 1e-6
 
 
 courses = st.lists(st.lists(st.integers(0, 30), min_size=5, max_size=5), min_size=3, max_size=3)

@@ -33,8 +33,8 @@ def header_of(source: str, field: str) -> Iterator[Header]:
     if not is_here and not can_read_header(source):
         raise PlanError(
             f"{field}: `{source}` would be downloaded whole; give --model the folder that holds its config.json and "
-            "model.safetensors.index.json or safetensors files (their headers are enough), a .gguf file, hf://, s3:// "
-            "or gs://"
+            "model.safetensors.index.json or safetensors files (their headers are enough), a .gguf file, hf://, s3://, "
+            "gs:// or oci://"
         )
     with TemporaryDirectory(prefix="pagemill-header-") as folder:
         try:

@@ -112,7 +112,10 @@ class AutoscalingSection(Section):
     slo: SLO | None = None
     """Latency that requests should meet: the fewest replicas that are predicted to."""
     scale_to_zero_after: Duration | None = None
-    """Time without any request after which the last replica goes; 5 minutes when `minReplicas` is 0."""
+    """
+    Time without any request after which the last replica goes. By default what two starts have taken, one to five
+    minutes, and longer where requests came soon after it had gone.
+    """
     behavior: Behavior | None = None
     """How fast replicas are added and removed."""
 

@@ -47,6 +47,7 @@ from pagemill_engine.loop.warmup import Calibration, SelfTestError, self_test
 from pagemill_engine.runner import factory
 from pagemill_engine.runner.sleep import SleepError
 from pagemill_kernels.gpu.driver import find_driver
+from pagemill_kernels.kept_memory import join_when_idle
 from pagemill_kernels.registry import has_torch
 from pagemill_protocol import logs
 from pagemill_protocol.errors import PagemillError, internal_error, unavailable
@@ -223,6 +224,7 @@ def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | No
     finally:
         gc.enable()
     link.send(_ready(core, time.monotonic() - started_s, clock.seconds()))
+    join_when_idle()
     link.start_heartbeat(lambda: core.expected_step_ms)
     try:
         EngineLoop(core, link, calibration).run()

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from pagemill_kernels import arrays
 from pagemill_kernels.arrays import NUMPY_TYPES, Array, FloatType
+from pagemill_kernels.kept_memory import kept
 from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes, stack, stack_blocks
 from pagemill_protocol.models.declaration import LinearSpec, NormSpec
 from pagemill_protocol.models.declaration import Shapes as Shapes
@@ -91,7 +91,7 @@ def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType,
 
 
 def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: FloatType) -> Array:
-    out = np.empty(shape, dtype=NUMPY_TYPES[dtype])
+    out = kept(shape, NUMPY_TYPES[dtype])
     source.read_into(name, out)
     return out
 
@@ -99,7 +99,7 @@ def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: 
 def read_stacked(source: TensorSource, shapes: Shapes, dtype: FloatType) -> Array:
     """The named tensors one under another."""
     sizes = list(shapes.values())
-    out = arrays.empty((sum(size[0] for size in sizes), *sizes[0][1:]), NUMPY_TYPES[dtype])
+    out = kept((sum(size[0] for size in sizes), *sizes[0][1:]), NUMPY_TYPES[dtype])
     start = 0
     for name, size in shapes.items():
         source.read_into(name, out[start : start + size[0]])

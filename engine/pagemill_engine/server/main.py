@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import signal
 import socket
 import ssl
@@ -115,8 +114,7 @@ class Server:
         )
         self._was_ready = False
         self._warming_up: asyncio.Task[None] | None = None
-        self._arriving: Path | None = None
-        """Folder of weights that arrive while the engine loads them."""
+        self._opened: Opened | None = None
         self._num_signals = 0
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
@@ -187,7 +185,7 @@ class Server:
         if opened.fetched is None:
             await context.client.run()
         else:
-            self._arriving = opened.path
+            self._opened = opened
             await self._run_while_fetching(context.client, asyncio.wrap_future(opened.fetched))
 
     async def _run_while_fetching(self, client: EngineClient, fetched: asyncio.Future[Path]) -> None:
@@ -202,13 +200,12 @@ class Server:
             await engine
         finally:
             engine.cancel()
-            self._forget_arriving()
+            self._forget_links()
 
-    def _forget_arriving(self) -> None:
-        """Its links are read no more; the model lies elsewhere."""
-        if self._arriving is not None:
-            shutil.rmtree(self._arriving, ignore_errors=True)
-            self._arriving = None
+    def _forget_links(self) -> None:
+        if self._opened is not None:
+            self._opened.forget_links()
+            self._opened = None
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:
         """Return after a signal and its drain. Raises `StartupError` when a needed task ended by itself."""
@@ -301,7 +298,7 @@ class Server:
         if phase == "ready" and not self._was_ready and client is not None and client.ready_info is not None:
             # After a sleep it was reported before.
             self._was_ready = True
-            self._forget_arriving()
+            self._forget_links()
             self._events.on_ready(client.ready_info)
 
     @contextlib.contextmanager

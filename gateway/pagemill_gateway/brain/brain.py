@@ -115,7 +115,8 @@ class LocalBrain:
         if record is None:
             return
         now = self._clock()
-        was_connected, was_usable, slept = record.reports.connected, record.usable, record.sleeping
+        before = record.reports.latest
+        was_connected, was_usable = record.reports.connected, record.usable
         num_identities = record.reports.num_identities
         # Also where the frame does not follow: the report before it is no longer believed.
         self.placement.changed(record)
@@ -124,7 +125,8 @@ class LocalBrain:
         self.placement.observe(record, frame, now)
         record.unreachable = False
         record.awaiting_first_report = record.awaiting_first_report and not frame.max_model_len
-        if (frame.snapshot or slept) and not (frame.draining or frame.sleeping):
+        is_new = frame.snapshot or (before is not None and before.sleeping)
+        if is_new and not (frame.draining or frame.sleeping):
             record.draining = record.drain_acknowledged = False
             record.readmitted_at = self._num_decisions
         if not was_connected:
@@ -132,10 +134,10 @@ class LocalBrain:
         if frame.max_model_len > 0:
             record.phase, record.detail = "sleeping" if frame.sleeping else "ready", ""
         deployment = self.registry.deployments[record.deployment]
-        deployment.bundle_digest = record.bundle_digest or deployment.bundle_digest
+        deployment.bundle_digest = frame.digests.tokenizer_bundle or deployment.bundle_digest
         if frame.snapshot:
             deployment.starts.engine_reported(frame.start_s)
-        if record.serving:
+        if frame.max_model_len > 0 and not (record.draining or frame.sleeping):  # as `record.serving`, for each frame
             deployment.last_served_at = now
             deployment.starts.served(now)
         is_usable = record.usable

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from http import HTTPStatus
 
 from pagemill_gateway.engine_http.engine_connection import MAX_UNREAD_BYTES, EngineConnection
 from pagemill_protocol.frames import StateDecoder
 from pagemill_protocol.state import StateFrame
+
+_OK = 200
 
 
 class StateConnection(EngineConnection):
@@ -65,7 +66,7 @@ class StateConnection(EngineConnection):
     # What parser and transport call.
 
     def on_body(self, body: bytes) -> None:
-        if self.status != HTTPStatus.OK:
+        if self.status != _OK:
             super().on_body(body)
             return
         self._num_body_bytes += len(body)

@@ -29,7 +29,8 @@ from pagemill_gateway.config import GatewayConfig
 from pagemill_gateway.discovery.bundles import BundleError, Bundles
 from pagemill_gateway.discovery.handover import Handovers
 from pagemill_gateway.discovery.state_connection import StateConnection
-from pagemill_gateway.engine_http.connecting import CannotConnect, Connector, Origin, origin_of, request_head
+from pagemill_gateway.discovery.state_sockets import StateConnector, StateSockets
+from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of, request_head
 from pagemill_protocol.bounded import TooLarge, read_bounded
 from pagemill_protocol.frames import FrameError
 from pagemill_protocol.state import GATEWAY_HEADER, StateFrame
@@ -72,7 +73,8 @@ class StateStreams:
     ) -> None:
         """`trust`: for engines by `https://`."""
         self._session = session
-        self._connector = Connector(config.connect_timeout_s, trust)
+        self._sockets = StateSockets()
+        self._connector = StateConnector(config.connect_timeout_s, trust, self._sockets)
         self._brain = brain
         self._bundles = bundles
         self._config = config
@@ -120,6 +122,7 @@ class StateStreams:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._sockets.close()
 
     async def _follow(self, endpoint_id: str, control_url: str) -> None:
         loop = asyncio.get_running_loop()

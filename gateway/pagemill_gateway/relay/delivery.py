@@ -114,7 +114,7 @@ def pass_now(stream: AnswerStream, delivery: Delivery, frames: list[Frame]) -> b
     end = frames[-1][0]
     if end.last or end.error is not None or not delivery.sink.takes_now:
         return False
-    metas = [meta for meta, _ in frames]
+    metas = [end] if len(frames) == 1 else [meta for meta, _ in frames]
     payloads, _ = _checked(frames, metas, delivery)
     if payloads:
         delivery.sink.take_now(payloads)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -41,6 +42,8 @@ from pagemill_protocol.link import (
 MAX_HEAD_BYTES = 32 * 1024
 MAX_DIGEST_CHARS = 256
 LEAST_TICK_S = 0.01
+RECORDS_A_TURN = 8
+"""Of the backlog: some 0.3 ms."""
 MAX_STREAMS = 2**32 - 1
 """In the life of a link."""
 _refusal_decoder = msgspec.msgpack.Decoder(Refusal)
@@ -57,6 +60,42 @@ class Patience:
         self.check_s = silence_timeout_s / SILENCE_CHECKS
 
 
+class Backlog:
+    """Records of streams that have begun, of all links: they are worked off behind new requests and first frames.
+
+    In the order in which they came, a few in each turn of the event loop, so that a client that waits for its first
+    token does not wait for other clients' next ones too.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.records: deque[tuple[LinkStream, Record, float]] = deque()
+        """And when each came. Who appends some calls `turn` soon, unless that is due."""
+        self.is_due = False
+
+    def turn(self) -> None:
+        records = self.records
+        try:
+            for _ in range(RECORDS_A_TURN):
+                if not records:  # also where a link broke: then all were worked off
+                    break
+                stream, record, now = records.popleft()
+                if record[0] == _DATA:
+                    stream.received(record[2], now)
+                else:
+                    stream.link.deliver(stream, record, now)
+        finally:
+            self.is_due = bool(records)
+            if records:
+                self._loop.call_soon(self.turn)
+
+    def work_off(self) -> None:
+        """All of it at once."""
+        while self.records:
+            stream, record, now = self.records.popleft()
+            stream.link.deliver(stream, record, now)
+
+
 class LinkStream:
     """An `AnswerStream` over a link."""
 
@@ -65,7 +104,9 @@ class LinkStream:
     ) -> None:
         self.weights_digest = ""
         self.waited_s = 0.0
-        self._link = link
+        self.has_begun = False
+        """Its first frame has come."""
+        self.link = link
         self._number = number
         self._liveness = liveness
         self._on_accepted = on_accepted
@@ -85,7 +126,7 @@ class LinkStream:
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self, take: Take | None = None) -> list[Frame]:
-        link = self._link
+        link = self.link
         if not self._frames and not self._is_over:
             self._credit()
             self._take, self._waiting_since = take, link.now()
@@ -111,7 +152,8 @@ class LinkStream:
     def close(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
-        self._link.forget(self._number, cancel=not self._is_complete)
+        self._is_over = True
+        self.link.forget(self._number, cancel=not self._is_complete)
 
     # What the link calls.
 
@@ -134,11 +176,23 @@ class LinkStream:
             self.fail(garbage(error))
             return
         self._num_held += len(data)
-        if frames and not self._takes(frames):
-            self._frames += frames
+        if not frames:
+            if self._num_held >= CREDIT_BYTES and self._waiting is not None and not self._frames:
+                self._credit()  # a part of a large frame, which a reader waits for
+            return
+        self.has_begun = True
+        take = self._take
+        if take is None or self._frames:
+            self._leave(frames)
+            return
+        try:
+            if not take(frames):
+                self._leave(frames)
+            elif self._num_held >= CREDIT_BYTES:
+                self._credit()
+        except Exception as error:  # the reader's
+            self._error, self._is_over = error, True
             self._wake()
-        elif self._num_held >= CREDIT_BYTES and self._waiting is not None and not self._frames:
-            self._credit()  # also for parts of a large frame, which a reader waits for
 
     def ended(self) -> None:
         try:
@@ -186,27 +240,21 @@ class LinkStream:
             self._fall_silent()
 
     def _fall_silent(self) -> None:
-        self._link.retire()
-        self._link.forget(self._number, cancel=True)
+        self.link.retire()
+        self.link.forget(self._number, cancel=True)
         self.fail(UpstreamFailure("stalled", SILENT))
 
-    def _takes(self, frames: list[Frame]) -> bool:
-        take = self._take
-        if take is None or self._frames:
-            return False
-        try:
-            return take(frames)
-        except Exception as error:  # the reader's
-            self._error, self._is_over = error, True
-            self._wake()
-            return True
+    def _leave(self, frames: list[Frame]) -> None:
+        """To the reader."""
+        self._frames += frames
+        self._wake()
 
     def _credit(self) -> None:
         """What is held was taken."""
         self._num_owed += self._num_held
         self._num_held = 0
         if self._num_owed >= CREDIT_BYTES:
-            self._link.credit(self._number, self._num_owed)
+            self.link.credit(self._number, self._num_owed)
             self._num_owed = 0
 
     def _wake(self) -> None:
@@ -217,8 +265,9 @@ class LinkStream:
 class EngineLink(asyncio.Protocol):
     """Create inside a running event loop, connect, `begin`; then `send` any number of requests at once."""
 
-    def __init__(self, patience: Patience, idle_s: float) -> None:
-        """`idle_s`: a link without requests is closed after it."""
+    def __init__(self, patience: Patience, idle_s: float, backlog: Backlog) -> None:
+        """`idle_s`: a link without requests is closed after it. `backlog`: of all links."""
+        self._backlog = backlog
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         self.new_future: Callable[[], asyncio.Future[None]] = self._loop.create_future
@@ -340,16 +389,38 @@ class EngineLink(asyncio.Protocol):
                 return
         try:
             records = self._decoder.feed(data)
-            now, streams = self.now(), self._streams
-            for record in records:
-                if record[0] == _DATA:
-                    if (stream := streams.get(record[1])) is not None:
-                        stream.received(record[2], now)
-                else:
-                    self._dispatch(record)
+        except FrameError as error:
+            self._break_off(error)
+            return
+        now, streams, backlog = self.now(), self._streams, self._backlog
+        later = backlog.records
+        for record in records:
+            stream = streams.get(record[1])
+            if stream is None:
+                continue  # closed meanwhile
+            if stream.has_begun:
+                later.append((stream, record, now))
+            else:
+                self.deliver(stream, record, now)
+        if later and not backlog.is_due:
+            backlog.is_due = True
+            self._loop.call_soon(backlog.turn)
+
+    def deliver(self, stream: LinkStream, record: Record, now: float) -> None:
+        """`now`: when it came."""
+        if self._streams.get(record[1]) is not stream:
+            return  # closed meanwhile
+        try:
+            if record[0] == _DATA:
+                stream.received(record[2], now)
+            else:
+                self._dispatch(stream, record)
         except (FrameError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._fail_all(garbage(error))
-            self._transport.abort()
+            self._break_off(error)
+
+    def _break_off(self, error: Exception) -> None:
+        self._fail_all(garbage(error))
+        self._transport.abort()
 
     def pause_writing(self) -> None:
         self._may_write.clear()
@@ -367,6 +438,7 @@ class EngineLink(asyncio.Protocol):
         self._fail_all(UpstreamFailure("lost", BROKE))
 
     def _fail_all(self, error: UpstreamFailure) -> None:
+        self._backlog.work_off()  # what came before can still be read
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.fail(error)
@@ -383,12 +455,9 @@ class EngineLink(asyncio.Protocol):
             self._switched.set_result(False)
         return b""
 
-    def _dispatch(self, record: Record) -> None:
+    def _dispatch(self, stream: LinkStream, record: Record) -> None:
         """Any record but data, of which there are by far the most."""
         kind, number, data = record
-        stream = self._streams.get(number)
-        if stream is None:
-            return  # closed meanwhile
         if kind == Kind.END:
             del self._streams[number]
             stream.ended()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import ssl
 from contextlib import suppress
+from typing import NamedTuple
 
 from pagemill_gateway.engine_http.connecting import Connector, Origin, request_head
-from pagemill_gateway.relay.engine_link import EngineLink, Patience
+from pagemill_gateway.relay.engine_link import Backlog, EngineLink, Patience
 from pagemill_protocol.link import LINK_PATH, LINK_PROTOCOL
 
 IDLE_S = 300.0
@@ -17,14 +18,21 @@ Key = tuple[Origin, str]
 """An engine, and the token that opens it."""
 
 
+class _Opening(NamedTuple):
+    task: asyncio.Task[EngineLink | None]
+    waiters: list[asyncio.Future[None]]
+    """Requests in the order in which they came."""
+
+
 class Links:
     """Create inside a running event loop; `close` ends every link."""
 
     def __init__(self, connect_timeout_s: float, trust: ssl.SSLContext, patience: Patience) -> None:
         self._connector = Connector(connect_timeout_s, trust)
         self._patience = patience
+        self._backlog = Backlog()
         self._links: dict[Key, EngineLink] = {}
-        self._opening: dict[Key, asyncio.Task[EngineLink | None]] = {}
+        self._opening: dict[Key, _Opening] = {}
 
     @property
     def num_open(self) -> int:
@@ -37,26 +45,34 @@ class Links:
 
     async def open(self, origin: Origin, token: str) -> EngineLink | None:
         """A new link, the same for all that ask meanwhile; `None`: the engine speaks HTTP only, or does not accept the
-        token. Raises `CannotConnect`, or `OSError` when the engine hangs up."""
+        token. Raises `CannotConnect`, or `OSError` when the engine hangs up.
+
+        Requests go on in the order in which they came: what is cached for the next one was predicted in that order.
+        """
         key = origin, token
         opening = self._opening.get(key)
         if opening is None:
-            opening = self._opening[key] = asyncio.create_task(self._open(key))
-            opening.add_done_callback(lambda task: self._opened(key, task))
-        return await asyncio.shield(opening)
+            opening = self._opening[key] = _Opening(asyncio.create_task(self._open(key)), [])
+            opening.task.add_done_callback(lambda task: self._go_on(key))
+        waiter = asyncio.get_running_loop().create_future()
+        opening.waiters.append(waiter)
+        await waiter
+        return opening.task.result()
 
     async def close(self) -> None:
-        for opening in list(self._opening.values()):
-            opening.cancel()
-        await asyncio.gather(*self._opening.values(), return_exceptions=True)
-        for link in self._links.values():
-            link.abort()
+        tasks = [opening.task for opening in self._opening.values()]
+        for task in tasks:
+            task.cancel()
+        opened = await asyncio.gather(*tasks, return_exceptions=True)
+        for link in (*self._links.values(), *opened):
+            if isinstance(link, EngineLink):
+                link.abort()
         self._links.clear()
 
     async def _open(self, key: Key) -> EngineLink | None:
         origin, token = key
         head = request_head(f"GET {LINK_PATH}", origin, token, "Connection: Upgrade", f"Upgrade: {LINK_PROTOCOL}")
-        link = await self._connector.connect(origin, lambda: EngineLink(self._patience, IDLE_S))
+        link = await self._connector.connect(origin, lambda: EngineLink(self._patience, IDLE_S, self._backlog))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 is_open = await link.begin(head)
@@ -65,9 +81,19 @@ class Links:
             raise
         return link if is_open else None
 
-    def _opened(self, key: Key, task: asyncio.Task[EngineLink | None]) -> None:
-        del self._opening[key]
-        with suppress(Exception, asyncio.CancelledError):  # the error is its waiters'
-            if (link := task.result()) is not None:
-                self._links = {other: each for other, each in self._links.items() if each.is_usable}
-                self._links[key] = link
+    def _go_on(self, key: Key) -> None:
+        """Wake those that wait; the link is there for others when no request waits any more."""
+        task, waiters = self._opening[key]
+        if not waiters:
+            del self._opening[key]
+            with suppress(Exception, asyncio.CancelledError):  # the error is its waiters'
+                if (link := task.result()) is not None:
+                    self._links = {other: each for other, each in self._links.items() if each.is_usable}
+                    self._links[key] = link
+            return
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        waiters.clear()
+        # After them, and after those that come while they are woken.
+        asyncio.get_running_loop().call_soon(self._go_on, key)

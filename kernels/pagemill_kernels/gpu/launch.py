@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -20,6 +21,8 @@ FP8_CAPABILITY = (8, 9)
 """Tensor cores and conversions of e4m3 came with it."""
 INTERPRETED_MULTIPROCESSORS = 1
 """The interpreter runs one program at a time."""
+INTERPRETED_SHARED_BYTES = 99 * 1024
+"""The smallest of the supported devices'."""
 FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -70,6 +73,44 @@ def num_multiprocessors() -> int:
         return INTERPRETED_MULTIPROCESSORS
     count: int = torch.cuda.get_device_properties(device()).multi_processor_count
     return count
+
+
+@cache
+def capability() -> tuple[int, int]:
+    return OLDEST_CAPABILITY if interpreted() else torch.cuda.get_device_capability(device())
+
+
+@cache
+def shared_bytes() -> int:
+    """Shared memory that one program may have."""
+    if interpreted():
+        return INTERPRETED_SHARED_BYTES
+    size: int = torch.cuda.get_device_properties(device()).shared_memory_per_block_optin
+    return size
+
+
+@cache
+def _side_stream(on: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(on, priority=-1)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def forked(on: torch.device) -> Iterator[AbstractContextManager[object]]:
+    """Until its end, what is launched inside the context that it gives runs beside what is launched outside of it.
+
+    Memory is handed on in the order of the current stream. So tensors that are used on both are made before the fork
+    and dropped behind its end, where the current stream waits for the other one: no other tensor gets their memory
+    sooner. The two waits are events, which make a CUDA graph that is being recorded take in both streams.
+    """
+    if on.type != "cuda":
+        yield nullcontext()
+        return
+    here, side = torch.cuda.current_stream(on), _side_stream(on)
+    side.wait_stream(here)
+    try:
+        yield torch.cuda.stream(side)
+    finally:
+        here.wait_stream(side)
 
 
 def to_device(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 from pagemill_kernels import arrays
 from pagemill_kernels.arrays import Array, address, optional_address
 from pagemill_kernels.cpu import launch, library, processor
+from pagemill_kernels.kept_memory import kept
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 BFLOAT16_ROWS = 9
@@ -118,7 +119,7 @@ def pack_linear(weight: Array, bias: Array | None) -> NativeLinear:
         raise ValueError(f"linear: weights of {weight.dtype} are not packed; float32 or bfloat16 (uint16) are")
     out_features, in_features = weight.shape
     weight = np.ascontiguousarray(weight)
-    packed = arrays.empty(_panels(out_features) * in_features * library.PANEL, weight.dtype)
+    packed = kept(_panels(out_features) * in_features * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_plain(
         address(weight), out_features, in_features, weight.itemsize, address(packed), launch.num_threads()
     )
@@ -138,7 +139,7 @@ def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
         return pack_linear(weight, bias)
     out_features, in_features = weight.shape
     weight = np.ascontiguousarray(weight)
-    packed = arrays.empty(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, weight.dtype)
+    packed = kept(_panels(out_features) * -(-in_features // 2) * 2 * library.PANEL, weight.dtype)
     launch.native().pagemill_pack_pairs(
         address(weight), out_features, in_features, address(packed), launch.num_threads()
     )
@@ -190,8 +191,8 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     codes, scales = np.ascontiguousarray(weight.codes), np.ascontiguousarray(weight.scales)
     offsets = None if weight.offsets is None else np.ascontiguousarray(weight.offsets)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = arrays.empty(num_weights * weight.bits // 8, np.uint8)
-    packed_scales = arrays.empty(num_weights // weight.group_size * (1 + has_offsets))
+    packed = kept(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = kept(num_weights // weight.group_size * (1 + has_offsets))
     launch.native().pagemill_pack_codes(
         address(codes),
         address(scales),
@@ -207,8 +208,8 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
     shape = (out_features, in_features)
     order = None if weight.input_order is None else weight.input_order.astype(np.int32)
     table = None if weight.table is None else np.ascontiguousarray(weight.table)
-    kept = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order, table)
-    return NativeLinear(kept, bias)
+    parts = _Packed(shape, format, packed, packed_scales, weight.group_size, has_offsets, bfloat16_rows, order, table)
+    return NativeLinear(parts, bias)
 
 
 def pack_blocks(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
@@ -249,8 +250,8 @@ def _pack_blocks(weight: CodeBlocks, bias: Array | None, format: int, bfloat16_r
         raise ValueError(f"linear: {block_bytes} bytes are no block of {weight.bits}-bit codes that is packed")
     data = np.ascontiguousarray(weight.data)
     num_weights = _panels(out_features) * library.PANEL * in_features
-    packed = arrays.empty(num_weights * weight.bits // 8, np.uint8)
-    packed_scales = arrays.empty(num_weights // GROUP_SIZE * (1 + has_offsets))
+    packed = kept(num_weights * weight.bits // 8, np.uint8)
+    packed_scales = kept(num_weights // GROUP_SIZE * (1 + has_offsets))
     launch.native().pagemill_pack_blocks(
         address(data),
         out_features,
@@ -262,8 +263,8 @@ def _pack_blocks(weight: CodeBlocks, bias: Array | None, format: int, bfloat16_r
         launch.num_threads(),
     )
     shape = (out_features, in_features)
-    kept = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
-    return NativeLinear(kept, bias)
+    parts = _Packed(shape, format, packed, packed_scales, GROUP_SIZE, has_offsets, bfloat16_rows)
+    return NativeLinear(parts, bias)
 
 
 def _panels(out_features: int) -> int:

@@ -20,11 +20,11 @@ from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, GroupCo
 from pagemill_kernels.torch_arrays import to_torch
 
 GATHER_BLOCK = 1024
-RUNS_AT_ONCE = 128
+RUNS_AT_ONCE = 64
 """Runs of a row that a program turns into floats."""
 FLOATS_AT_ONCE = 1 << 25
 """Elements of a weight that lie in floats at a time: 64 MiB of bfloat16."""
-MOST_ROWS_IN_TILES = {4: 64, 8: 256}
+MOST_ROWS_IN_TILES = {4: 128, 8: 256}
 """By bits of a code: for more rows, turning the codes into floats once takes less time. Measured on an H100."""
 
 

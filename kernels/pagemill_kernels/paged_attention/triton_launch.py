@@ -1,4 +1,5 @@
-"""Paged attention on a GPU: a launch for a step's decodes, long ones split over the device, and one for its prefills.
+"""Paged attention on a GPU: a launch for a step's decodes, long ones split over the device, and beside it one for its
+prefills.
 
 Grids follow from the numbers of tokens and requests alone, and how many parts a context is cut into is decided on the
 device, so recorded launches serve every step of the same shape.
@@ -7,6 +8,7 @@ device, so recorded launches serve every step of the same shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,27 +20,11 @@ from pagemill_kernels.gpu import launch
 from pagemill_kernels.kv_store.storage import LARGEST_CODES, token_width
 from pagemill_kernels.paged_attention import triton_body
 from pagemill_kernels.paged_attention.batch import DECODE_LIMIT, AttentionBatch
+from pagemill_kernels.paged_attention.tiles import SPLIT_TOKENS, Tiles, choose_splits, choose_tiles
 from pagemill_kernels.request_rows.layout import StepInputs
 
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 64
-SPLIT_TOKENS = 256
-"""A part of a split context is at least this long: shorter ones cost more to join than they save."""
-SPLITS = (1, 4, 16)
-"""Parts that a context may be cut into; few values, because each is a kernel of its own."""
-PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Programs of decode attention that one multiprocessor holds, about."""
-
-
-class Tiles(NamedTuple):
-    """One compiled kernel's sizes."""
-
-    block_m: int
-    """Rows of a Q block: tokens times the query heads of a group."""
-    tile: int
-    """Keys that are read at a time."""
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,11 +133,21 @@ def paged_attention(
     has_prefills = plan.longest > DECODE_LIMIT
     few_tokens = plan.longest if not has_prefills else decode_tiles.block_m // group if plan.has_few else 0
     extras = _Extras(scale, soft_cap, alibi_slopes, sinks)
-    if has_prefills:
-        q_blocks = num_tokens // (prefill_tiles.block_m // group) + len(plan.seq_lens)
-        _attend(q_blocks, False, few_tokens, prefill_tiles, plan, query, cache, extras, (out, out, out), 1)
-    if few_tokens:
-        _decode(few_tokens, decode_tiles, plan, query, cache, extras, out)
+    parts = _parts(few_tokens, decode_tiles, plan, out)
+    decode = partial(_decode, few_tokens, decode_tiles, plan, query, cache, extras, parts, out)
+    q_blocks = num_tokens // (prefill_tiles.block_m // group) + len(plan.seq_lens)
+    whole = _Parts(q_blocks, 1, out, out, out)
+    prefill = partial(_attend, False, few_tokens, prefill_tiles, plan, query, cache, extras, whole)
+    if has_prefills and few_tokens:
+        # Prefills are bound by products and decodes by memory: together they take less than one after the other.
+        with launch.forked(out.device) as beside:
+            with beside:
+                decode()
+            prefill()
+    elif has_prefills:
+        prefill()
+    else:
+        decode()
     return out
 
 
@@ -164,35 +160,61 @@ class _Extras(NamedTuple):
     sinks: Tensor | None
 
 
-def _decode(
-    few_tokens: int, tiles: Tiles, plan: TritonPlan, query: Tensor, cache: Tensor, extras: _Extras, out: Tensor
-) -> None:
-    """The requests with few tokens; of each so many rows are laid out."""
-    _, num_heads, head_dim = query.shape
-    num_rows = len(plan.seq_lens) * few_tokens
-    q_blocks = len(plan.seq_lens) * triton.cdiv(few_tokens, tiles.block_m // (num_heads // plan.num_kv_heads))
+class _Parts(NamedTuple):
+    """A launch's blocks, and where it writes."""
+
+    q_blocks: int
+    num_splits: int
+    results: Tensor
+    maxima: Tensor
+    """Read of split contexts only, as are the sums."""
+    sums: Tensor
+
+
+def _parts(few_tokens: int, tiles: Tiles, plan: TritonPlan, out: Tensor) -> _Parts:
+    """Of the requests with few tokens; of each so many rows are laid out."""
+    _, num_heads, head_dim = out.shape
+    num_requests = len(plan.seq_lens)
+    q_blocks = num_requests * triton.cdiv(few_tokens, tiles.block_m // (num_heads // plan.num_kv_heads))
     num_splits = choose_splits(q_blocks * plan.num_kv_heads)
-    parts = (out, out, out) if num_splits == 1 else _part_buffers(num_rows, num_heads, num_splits, head_dim, out.device)
-    _attend(q_blocks, True, few_tokens, tiles, plan, query, cache, extras, parts, num_splits)
-    if num_splits > 1:
-        triton_body.join_splits[(num_rows, num_heads)](
+    if num_splits == 1 or not few_tokens:
+        return _Parts(q_blocks, 1, out, out, out)
+    shape = (num_requests * few_tokens, num_heads, num_splits)
+    sizes = torch.empty(2, *shape, dtype=torch.float32, device=out.device)
+    results = torch.empty(*shape, head_dim, dtype=torch.float32, device=out.device)
+    return _Parts(q_blocks, num_splits, results, sizes[0], sizes[1])
+
+
+def _decode(
+    few_tokens: int,
+    tiles: Tiles,
+    plan: TritonPlan,
+    query: Tensor,
+    cache: Tensor,
+    extras: _Extras,
+    parts: _Parts,
+    out: Tensor,
+) -> None:
+    _, num_heads, head_dim = query.shape
+    _attend(True, few_tokens, tiles, plan, query, cache, extras, parts)
+    if parts.num_splits > 1:
+        triton_body.join_splits[(len(plan.seq_lens) * few_tokens, num_heads)](
             few_tokens=few_tokens,
             query_start_ptr=plan.query_start_loc,
-            part_ptr=parts[0],
-            maxima_ptr=parts[1],
-            sums_ptr=parts[2],
+            part_ptr=parts.results,
+            maxima_ptr=parts.maxima,
+            sums_ptr=parts.sums,
             out_ptr=out,
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim),
-            NUM_SPLITS=num_splits,
+            NUM_SPLITS=parts.num_splits,
             enable_fp_fusion=True,
             num_warps=4,
         )
 
 
 def _attend(
-    q_blocks: int,
     is_decode: bool,
     few_tokens: int,
     tiles: Tiles,
@@ -200,12 +222,11 @@ def _attend(
     query: Tensor,
     cache: Tensor,
     extras: _Extras,
-    parts: tuple[Tensor, Tensor, Tensor],
-    num_splits: int,
+    parts: _Parts,
 ) -> None:
     _, num_heads, head_dim = query.shape
     has_codes = cache.dtype in LARGEST_CODES
-    triton_body.attend[(q_blocks, plan.num_kv_heads, num_splits)](
+    triton_body.attend[(parts.q_blocks, plan.num_kv_heads, parts.num_splits)](
         num_requests=len(plan.seq_lens),
         few_tokens=few_tokens,
         window=plan.sliding_window or 0,
@@ -221,9 +242,9 @@ def _attend(
         seq_lens_ptr=plan.seq_lens,
         slopes_ptr=query if extras.alibi_slopes is None else extras.alibi_slopes,
         sinks_ptr=query if extras.sinks is None else extras.sinks,
-        out_ptr=parts[0],
-        maxima_ptr=parts[1],
-        sums_ptr=parts[2],
+        out_ptr=parts.results,
+        maxima_ptr=parts.maxima,
+        sums_ptr=parts.sums,
         NUM_KV_HEADS=plan.num_kv_heads,
         GROUP=num_heads // plan.num_kv_heads,
         HEAD_DIM=head_dim,
@@ -231,7 +252,7 @@ def _attend(
         BLOCK_SIZE=plan.block_size,
         BLOCK_M=tiles.block_m,
         TILE=tiles.tile,
-        NUM_SPLITS=num_splits,
+        NUM_SPLITS=parts.num_splits,
         SPLIT_TOKENS=SPLIT_TOKENS,
         IS_DECODE=is_decode,
         HAS_WINDOW=plan.sliding_window is not None,
@@ -247,44 +268,9 @@ def _attend(
     )
 
 
-def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dtype, is_decode: bool) -> Tiles:
-    """Decodes are bound by memory: the fewest rows that a product takes. Prefills: as many as registers hold.
-
-    Codes take registers of their own on their way to floats. How many tiles are on their way at a time is the number
-    with which the compiler spills none (`bench/kernel_resources.py`).
-    """
-    has_codes = cached in LARGEST_CODES
-    if dtype == torch.float32 and head_dim > 128:
-        # Shared memory of the smaller devices' multiprocessors, 99 KiB, holds no more.
-        return Tiles(max(16 if is_decode else 32, triton.next_power_of_2(group)), 16, 4 if is_decode else 8, 2)
-    wide = head_dim > 128 or dtype == torch.float32
-    if is_decode:
-        return Tiles(max(16, triton.next_power_of_2(group)), 32 if wide else 64, 4, 2)
-    if wide:
-        return Tiles(64, 32, 8, 2)
-    if has_codes:
-        return Tiles(64, 32, 4, 3 if head_dim <= 64 else 2)
-    return Tiles(128, 64, 8, 2)
-
-
-def choose_splits(num_programs: int) -> int:
-    """Enough parts to occupy the device; from the launch's shape alone."""
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * launch.num_multiprocessors() // max(num_programs, 1)
-    return max(splits for splits in SPLITS if splits == 1 or splits <= wanted)
-
-
 def precision(dtype: torch.dtype) -> str:
     """float32 stays float32: tensor cores would round it to 10 bits."""
     return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def _part_buffers(
-    num_rows: int, num_heads: int, num_splits: int, head_dim: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the parts of the results go, their maxima and sums."""
-    sizes = torch.empty(2, num_rows, num_heads, num_splits, dtype=torch.float32, device=device)
-    parts = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=device)
-    return parts, sizes[0], sizes[1]
 
 
 def _check(query: Tensor, cache: Tensor, plan: TritonPlan, **by_head: Tensor | None) -> None:

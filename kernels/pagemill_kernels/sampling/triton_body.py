@@ -25,10 +25,14 @@ LAST_KEY: tl.constexpr = tl.constexpr(0x41CFFFFF)
 grows as tokens become less likely."""
 PIVOTS: tl.constexpr = tl.constexpr(8)
 """Keys that one pass over a row compares with."""
+OCTAVES: tl.constexpr = tl.constexpr(4)
+"""Keys that the first pass over a row compares with."""
+LIST_PADDING: tl.constexpr = tl.constexpr(32)
+"""Behind a list, whose number of tokens is the first: rows of lists share no line of a cache."""
+NEGATIVE_INFINITY: tl.constexpr = tl.constexpr(-(1 << 23))
+"""Its bits as an integer."""
 UNIT: tl.constexpr = tl.constexpr(2.0**-32)
 ALMOST_ONE: tl.constexpr = tl.constexpr(1 - 2.0**-24)
-MOST_NOISE: tl.constexpr = tl.constexpr(16.75)
-"""A little more than the noise where the uniform number is ALMOST_ONE, 16.64."""
 
 
 @triton.jit(do_not_specialize=["num_edits"])
@@ -110,8 +114,8 @@ def draw(
     """One row's token, or -1 where the raw logits are broken.
 
     settings: int32 [6, num_rows], top_k, top_p in parts of 2^24, the bits of temperature and of min_p's logarithm, the
-    key's low and high half. listed: float32 [num_rows, CAPACITY], for `find_cut`. IS_CHANGED: raw is not the same as
-    logits.
+    key's low and high half. listed: int32 [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw
+    is not the same as logits.
     """
     row = tl.program_id(0).to(tl.int64)
     own = settings_ptr + row
@@ -123,7 +127,7 @@ def draw(
     key_high = tl.load(own + 5 * num_rows).to(tl.uint32, bitcast=True)
     logits_ptr += row * VOCAB
     raw_ptr += row * VOCAB
-    listed_ptr += row * CAPACITY
+    listed_ptr += row * (2 * CAPACITY + LIST_PADDING)
 
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.zeros([BLOCK], tl.int32)
@@ -148,27 +152,125 @@ def draw(
         cut = tl.full((), LAST_KEY, tl.int32)
         kept = tl.full((), VOCAB, tl.int64)
         dropped = tl.full((), 0, tl.int64)
-        if top_k < VOCAB:
-            cut, kept, dropped = find_cut(
-                logits_ptr, listed_ptr, maximum, temperature, floor, cut, dropped, top_k, VOCAB, CUT_BLOCK, CAPACITY,
-                BY_MASS=False,
+        num_listed = tl.full((), -1, tl.int32)
+        least = gumbel(key_low, key_high, winner)
+        if (top_k < VOCAB) | (share < WHOLE_SHARE):
+            pivots, counts, masses = octaves(logits_ptr, maximum, temperature, floor, VOCAB, CUT_BLOCK)
+            count, mass = tl.max(counts, 0), tl.max(masses, 0)
+            target = share_of(mass, share)
+            enough = (masses >= target) if top_k >= count else (counts >= top_k)
+            cut = tl.min(tl.where(enough, pivots, cut), 0)
+            num_left = tl.min(tl.where(enough, counts, count), 0)
+            within = tl.min(tl.where(enough, masses, mass), 0)
+            if num_left <= CAPACITY:
+                num_listed = list_tokens(
+                    logits_ptr, listed_ptr, maximum, temperature, floor, cut, least, key_low, key_high,
+                    VOCAB, BLOCK, CAPACITY, BY_NOISE=False,
+                )  # fmt: skip
+            if top_k < count:
+                cut, kept, dropped = find_cut(
+                    logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, cut, num_left.to(tl.int64),
+                    top_k.to(tl.int64), VOCAB, CUT_BLOCK, CAPACITY, BY_MASS=False,
+                )  # fmt: skip
+                within = mass_up_to(
+                    cut, logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, VOCAB, CUT_BLOCK, CAPACITY
+                )
+                target = share_of(within - dropped * mass_of(0.0 - cut.to(tl.float32, bitcast=True)), share)
+            if share < WHOLE_SHARE:
+                cut, kept, dropped = find_cut(
+                    logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, cut, within, target,
+                    VOCAB, CUT_BLOCK, CAPACITY, BY_MASS=True,
+                )  # fmt: skip
+        if (num_listed < 0) & (dropped == 0):
+            num_listed = list_tokens(
+                logits_ptr, listed_ptr, maximum, temperature, floor, cut, least, key_low, key_high,
+                VOCAB, BLOCK, CAPACITY, BY_NOISE=True,
             )  # fmt: skip
-        if share < WHOLE_SHARE:
-            cut, kept, dropped = find_cut(
-                logits_ptr, listed_ptr, maximum, temperature, floor, cut, dropped, share, VOCAB, CUT_BLOCK, CAPACITY,
-                BY_MASS=True,
-            )  # fmt: skip
+        # The first of those at the cut stay: the list is in no order.
+        if (num_listed > CAPACITY) | (dropped > 0):
+            num_listed = tl.full((), -1, tl.int32)
         winner = noisiest(
-            logits_ptr, maximum, winner, temperature, floor, cut, kept, dropped, key_low, key_high, VOCAB, BLOCK
-        )
+            logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, cut, kept, dropped, key_low, key_high,
+            VOCAB, CUT_BLOCK, CAPACITY,
+        )  # fmt: skip
     tl.store(tokens_ptr + row, tl.where(is_finite, winner, -1).to(tl.int64))
+
+
+@triton.jit
+def octaves(logits_ptr, maximum, temperature, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many candidates have a key up to each of some pivots an octave apart, and their mass."""
+    pivots = LAST_KEY - ((OCTAVES - 1 - tl.arange(0, OCTAVES)) << 23)
+    counts = tl.zeros([OCTAVES, BLOCK], tl.int32)
+    masses = tl.zeros([OCTAVES, BLOCK], tl.int64)
+    for start in range(0, VOCAB, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
+        is_within = (key[None, :] <= pivots[:, None]) & (x >= floor)[None, :]
+        counts += is_within.to(tl.int32)
+        masses += tl.where(is_within, mass_of(x)[None, :], 0)
+    return pivots, tl.sum(counts, 1), tl.sum(masses, 1)
+
+
+@triton.jit
+def list_tokens(
+    logits_ptr,
+    listed_ptr,
+    maximum,
+    temperature,
+    floor,
+    cut,
+    least,
+    key_low,
+    key_high,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BY_NOISE: tl.constexpr,
+):
+    """Write down the candidates up to the cut, in no order: their x, then their tokens, then how many there are.
+
+    BY_NOISE: only those whose sum with their noise can reach `least`. Returns their number; what is beyond CAPACITY is
+    counted and not written.
+    """
+    counter = listed_ptr + 2 * CAPACITY
+    tl.store(counter, 0)
+    tl.debug_barrier()
+    for start in range(0, VOCAB, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
+        stays = (key <= cut) & (x >= floor)
+        if BY_NOISE:
+            stays = stays & (x + most_noise(key_low, key_high, token) >= least)
+        place = tl.atomic_add(counter + tl.zeros([BLOCK], tl.int32), 1, mask=stays, sem="relaxed")
+        fits = stays & (place < CAPACITY)
+        tl.store(listed_ptr + place, x.to(tl.int32, bitcast=True), mask=fits)
+        tl.store(listed_ptr + CAPACITY + place, token, mask=fits)
+    # Other threads of the program read what these have written.
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 0)
+
+
+@triton.jit
+def candidate(
+    logits_ptr, listed_ptr, num_listed, at, maximum, temperature, VOCAB: tl.constexpr, CAPACITY: tl.constexpr
+):
+    """Token, x and key at a place of the list; of the row where there is none, `num_listed` < 0."""
+    if num_listed >= 0:
+        token = tl.load(listed_ptr + CAPACITY + at, mask=at < num_listed, other=0)
+        bits = tl.load(listed_ptr + at, mask=at < num_listed, other=NEGATIVE_INFINITY)
+        x = bits.to(tl.float32, bitcast=True)
+    else:
+        token = at
+        x, _ = scaled(logits_ptr, at, maximum, temperature, VOCAB)
+    return token, x, tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def noisiest(
     logits_ptr,
+    listed_ptr,
+    num_listed,
     maximum,
-    likeliest,
     temperature,
     floor,
     cut,
@@ -178,30 +280,24 @@ def noisiest(
     key_high,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
-    """The token with the highest x + noise up to the cut; of those at the cut the first `kept`, if any are dropped.
-
-    `likeliest`: the first token with x = 0. Its sum is a bound that others must be able to reach.
-    """
+    """The token with the highest x + noise up to the cut; of those at the cut the first `kept`, if any are dropped."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.zeros([BLOCK], tl.int32)
     num_ties = tl.full((), 0, tl.int64)
-    in_reach = gumbel(key_low, key_high, likeliest) - MOST_NOISE
-    for start in range(0, VOCAB, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
+    for start in range(0, num_listed if num_listed >= 0 else VOCAB, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        token, x, key = candidate(logits_ptr, listed_ptr, num_listed, at, maximum, temperature, VOCAB, CAPACITY)
         stays = (key <= cut) & (x >= floor)
         if dropped > 0:
             tie = (stays & (key == cut)).to(tl.int32)
             stays = stays & ((tie == 0) | (num_ties + tl.cumsum(tie, 0) <= kept))
             num_ties += tl.sum(tie, 0)
-        stays = stays & (x >= in_reach)
-        # Most pieces of a row have nothing to draw from.
-        if tl.max(stays.to(tl.int32), 0) > 0:
-            noisy = x + gumbel(key_low, key_high, token)
-            better = stays & (noisy > best)
-            best_token = tl.where(better, token, best_token)
-            best = tl.where(better, noisy, best)
+        noisy = x + gumbel(key_low, key_high, token)
+        better = stays & ((noisy > best) | ((noisy == best) & (token < best_token)))
+        best_token = tl.where(better, token, best_token)
+        best = tl.where(better, noisy, best)
     return first(best, best_token, tl.max(best, 0), VOCAB)
 
 
@@ -209,72 +305,41 @@ def noisiest(
 def find_cut(
     logits_ptr,
     listed_ptr,
+    num_listed,
     maximum,
     temperature,
     floor,
     last,
-    dropped,
-    amount,
+    within,
+    target,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
-    """The lowest key at which the row's measure, counted from the best token on, reaches `amount`: a number of tokens,
-    or a share of the mass up to `last` without the `dropped` tokens there.
+    """The lowest key at which the row's measure, counted from the best token on, reaches `target`.
 
-    Returns the cut, how many tokens at the cut stay, and how many there are more. Each pass compares with PIVOTS keys
-    at once: first one octave each, then equal steps. Once the tokens between the keys in question fit, passes read a
-    list of them in place of the row.
+    `within`: the measure of all keys up to `last`. Returns the cut, how many tokens at the cut stay, and how many
+    there are more. Each pass compares with PIVOTS keys at once: first one octave each, then equal steps.
     """
     j = tl.arange(0, PIVOTS)
     begin = tl.full((), 0, tl.int32)
     below = tl.full((), 0, tl.int64)
-    within = tl.full((), 0, tl.int64)
-    target = amount.to(tl.int64)
-    num_listed = tl.full((), VOCAB, tl.int32)
-    is_listed = tl.full((), 0, tl.int32)
-    is_first = tl.full((), 1, tl.int32)
     # Nearly twice the least measure: two tokens are in there; what is less is one, and needs no closer look.
-    while (is_first > 0) | ((begin < last) & (within * 8 >= unit(last, BY_MASS) * 15)):
+    while (begin < last) & (within * 8 >= unit(last, BY_MASS) * 15):
         span = last - begin
         equal = tl.minimum(begin + (j + 1) * (span // PIVOTS + 1) - 1, last)
-        octaves = last - ((PIVOTS - 1 - j) << 23)
-        pivots = tl.where(span > (PIVOTS << 23), octaves, equal)
+        pivots = tl.where(span > (PIVOTS << 23), last - ((PIVOTS - 1 - j) << 23), equal)
         sums = tl.zeros([PIVOTS, BLOCK], tl.int64)
-        if is_listed > 0:
-            for start in range(0, num_listed, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                x = tl.load(listed_ptr + at, mask=at < num_listed, other=float("-inf"))
-                key = tl.abs(x).to(tl.int32, bitcast=True)
-                inside = (key >= begin) & (key <= last)
-                sums += measured(x, key, inside, pivots, BY_MASS)
-        else:
-            num_inside = tl.full((), 0, tl.int32)
-            for start in range(0, VOCAB, BLOCK):
-                token = start + tl.arange(0, BLOCK)
-                x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
-                inside = (key >= begin) & (key <= last) & (x >= floor)
-                sums += measured(x, key, inside, pivots, BY_MASS)
-                if num_inside <= CAPACITY:
-                    place = num_inside + tl.cumsum(inside.to(tl.int32), 0) - 1
-                    tl.store(listed_ptr + place, x, mask=inside & (place < CAPACITY))
-                    num_inside += tl.sum(inside.to(tl.int32), 0)
-            if num_inside <= CAPACITY:
-                is_listed = tl.full((), 1, tl.int32)
-                num_listed = num_inside
-                # Other threads of the program read what these have written.
-                tl.debug_barrier()
-        reached = below + tl.sum(sums, 1)
-        if is_first > 0:
-            total = tl.max(reached, 0)
+        for start in range(0, num_listed if num_listed >= 0 else VOCAB, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            _, x, key = candidate(logits_ptr, listed_ptr, num_listed, at, maximum, temperature, VOCAB, CAPACITY)
+            inside = (key >= begin) & (key <= last) & (x >= floor)
+            amount = inside.to(tl.int64)
             if BY_MASS:
-                left = total - dropped * mass_of(0.0 - last.to(tl.float32, bitcast=True))
-                low = ((left & (WHOLE_SHARE - 1)) * target) >> SHARE_BITS
-                target = tl.maximum((left >> SHARE_BITS) * target + low, 1)
-            else:
-                target = tl.minimum(target, total)
-        is_first = tl.full((), 0, tl.int32)
+                amount = tl.where(inside, mass_of(x), 0)
+            sums += tl.where(key[None, :] <= pivots[:, None], amount[None, :], 0)
+        reached = below + tl.sum(sums, 1)
         enough = reached >= target
         end_measure = tl.min(tl.where(enough, reached, 0x7FFFFFFFFFFFFFFF), 0)
         last = tl.min(tl.where(enough, pivots, last), 0)
@@ -283,22 +348,39 @@ def find_cut(
         within = end_measure - below
     size = unit(last, BY_MASS)
     kept = tl.full((), VOCAB, tl.int64)
-    more = tl.full((), 0, tl.int64)
+    dropped = tl.full((), 0, tl.int64)
     if begin == last:
         kept = (target - below + size - 1) // size
-        more = within // size - kept
-    # A later list of this program must not overwrite what is still read of this one.
-    tl.debug_barrier()
-    return last, kept, more
+        dropped = within // size - kept
+    return last, kept, dropped
 
 
 @triton.jit
-def measured(x, key, inside, pivots, BY_MASS: tl.constexpr):
-    """[PIVOTS, BLOCK]: the measure of each token inside, for every pivot that is not before it."""
-    amount = inside.to(tl.int64)
-    if BY_MASS:
-        amount = tl.where(inside, mass_of(x), 0)
-    return tl.where(key[None, :] <= pivots[:, None], amount[None, :], 0)
+def mass_up_to(
+    cut,
+    logits_ptr,
+    listed_ptr,
+    num_listed,
+    maximum,
+    temperature,
+    floor,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    masses = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, num_listed if num_listed >= 0 else VOCAB, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        _, x, key = candidate(logits_ptr, listed_ptr, num_listed, at, maximum, temperature, VOCAB, CAPACITY)
+        masses += tl.where((key <= cut) & (x >= floor), mass_of(x), 0)
+    return tl.sum(masses, 0)
+
+
+@triton.jit
+def share_of(mass, share):
+    """mass * share / 2^24 rounded down, at least 1, without leaving 64 bits."""
+    low = ((mass & (WHOLE_SHARE - 1)) * share) >> SHARE_BITS
+    return tl.maximum((mass >> SHARE_BITS) * share + low, 1)
 
 
 @triton.jit
@@ -325,8 +407,21 @@ def first(best, best_token, maximum, VOCAB: tl.constexpr):
 
 
 @triton.jit
+def random_bits(key_low, key_high, token):
+    return mix32(mix32(token.to(tl.uint32) * 0x9E3779B1 + key_low) ^ key_high)
+
+
+@triton.jit
+def most_noise(key_low, key_high, token):
+    """A bound of `gumbel` without logarithms: -log(-log(1 - u)) <= -log(u), whose exponent is that of the bits."""
+    bits = random_bits(key_low, key_high, token).to(tl.float32)
+    exponent = (bits.to(tl.int32, bitcast=True) >> 23) - 127
+    return (32 - exponent).to(tl.float32) * LN2 + 0.01
+
+
+@triton.jit
 def gumbel(key_low, key_high, token):
-    bits = mix32(mix32(token.to(tl.uint32) * 0x9E3779B1 + key_low) ^ key_high)
+    bits = random_bits(key_low, key_high, token)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * UNIT, ALMOST_ONE)
     w = 1.0 - u
     exponential = tl.div_rn((w - 1.0) + u, w) - natural_log(w)

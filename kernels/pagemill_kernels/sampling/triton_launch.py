@@ -28,17 +28,18 @@ from pagemill_kernels.sampling.drawn import Drawn
 from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
 
-BLOCK = 4096
+BLOCK = 8192
 """Tokens that a program reads at a time: enough loads are under way to keep the memory busy."""
 CUT_BLOCK = 1024
-"""The same where each token is compared with several keys, whose sums lie in registers."""
+"""The same where more is computed of each: it lies in registers."""
 CAPACITY = 16_384
-"""Tokens of a row whose values a search for a cut writes down; more are read from the logits again."""
+"""Tokens of a row that are written down once most are ruled out; where more are left, the logits are read again."""
 PIECE_BLOCK = 1024
 """Tokens of a program where a row is cut into pieces."""
 NUM_WARPS = 16
 LIST_BLOCK = 128
 """Block size for edits and counts, which are few."""
+LIST_PADDING: int = triton_body.LIST_PADDING.value
 MAX_VOCAB = 1 << 22
 """The mass of so many tokens still fits into 64 bits."""
 
@@ -151,7 +152,7 @@ def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
         num_rows=num_rows,
         logits_ptr=logits,
         raw_ptr=raw_logits,
-        listed_ptr=torch.empty(num_rows, CAPACITY, dtype=torch.float32, device=logits.device),
+        listed_ptr=torch.empty(num_rows, 2 * CAPACITY + LIST_PADDING, dtype=torch.int32, device=logits.device),
         tokens_ptr=tokens,
         VOCAB=vocab_size,
         BLOCK=_block(vocab_size, BLOCK),

@@ -47,7 +47,7 @@ class DemandPolicy:
     def decide(self, settings: ScalingSettings, signals: Signals, memory: Memory) -> tuple[Decision, Memory]:
         now, before = signals.at_s, signals.fleet.wanted
         memory = memory.at(now).with_shape(signals).with_rate(signals).with_waiting(signals).decayed(now, settings)
-        if is_burst(signals):
+        if is_burst(signals, memory):
             memory = msgspec.structs.replace(memory, panic_until_s=now + PANIC_S)
         demand = _demand(settings, signals, memory)
         # Without all numbers the demand is a lower bound, and a window of lower bounds proves nothing.
@@ -100,7 +100,8 @@ def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Dem
     view = slo_target(settings, settings.slo, signals, memory, expected) if settings.slo is not None else SloTarget()
     # While nothing can be predicted the load is kept in bounds as without an SLO.
     aims = with_default_targets(settings) if view.goal.missing else settings
-    judged = [*goals(aims, signals, memory.shape, expected), view.goal]
+    idle_s = memory.idle_s(settings, signals.fleet.cold_start_s)
+    judged = [*goals(aims, signals, memory.shape, expected, idle_s), view.goal]
     leading = max(judged, key=lambda goal: (goal.needed, goal.enough))
     needed, enough = (max(getattr(goal, name) for goal in judged) for name in ("needed", "enough"))
     wanted = signals.fleet.wanted
@@ -122,7 +123,8 @@ def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
         return _Step(wanted, "SignalsMissing", f"holding {wanted} replicas: {'; '.join(demand.missing)}")
     if needed == wanted:
         return _Step(wanted, "Steady", demand.leading.reason)
-    is_last_idle = needed == 0 and wanted == 1 and is_idle(settings, signals)
+    idle_s = memory.idle_s(settings, signals.fleet.cold_start_s)
+    is_last_idle = needed == 0 and wanted == 1 and is_idle(signals, idle_s)
     if _panics(memory, now) and not is_last_idle:
         return _Step(wanted, "Panic", "nothing is removed within a minute of a burst")
     if (starts_s := _longest_start_s(signals)) and signals.fleet.starting and signals.fleet.starting_s < starts_s:

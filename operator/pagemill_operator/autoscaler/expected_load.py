@@ -24,7 +24,7 @@ BURST = 2.0
 """Times the rate of the minute."""
 BURST_SPREADS = 5.0
 TREND_SPREADS = 3.5
-"""Standard deviations of Poisson arrivals that a burst, or a rise, must exceed."""
+"""Standard deviations of arrivals, as unevenly as they come (`dispersion`), that a burst, or a rise, must exceed."""
 LEAST_TREND_S = 10.0
 MOST_GROWTH = 3.0
 """A rise is extrapolated to no more than this many times the present load."""
@@ -45,6 +45,8 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     """Share of a request's work that the number of known answers makes sure of, 0 to 1."""
     num_waiting: float
     """Requests that wait now, or come until then, and will still wait; where no capacity is known, those of now."""
+    sure_waiting: float
+    """The same where chance may have made a part of a rise or burst of the last seconds."""
     capacity_per_s: float | None = None
     """Requests per second that one replica can serve; None: not known, refuted, or not needed, as nothing waits."""
 
@@ -56,7 +58,7 @@ class ExpectedLoad(msgspec.Struct, frozen=True):
     @property
     def sure_per_s(self) -> float:
         """Of `requests_per_s`, what more replicas are ordered for."""
-        waiting = self.num_waiting / max(LEAST_DRAIN_S, self.horizon_s)
+        waiting = self.sure_waiting / max(LEAST_DRAIN_S, self.horizon_s)
         return self.sure_arrivals_per_s + self.sure_of_lengths * waiting
 
     def to_serve(self, factor: float = 1.0) -> int | None:
@@ -79,13 +81,14 @@ def expected_load(signals: Signals, memory: Memory) -> ExpectedLoad:
     load = offered_load(signals, max(rate, 1.0), CAPACITY_SHARE) if waiting else None
     capacity = None if load is None or _is_refuted(signals, memory, horizon_s) else _capacity_per_s(load, memory.shape)
     if load is None or capacity is None:
-        return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, waiting)
+        return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, waiting, waiting)
     served = capacity * (fleet.ready * horizon_s + fleet.starting * min(fleet.starting_s, horizon_s))
     # Prompts that are longer than usual count for several.
     tokens = signals.engines.num_tokens_waiting + signals.queue.num_tokens
     waiting = max(waiting, tokens / max(1.0, load.computed_tokens))
-    left = max(0.0, waiting + _arrivals_per_s(signals, memory, 0.0) * horizon_s - served)
-    return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, capacity)
+    joining, sure_joining = _arrivals_per_s(signals, memory, 0.0), _sure_to_join_per_s(signals, memory)
+    left, sure_left = (max(0.0, waiting + joined * horizon_s - served) for joined in (joining, sure_joining))
+    return ExpectedLoad(horizon_s, rate, sure, sure_of_lengths, left, sure_left, capacity)
 
 
 def _is_refuted(signals: Signals, memory: Memory, horizon_s: float) -> bool:
@@ -131,7 +134,7 @@ def _arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float
         rate = _settled(arrivals, memory, signals.at_s)[0]
     elif _still_rises(arrivals, slope):
         rate = _grown(arrivals, rate, slope, horizon_s)
-    return max(rate, burst) if slope or is_burst(signals) else rate
+    return max(rate, burst) if slope or is_burst(signals, memory) else rate
 
 
 def _sure_arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> float:
@@ -140,14 +143,24 @@ def _sure_arrivals_per_s(signals: Signals, memory: Memory, horizon_s: float) -> 
     if arrivals.truth != "value":
         return 0.0
     rate, window_s = arrivals.requests_per_s, arrivals.window_s
-    slope = _slope(signals, memory, SURE_SPREADS)
+    slope, together = _slope(signals, memory, SURE_SPREADS), memory.dispersion(arrivals)
     if not slope:
         rate, window_s = _settled(arrivals, memory, signals.at_s)
-    rate *= _sure(rate * window_s, num_answers)
+    # Requests that come together say as much as one.
+    rate *= _sure(rate * window_s / together, num_answers)
     if slope and _still_rises(arrivals, slope):
         rate = _grown(arrivals, rate, _sure(num_answers) * slope, horizon_s)
     burst, burst_s = arrivals.burst_requests_per_s, arrivals.burst_window_s
-    return max(rate, burst * _sure(burst * burst_s, num_answers)) if slope or is_burst(signals) else rate
+    if not slope and not is_burst(signals, memory):
+        return rate
+    return max(rate, burst * _sure(burst * burst_s / together, num_answers))
+
+
+def _sure_to_join_per_s(signals: Signals, memory: Memory) -> float:
+    """By the past minutes, or by as much of a rise or burst as is no chance."""
+    if signals.arrivals.truth != "value":
+        return 0.0
+    return max(_settled(signals.arrivals, memory, signals.at_s)[0], _sure_arrivals_per_s(signals, memory, 0.0))
 
 
 def _still_rises(arrivals: Arrivals, slope: float) -> bool:
@@ -172,24 +185,26 @@ def _sure(*samples: float) -> float:
 def _settled(arrivals: Arrivals, memory: Memory, now: float) -> tuple[float, float]:
     """The rate over as many of the past minutes as differ by chance alone, and how many seconds those are."""
     rate, window_s, step_s = arrivals.requests_per_s, arrivals.window_s, arrivals.window_s
+    together = memory.dispersion(arrivals)
     for before in reversed(memory.rates):
         # Windows that overlap say nothing new.
         if step_s <= 0 or now - before.at_s < window_s:
             continue
         both = (rate * window_s + before.requests_per_s * step_s) / (window_s + step_s)
-        if abs(rate - before.requests_per_s) > SURE_SPREADS * math.sqrt(both * (1 / window_s + 1 / step_s)):
+        spread = math.sqrt(together * both * (1 / window_s + 1 / step_s))
+        if abs(rate - before.requests_per_s) > SURE_SPREADS * spread:
             break
         rate, window_s = both, window_s + step_s
     return rate, window_s
 
 
-def is_burst(signals: Signals) -> bool:
+def is_burst(signals: Signals, memory: Memory) -> bool:
     """The last seconds have brought twice as much as the minute, and that is no chance."""
     arrivals = signals.arrivals
     fast, slow, window_s = arrivals.burst_requests_per_s, arrivals.requests_per_s, arrivals.burst_window_s
     if arrivals.truth != "value" or window_s <= 0 or arrivals.window_s <= window_s:
         return False
-    spread = math.sqrt(max(slow, 1 / window_s) / window_s)
+    spread = math.sqrt(memory.dispersion(arrivals) * max(slow, 1 / window_s) / window_s)
     return fast >= BURST * slow and fast - slow > BURST_SPREADS * spread
 
 
@@ -202,11 +217,12 @@ def _slope(signals: Signals, memory: Memory, less: float) -> float:
     arrivals, now = signals.arrivals, signals.at_s
     recent = [rate for rate in memory.rates if LEAST_TREND_S <= now - rate.at_s <= TREND_S]
     older = [rate for rate in reversed(memory.rates) if now - rate.at_s > TREND_S]
-    rises = (_rise(arrivals, before, now - before.at_s, less) for before in (*recent[:1], *older))
+    together = memory.dispersion(arrivals)
+    rises = (_rise(arrivals, before, now - before.at_s, less, together) for before in (*recent[:1], *older))
     return next((slope for slope in rises if slope > 0), 0.0)
 
 
-def _rise(arrivals: Arrivals, before: Rate, apart_s: float, less: float) -> float:
+def _rise(arrivals: Arrivals, before: Rate, apart_s: float, less: float, together: float) -> float:
     """Since that rate, for each second; 0 where chance may have made it."""
     if arrivals.window_s <= 0:
         return 0.0
@@ -214,5 +230,5 @@ def _rise(arrivals: Arrivals, before: Rate, apart_s: float, less: float) -> floa
     # Where the two windows overlap, only what entered and what left them differs: that is no less than the rise.
     differs_s = min(apart_s, arrivals.window_s)
     num_differing = max(rise * arrivals.window_s, (arrivals.requests_per_s + before.requests_per_s) * differs_s)
-    spread = math.sqrt(max(0.0, num_differing)) / arrivals.window_s
+    spread = math.sqrt(max(0.0, together * num_differing)) / arrivals.window_s
     return (rise - less * spread) / apart_s if rise > TREND_SPREADS * spread else 0.0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from pagemill_operator.autoscaler.behavior import LONGEST_WINDOW_S, History
-from pagemill_operator.autoscaler.settings import ScalingSettings
+from pagemill_operator.autoscaler.dispersion import dispersion
+from pagemill_operator.autoscaler.settings import DEFAULT_IDLE_S, ScalingSettings
 from pagemill_operator.autoscaler.signals import Shape, Signals, shape_of
+from pagemill_protocol.load import Arrivals
 
 DECAY_WINDOWS = 4.0
 """Down windows without a flap after which the count of flaps goes down by one."""
@@ -31,6 +33,8 @@ class Memory(msgspec.Struct, frozen=True):
     """Of the replicas that half as much load again would have had use for."""
     rates: tuple[Rate, ...] = ()
     """Arrival rates over the last minute: all reported in the past half minute, and some of the past minutes."""
+    counts: tuple[Rate, ...] = ()
+    """Arrival rates over the last seconds, apart by as many, of the past minutes."""
     waiting_since_s: float | None = None
     """Requests have waited without a pause since then; None: none waits."""
     shape: Shape | None = None
@@ -41,6 +45,10 @@ class Memory(msgspec.Struct, frozen=True):
     """How often, lately, replicas were removed that were needed again soon."""
     flapped_at_s: float | None = None
     """When the count of flaps changed last."""
+    emptied_at_s: float | None = None
+    """When the last replica was removed last."""
+    returns: int = 0
+    """How often, lately, a request came soon after that."""
 
     def at(self, now: float) -> Memory:
         """Itself, or what of it is still true after a gap."""
@@ -52,13 +60,25 @@ class Memory(msgspec.Struct, frozen=True):
         """With the present rate of arrivals, if it is known."""
         arrivals, now = signals.arrivals, signals.at_s
         if arrivals.truth != "value":
-            return msgspec.structs.replace(self, rates=())
+            return msgspec.structs.replace(self, rates=(), counts=())
         kept: list[Rate] = []
         for rate in self.rates:
             age_s = now - rate.at_s
             if age_s <= TREND_S or (age_s <= LONGEST_TREND_S and _is_next(kept, rate)):
                 kept.append(rate)
-        return msgspec.structs.replace(self, rates=(*kept, Rate(now, arrivals.requests_per_s)))
+        memory = msgspec.structs.replace(self, rates=(*kept, Rate(now, arrivals.requests_per_s)))
+        return memory._with_count(now, arrivals)
+
+    def _with_count(self, now: float, arrivals: Arrivals) -> Memory:
+        apart_s = arrivals.burst_window_s
+        if apart_s <= 0 or (self.counts and now - self.counts[-1].at_s < apart_s):
+            return self
+        kept = [each for each in self.counts if now - each.at_s <= LONGEST_TREND_S]
+        return msgspec.structs.replace(self, counts=(*kept, Rate(now, arrivals.burst_requests_per_s)))
+
+    def dispersion(self, arrivals: Arrivals) -> float:
+        """The variance of the number of arrivals by its mean, as far as it is no chance."""
+        return dispersion([each.requests_per_s * arrivals.burst_window_s for each in self.counts])
 
     def with_waiting(self, signals: Signals) -> Memory:
         """With whether requests wait now."""
@@ -83,6 +103,15 @@ class Memory(msgspec.Struct, frozen=True):
             return window_s
         return min(window_s, max(LEAST_IDLE_S, IDLE_STARTS * cold_start_s) * 2.0**self.flaps)
 
+    def idle_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
+        """Without a request, until the last replica goes: what two starts take, and longer where requests came soon
+        after it had gone."""
+        if settings.idle_s is not None:
+            return settings.idle_s
+        if cold_start_s is None:
+            return DEFAULT_IDLE_S
+        return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * cold_start_s) * 2.0**self.returns)
+
     def down_window_s(self, settings: ScalingSettings) -> float:
         """Doubled by each flap, unless the resource sets it."""
         if settings.down.is_own_window:
@@ -95,13 +124,23 @@ class Memory(msgspec.Struct, frozen=True):
         To zero and back is none: when the last one goes is for `scaleToZeroAfter` to say.
         """
         history = self.history.changed(now, after - before)
+        if not after:
+            return msgspec.structs.replace(self, history=history, removed_at_s=None, emptied_at_s=now)
         if after < before:
-            return msgspec.structs.replace(self, history=history, removed_at_s=now if after else None)
+            return msgspec.structs.replace(self, history=history, removed_at_s=now)
+        if not before:
+            return msgspec.structs.replace(self, history=history, returns=self._returns(now))
         removed_at_s = self.removed_at_s
         if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings):
             return msgspec.structs.replace(self, history=history)
         flaps = min(MAX_FLAPS, self.flaps + 1)
         return msgspec.structs.replace(self, history=history, removed_at_s=None, flaps=flaps, flapped_at_s=now)
+
+    def _returns(self, now: float) -> int:
+        """A request comes, and no replica is there."""
+        if self.emptied_at_s is None or now - self.emptied_at_s > DEFAULT_IDLE_S:
+            return max(0, self.returns - 1)
+        return min(MAX_FLAPS, self.returns + 1)
 
     def decayed(self, now: float, settings: ScalingSettings) -> Memory:
         """With one flap less after a long time without any."""

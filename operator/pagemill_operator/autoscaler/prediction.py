@@ -40,6 +40,8 @@ class OfferedLoad(msgspec.Struct, frozen=True):
     """Length of a prompt without what is cached, at the percentile of the SLO."""
     output_tokens: float
     """Mean length of an answer."""
+    dispersion: float = 1.0
+    """Of the arrivals (`dispersion`): 1 where they come independently of each other."""
 
     def times(self, factor: float) -> OfferedLoad:
         return msgspec.structs.replace(self, requests_per_s=self.requests_per_s * factor)
@@ -83,7 +85,9 @@ class Predictor:
         if limit := self._exhausted(load, high, prefill):
             return Prediction(math.inf, math.inf, limit)
         tpot_s = self._tpot_s(load, rate, high, prefill)
-        return Prediction(self._ttft_s(load, rate, step_s, decoding) * 1000, tpot_s * 1000)
+        # Of those that come together each replica gets a part.
+        together = 1.0 + (load.dispersion - 1.0) / replicas
+        return Prediction(self._ttft_s(load, rate, step_s, decoding, together) * 1000, tpot_s * 1000)
 
     def highest_rate(
         self, load: OfferedLoad, replicas: int, meets: Callable[[Prediction], bool], precision: float = RATE_PRECISION
@@ -163,7 +167,7 @@ class Predictor:
             step_s = following
         return step_s
 
-    def _ttft_s(self, load: OfferedLoad, rate: float, step_s: float, decoding: float) -> float:
+    def _ttft_s(self, load: OfferedLoad, rate: float, step_s: float, decoding: float, together: float) -> float:
         """The rest of a step, the wait behind other prompts, its own prompt."""
         own_s, mean_s = (
             self._prefill_s(load, tokens, decoding) for tokens in (load.computed_tokens_high, load.computed_tokens)
@@ -174,8 +178,9 @@ class Predictor:
         busy = min(1.0, rate * service_s)
         if busy >= FULLEST:
             return math.inf
-        # Pollaczek and Khinchine with the spread of an exponential service; its tail is exponential too.
-        wait_s = busy / (1 - busy) * service_s
+        # Pollaczek and Khinchine with the spread of an exponential service, for uneven arrivals as Allen and Cunneen;
+        # its tail is exponential too.
+        wait_s = busy / (1 - busy) * service_s * (1 + together) / 2
         high_wait_s = wait_s / busy * max(0.0, math.log(busy / (1 - self._share))) if busy > 0 else 0.0
         return self._share * step_s + max(own_s + wait_s, mean_s + high_wait_s)
 

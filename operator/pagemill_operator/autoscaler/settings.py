@@ -16,7 +16,7 @@ DEFAULT_QUEUE_DEPTH = 2
 DEFAULT_DOWN_WINDOW_S = 300.0
 """As HorizontalPodAutoscaler."""
 DEFAULT_IDLE_S = 300.0
-"""The default of `scaleToZeroAfter`."""
+"""Without a request, until the last replica goes: the longest that is learned where `scaleToZeroAfter` is not set."""
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -51,7 +51,8 @@ class ScalingSettings(msgspec.Struct, frozen=True):
     kv_cache_usage: float | None = None
     queue_depth: int | None = None
     slo: Slo | None = None
-    idle_s: float = DEFAULT_IDLE_S
+    idle_s: float | None = None
+    """`scaleToZeroAfter`; None: as starts are learned to take."""
     up: Direction = Direction()
     down: Direction = Direction(DEFAULT_DOWN_WINDOW_S)
     policy: str = DEFAULT_POLICY
@@ -85,7 +86,7 @@ def settings_of(section: AutoscalingSection | None) -> ScalingSettings | None:
         kv_cache_usage=targets.kv_cache_usage if targets else None,
         queue_depth=targets.queue_depth if targets else None,
         slo=_slo(section),
-        idle_s=duration_seconds(section.scale_to_zero_after) if section.scale_to_zero_after else DEFAULT_IDLE_S,
+        idle_s=duration_seconds(section.scale_to_zero_after) if section.scale_to_zero_after else None,
         up=_direction(behavior.scale_up, 0.0),
         down=_direction(behavior.scale_down, DEFAULT_DOWN_WINDOW_S),
         policy=section.policy,

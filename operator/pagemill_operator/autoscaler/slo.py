@@ -40,6 +40,7 @@ def slo_target(
     if load is None or not expected.sure_of_lengths:
         number = "no answer has" if load is None else "too few answers have"
         return SloTarget(Goal("slo", missing=f"{number} ended yet, so lengths are not known"))
+    load = msgspec.structs.replace(load, dispersion=memory.dispersion(signals.arrivals))
     predictor = predictor_of(memory.shape, slo.share)
     if predictor is None:
         return SloTarget(Goal("slo", missing="the engines have reported no step times yet"))

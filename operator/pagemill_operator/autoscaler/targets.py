@@ -20,28 +20,30 @@ MARGIN, AMPLE = 1.1, 1.5
 """Times the load, which must fit as well before a replica is removed: after the window, and sooner."""
 
 
-def goals(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad) -> Iterator[Goal]:
-    """All but the SLO's."""
-    yield _requests(settings, signals)
+def goals(
+    settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad, idle_s: float
+) -> Iterator[Goal]:
+    """All but the SLO's. `idle_s`: without a request, until the last replica goes."""
+    yield _requests(signals, idle_s)
     yield _kv_cache(settings, signals, shape, expected)
     yield _capacity(signals, shape)
     if settings.queue_depth is not None:
         yield _queue(settings.queue_depth, signals, expected)
 
 
-def is_idle(settings: ScalingSettings, signals: Signals) -> bool:
-    """No request for `scaleToZeroAfter`, as every gateway and every engine reports."""
-    return not signals.missing and signals.num_requests == 0 and signals.arrivals.idle_s >= settings.idle_s
+def is_idle(signals: Signals, idle_s: float) -> bool:
+    """No request for so long, as every gateway and every engine reports."""
+    return not signals.missing and signals.num_requests == 0 and signals.arrivals.idle_s >= idle_s
 
 
-def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
+def _requests(signals: Signals, idle_s: float) -> Goal:
     """One replica while there are requests, or were lately."""
     missing = signals.missing
     if signals.queue.num_requests and not signals.fleet.wanted:
         return Goal("requests", 1, 1, f"{signals.queue.num_requests} requests wait and no replica runs", missing)
     if signals.num_requests:
         return Goal("requests", 1, 1, f"{signals.num_requests} requests are in the system", missing)
-    if is_idle(settings, signals):
+    if is_idle(signals, idle_s):
         return Goal("requests", 0, 0, f"no request for {signals.arrivals.idle_s:.0f} s")
     # The time since the gateway began to serve is no reason to start a replica, only one to keep it.
     needed = min(1, signals.fleet.wanted)

@@ -74,6 +74,9 @@ class _Header:
 
     def fetch(self, wanted: str | None) -> Path:
         chosen = select_files(self._repository.name, wanted, self._files)
+        if any(file.is_archive for file in chosen):
+            message = "an image whose layers are archives, of which no header is read. Push the model's files as layers"
+            raise FetchError("SourceUnsupported", f"{self._repository.name} is {message} (ORAS), or name a folder.")
         models = [file for file in chosen if file.path.endswith(".gguf")]
         if models:
             first, *_ = [self._gguf(file) for file in models]

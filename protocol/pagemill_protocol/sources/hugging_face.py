@@ -1,7 +1,7 @@
 """`hf://`: a model hub or a mirror of it (`HF_ENDPOINT`), through `huggingface_hub`.
 
-On a machine without a cache of its own, the library's cache is used: other programs share it. Git names a commit, so
-all files are of one state.
+What other programs have fetched whole into the library's cache is used from there; anything else is fetched as from
+other sources, since the library begins a file again that was cut. Git names a commit, so all files are of one state.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from pagemill_protocol.gguf_split import part_names
-from pagemill_protocol.source_errors import FetchError, SourceError
+from pagemill_protocol.safetensors_header import shard_paths, weight_map
+from pagemill_protocol.source_errors import FetchError, SourceError, UnreadableModelError
 from pagemill_protocol.sources.base import Credential, Listing, RemoteFile, Repository, SourceKind
 
 HUB_SOURCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?(?P<file>/[^@]+\.gguf)?")
 MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 """Files of a model in safetensors."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LOGIN_STATUSES = frozenset({401, 403})
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 _CREDENTIALS = "Give a token that may read it: spec.model.credentialsSecretRef"
@@ -58,31 +60,32 @@ class HuggingFace(SourceKind):
     def file_of(self, source: str) -> str | None:
         return parse_hub_source(source).file
 
-    def find(self, source: str, field: str) -> Path:
+    def find(self, source: str, field: str) -> Path | None:
+        """What another program has fetched into the library's cache, if the model is whole there."""
         model = parse_hub_source(source, field)
         try:
-            import huggingface_hub
+            from huggingface_hub import snapshot_download
         except ImportError:
-            raise SourceError(
-                field,
-                f"`{source}` needs the package `huggingface_hub`. Run `pip install huggingface_hub`, or give a path.",
-                reason="SourceUnavailable",
-            ) from None
+            return None
         patterns = part_names(model.file) if model.file else MODEL_PATTERNS
         try:
             folder = Path(
-                huggingface_hub.snapshot_download(model.repository, revision=model.revision, allow_patterns=patterns)
+                snapshot_download(
+                    model.repository, revision=model.revision, allow_patterns=patterns, local_files_only=True
+                )
             )
-        except Exception as error:  # the hub raises many types: HTTP, gated, missing, offline
-            raise SourceError(
-                field,
-                f"`{source}` could not be downloaded ({type(error).__name__}). Check the name, the revision, the "
-                "network and for gated models the variable HF_TOKEN, or give a local path.",
-                reason="SourceUnavailable",
-            ) from error
-        return folder / model.file if model.file else folder
+        except (OSError, ValueError):  # it is not there, or not whole
+            return None
+        if model.file:
+            return folder / model.file if all((folder / part).is_file() for part in patterns) else None
+        return folder if _is_whole(folder) else None
 
     def open(self, source: str) -> Repository:
+        try:
+            import huggingface_hub  # noqa: F401
+        except ImportError:
+            message = f"`{source}` needs the package `huggingface_hub`. Run `pip install huggingface_hub`"
+            raise FetchError("SourceUnavailable", f"{message}, or give a path.") from None
         return HubRepository(parse_hub_source(source))
 
 
@@ -92,6 +95,16 @@ def parse_hub_source(source: str, field: str = "model.source") -> HubModel:
     if match is None or not source.startswith("hf://"):
         raise SourceError(field, f"`{source}` is not of the form `hf://ORG/NAME`, `hf://ORG/NAME@REVISION`.")
     return HubModel(match["repo"], match["revision"], match["file"].lstrip("/") if match["file"] else None)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Other programs fetch tokenizers or weights alone; only newer versions of the library know what is missing."""
+    try:
+        weight_map(folder)
+        shard_paths(folder)
+    except UnreadableModelError:
+        return False
+    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 class HubRepository:

@@ -76,6 +76,8 @@ def parse_reference(source: str) -> Reference | None:
 
 
 class OCIRepository:
+    connections = 1
+
     def __init__(self, reference: Reference, source: str) -> None:
         self.name = f"`{source}`"
         self._reference = reference
@@ -93,6 +95,10 @@ class OCIRepository:
 
     def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
         self._client.fetch(file, out)
+
+    def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
+        end = min(start + num_bytes, file.num_bytes)
+        return self._client.read_range(file, start, end) if end > start else b""
 
     def close(self) -> None:
         self._client.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path, PurePosixPath
@@ -49,6 +50,20 @@ class Opened(NamedTuple):
     fetched: Future[Path] | None = None
     """Where it will be when it is whole: `path` is a folder of `arriving_files` until then. `None`: it is."""
 
+    def whole(self) -> Path:
+        """Where it stays, once it is whole. Raises `SourceError`."""
+        return self.path if self.fetched is None else self.fetched.result()
+
+    def check(self) -> None:
+        """Raises the `SourceError` of a fetch that has failed."""
+        if self.fetched is not None and self.fetched.done():
+            self.fetched.result()
+
+    def forget_links(self) -> None:
+        """All that is read of `path` was opened; the model lies elsewhere."""
+        if self.fetched is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
 
 def open_source(source: str, field: str = "model.source") -> Opened:
     """As `resolve_source`; weights of several files are fetched on a thread. Raises `SourceError`."""
@@ -86,15 +101,16 @@ def _resolve(source: str, field: str, watch: Watch) -> Path:
 
 
 def _find(kind: SourceKind, source: str, field: str, watch: Watch) -> Path:
-    """In the cache of the kind's own library, or else in ours."""
+    """In our cache, in that of the kind's own library, or else fetched into ours."""
     try:
         chosen = cache_settings()
     except ValueError as error:
         raise SourceError("PAGEMILL_MODEL_CACHE_SIZE", str(error), reason="SettingsInvalid") from None
-    if not chosen.is_chosen and (path := kind.find(source, field)) is not None:
+    cache = ModelCache(chosen.folder, chosen.limit_bytes)
+    if not chosen.is_chosen and not cache.has(source) and (path := kind.find(source, field)) is not None:
         return path
     try:
-        folder = ModelCache(chosen.folder, chosen.limit_bytes).fetch(kind, source, _log, watch=watch)
+        folder = cache.fetch(kind, source, _log, watch=watch)
     except FetchError as error:
         raise _of_field(error, field) from error
     file = kind.file_of(source)

@@ -12,7 +12,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagemill_protocol.errors import context_length_exceeded
@@ -82,7 +82,7 @@ class SegmentEncoder:
 
     def _segment(
         self, text: str, max_tokens: int, encode: Callable[[str], list[int]], param: str, scope: str
-    ) -> array[int]:
+    ) -> Sequence[int]:
         key = scope, text
         with self._lock:
             known = self._kept.get(key)
@@ -91,10 +91,10 @@ class SegmentEncoder:
                 return known
         if len(text) > max(max_tokens, LONG_SEGMENT_CHARS):
             check_pieces(text, max_tokens, self._longest_entry_bytes, lambda piece: len(encode(piece)), param)
-        ids = array("I", encode(text))
+        ids = encode(text)
         if len(ids) <= MAX_SEGMENT_TOKENS:
-            self._keep(key, ids)
-        return ids
+            self._keep(key, array("I", ids))
+        return ids  # whose numbers may be shared with other texts (`words`), unlike an array's
 
     def _keep(self, key: _Key, ids: array[int]) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """A model's tokenizer as the front doors and the output process use it: encode, render a chat, decode, stream text.
 
-A thin face over the `tokenizers` library (encoding), `segments` (which remembers what was encoded), `chat_template`
-(rendering) and `detokenizer` (decoding).
+A thin face over the `tokenizers` library (encoding), `segments` and `words` (which remember what was encoded),
+`chat_template` (rendering) and `detokenizer` (decoding).
 Safe to use from several threads at once.
 """
 
@@ -31,6 +31,7 @@ from pagemill_protocol.text.fitting import (
 )
 from pagemill_protocol.text.segments import SegmentEncoder
 from pagemill_protocol.text.token_bytes import TokenBytes
+from pagemill_protocol.text.words import WordEncoder
 
 
 class Tokenizer:
@@ -45,6 +46,7 @@ class Tokenizer:
             self._coverage = coverage_of(parsed)
             self._longest_entry_bytes = longest_entry_bytes(parsed)
             self._segments = SegmentEncoder.of(parsed, self._longest_entry_bytes)
+            self._words = WordEncoder.of(self._backend, parsed)
         except UnreadableModelError:
             raise
         except Exception as error:  # the library raises plain `Exception`
@@ -136,6 +138,8 @@ class Tokenizer:
         return encoded_beginning(text, num_tokens, self._longest_entry_bytes, encode, param)
 
     def _encode_segment(self, text: str) -> list[int]:
+        if self._words is not None and self._words.takes(text):
+            return self._words.encode(text)
         ids: list[int] = self._encode(text, add_special_tokens=False).ids
         return ids
 

@@ -14,7 +14,7 @@ from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.signals import Shape
 from pagemill_operator.autoscaler.slo import meets
 from pagemill_simulator.bounds.schedule import Schedule
-from pagemill_simulator.bounds.trials import Trials, share
+from pagemill_simulator.bounds.trials import Trials
 from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.workloads.generator import Generator
@@ -25,6 +25,7 @@ MOST_SIMULATED = 4
 """More replicas are taken to hold no more each, which is nearly so."""
 PREDICTED_S = 600.0
 """Of the traffic whose mean lengths a prediction takes."""
+ROUNDING = 1e-6
 SHARE = 0.98
 """Of the requests of a load that is held: within the SLO."""
 
@@ -102,5 +103,5 @@ class SteadyCapacity:
             self._settings, bounds=Bounds(replicas, replicas), start_replicas=replicas, crash_mean_s=0.0
         )
         workload = self._kind.steady(intensity, self._duration_s).workload(self._seed)
-        trial = Trials("steady", workload, settings, self._slo).try_out(Schedule.constant(replicas))
-        return share(trial.missed, workload.requests) >= SHARE
+        trials = Trials("steady", workload, settings, self._slo)
+        return trials.misses_at_most(Schedule.constant(replicas), (1 - SHARE) * len(workload.requests) + ROUNDING)

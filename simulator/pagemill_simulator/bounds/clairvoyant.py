@@ -44,11 +44,11 @@ def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int =
         return found
     for price in PRICES:
         ready = cheapest_course(missed, window_s, price * _pod_seconds_each(trials), trials.settings.cold_start)
-        trials.try_out(Schedule.ready_at(ready, window_s, AHEAD * trials.settings.cold_start.total_s))
+        trials.challenge(Schedule.ready_at(ready, window_s, AHEAD * trials.settings.cold_start.total_s))
     draw = random.Random(f"changes {seed}")
     for _ in range(num_changes):
         start = draw.choice(_near_best(trials))
-        trials.try_out(_changed(start.schedule, trials, draw))
+        trials.challenge(_changed(start.schedule, trials, draw))
     return trials.cheapest(trials.best_share() - TOLERANCE)
 
 

@@ -1,6 +1,7 @@
 """Simulates schedules of replicas, and keeps those that no other beats in both: requests within the SLO, and cost.
 
-One object for one workload on one fleet; every schedule is simulated once.
+One object for one workload on one fleet; every schedule is simulated once, and no further than it takes to know that
+another one beats it: what a schedule costs at least follows from it alone (`schedule_cost`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from pagemill_operator.autoscaler.settings import Slo
 from pagemill_simulator.bounds.schedule import Schedule, ScheduledReplicas
+from pagemill_simulator.bounds.schedule_cost import least_pod_seconds
 from pagemill_simulator.fleet.figures import Figures, figures_of, is_within_slo
 from pagemill_simulator.fleet.fleet import simulate_fleet
 from pagemill_simulator.fleet.outcome import Outcome, Served
@@ -27,12 +29,18 @@ class Trial(NamedTuple):
     missed_arrivals_s: tuple[float, ...]
 
 
+class _Enough(Exception):
+    """More requests missed the SLO than may."""
+
+
 class Trials:
     def __init__(self, name: str, workload: Workload, settings: FleetSettings, slo: Slo) -> None:
         """`name`: of the scaler, in outcomes."""
         self._name = name
         self._slo = slo
         self._known: dict[Schedule, Trial] = {}
+        self._beaten: set[Schedule] = set()
+        """That were not simulated to their end."""
         self.workload = workload
         self.settings = settings
         self.frontier: list[Trial] = []
@@ -43,8 +51,41 @@ class Trials:
             self.add(schedule, self.simulate(schedule))
         return self._known[schedule]
 
+    def challenge(self, schedule: Schedule) -> None:
+        """As `try_out`, where only the frontier matters: no further than it takes to know that it stays as it is."""
+        if schedule in self._known or schedule in self._beaten:
+            return
+        cost = least_pod_seconds(schedule, self.settings, self.workload.duration_s)
+        most = min((each.missed for each in self.frontier if each.pod_seconds <= cost), default=math.inf)
+        if (outcome := self._unless_more_miss(schedule, most - 1)) is None:
+            self._beaten.add(schedule)
+        else:
+            self.add(schedule, outcome)
+
+    def misses_at_most(self, schedule: Schedule, most: float) -> bool:
+        """Whether no more requests than that miss the SLO."""
+        return self._unless_more_miss(schedule, most) is not None
+
     def simulate(self, schedule: Schedule) -> Outcome:
         return simulate_fleet(self.workload, self.settings, ScheduledReplicas(self._name, schedule), fast=True)
+
+    def _unless_more_miss(self, schedule: Schedule, most: float) -> Outcome | None:
+        """None: more than that miss the SLO."""
+        if most < 0:
+            return None
+        missed = 0
+
+        def on_end(served: Served) -> None:
+            nonlocal missed
+            missed += self.missed(served)
+            if missed > most:
+                raise _Enough
+
+        scaler = ScheduledReplicas(self._name, schedule)
+        try:
+            return simulate_fleet(self.workload, self.settings, scaler, fast=True, on_end=on_end)
+        except _Enough:
+            return None
 
     def add(self, schedule: Schedule, outcome: Outcome) -> None:
         """What came of it."""

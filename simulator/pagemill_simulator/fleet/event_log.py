@@ -18,7 +18,7 @@ class EventLog:
         self._served: list[Served | None] = [None] * len(workload.requests)
         self._timeline: list[FleetPoint] = []
         self._changes: list[tuple[float, int]] = []
-        self._pod_seconds = 0.0
+        self.pod_seconds = 0.0
         self._began_s = time.perf_counter()
         self.num_open = len(workload.requests)
         """Requests that have not ended, those included that have still to come."""
@@ -49,7 +49,7 @@ class EventLog:
         self._timeline.append(point)
 
     def paid(self, pod_seconds: float) -> None:
-        self._pod_seconds += pod_seconds
+        self.pod_seconds += pod_seconds
 
     def crashed(self) -> None:
         self.num_crashes += 1
@@ -64,7 +64,7 @@ class EventLog:
             workload=self._workload.name,
             requests=sorted(served, key=lambda each: each.arrival_s),
             timeline=self._timeline,
-            pod_seconds=self._pod_seconds,
+            pod_seconds=self.pod_seconds,
             duration_s=duration_s,
             wall_s=time.perf_counter() - self._began_s,
             num_scale_ups=sum(delta > 0 for _, delta in self._changes),

@@ -310,7 +310,7 @@ class FastPod:
                 if row.place is Place.PREFILLING:
                     self._continue(row, step)
             else:
-                self._is_stuck = self.num_preemptions == num_preemptions
+                self._is_stuck = self.num_preemptions == num_preemptions and not self._makes_way_next()
                 return
 
     def _make_way(self) -> None:
@@ -324,6 +324,12 @@ class FastPod:
             if not last.is_unhurried:
                 return
             self._preempt(last)
+
+    def _makes_way_next(self) -> bool:
+        """The next step preempts a row that gives way: all places are taken, and one that does not waits."""
+        if not self._num_unhurried or not self._waiting or self.num_running < self.limits.max_num_seqs:
+            return False
+        return not self._waiting[0][1].is_unhurried and self._newest().is_unhurried
 
     def _start(self, row: Row, step: _Step) -> bool:
         """As `Scheduler._start`."""

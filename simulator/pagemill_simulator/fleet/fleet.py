@@ -32,7 +32,7 @@ from pagemill_simulator.fleet.engines import EngineKind
 from pagemill_simulator.fleet.event_log import EventLog
 from pagemill_simulator.fleet.exact_engines import ExactEngines
 from pagemill_simulator.fleet.fast_engines import FastEngines
-from pagemill_simulator.fleet.outcome import Outcome
+from pagemill_simulator.fleet.outcome import Outcome, Served
 from pagemill_simulator.fleet.platform import Platform, Pod
 from pagemill_simulator.fleet.relay import MODEL, Relay, Site
 from pagemill_simulator.fleet.settings import FleetSettings
@@ -50,15 +50,19 @@ def simulate_fleet(
     *,
     fast: bool = False,
     progress: Callable[[float], None] | None = None,
+    on_end: Callable[[Served], None] | None = None,
 ) -> Outcome:
     """Serve `workload` by as many pods as `policy` orders. `progress` gets the share that is done.
+
+    `on_end` gets each request when it ends; what it raises ends the simulation.
 
     `fast`: engines decide on counters, a hundred pods for an hour in minutes, within a few percent of the exact ones.
 
     Raises `SettingsError`; `RuntimeError` where a request ended twice or never.
     """
     with _collecting_seldom():
-        return _Fleet(workload, settings.checked(), policy, FastEngines if fast else ExactEngines, progress).run()
+        kind = FastEngines if fast else ExactEngines
+        return _Fleet(workload, settings.checked(), policy, kind, progress, on_end).run()
 
 
 @contextmanager
@@ -82,11 +86,13 @@ class _Fleet:
         policy: FleetScaler,
         make_kind: Callable[[EngineConfig, Events], EngineKind],
         progress: Callable[[float], None] | None,
+        on_end: Callable[[Served], None] | None,
     ) -> None:
         self._workload = workload
         self._settings = settings
         self._policy = policy
         self._progress = progress
+        self._on_end = on_end
         self._events = events = Events()
         self._kinds = [make_kind(settings.engine_of(each), events) for each in settings.slowness]
         self._loop = EventsLoop(events)
@@ -254,6 +260,8 @@ class _Fleet:
             )
             self._num_ended += 1
             self._event_log.ended(index, served)
+            if self._on_end is not None:
+                self._on_end(served)
             following = self._conversations.ended(index, prompt, answer)
 
     def _wake(self) -> None:

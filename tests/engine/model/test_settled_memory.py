@@ -185,6 +185,7 @@ def test_a_device_without_memory_for_recordings_names_the_setting(
     assert caught.value.reason == "GraphsTooLarge"
 
 
+@pytest.mark.sample("True")
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_start_measures_then_allocates_then_records(
     folder: Path, make_driver: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch, recorded: bool

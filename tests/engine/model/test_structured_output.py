@@ -146,7 +146,7 @@ def json_form(schema: Any) -> StructuredOutputs:
     return StructuredOutputsParams(json=schema)
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full, id="300"), pytest.param(16, id="19")])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full, id="300"), pytest.param(30, id="10")])
 def test_answers_are_valid_for_their_schemas_at_temperature_1(engine: Engine, every: int) -> None:
     chosen = dict(list(enumerate(schemas(300)))[::every])
     checks = FormChecks()

@@ -108,6 +108,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[int, int], Arrays], Arrays, str
 }
 
 
+@pytest.mark.sample("scales*", "a method*")
 @pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit_ends_the_process_with_tensor_value_and_remedy(
     case: str, start_server: Callable[..., Any], tmp_path: Path, byte_tokenizer: Any

@@ -12,7 +12,7 @@ from collections import deque
 
 from pagemill_gateway.brain.interface import HashScheme
 from pagemill_protocol.hashes import HASH_VERSION, blocks_per_prefix_chunk
-from pagemill_protocol.state import Digests, StateFrame
+from pagemill_protocol.state import StateFrame
 
 EXTERNAL_WINDOW = 4
 """Load from elsewhere is the minimum over this many reports: one that our own finish overtook must not raise it."""
@@ -53,13 +53,15 @@ class EndpointReports:
         """Apply one frame; `in_flight` is our own count at this instant, and `num_giving_way` of them give way. Raises
         `StateGap`.
         """
-        if not frame.snapshot and not self._follows(frame):
+        before = self.latest
+        follows = self._connected and before is not None and frame.sequence == before.sequence + 1
+        if not (frame.snapshot or follows):
             self.disconnected()
             self.num_gaps += 1
             raise StateGap(f"state frame {frame.sequence} does not follow")
         if frame.snapshot:
             self.connected_at = now
-        if self.latest is None or _identity(frame) != _identity(self.latest):
+        if before is None or _differ(frame, before):
             self.scheme = scheme_of(frame)
             self.num_identities += 1
         self._connected = True
@@ -92,12 +94,15 @@ class EndpointReports:
         """Those of `external` that give way."""
         return min(self.external, min(self._external_giving_way, default=0))
 
-    def _follows(self, frame: StateFrame) -> bool:
-        return self._connected and self.latest is not None and frame.sequence == self.latest.sequence + 1
 
-
-def _identity(frame: StateFrame) -> tuple[Digests, int, int, int]:
-    return frame.digests, frame.block_size, frame.prefix_chunk_blocks, frame.max_model_len
+def _differ(one: StateFrame, other: StateFrame) -> bool:
+    """In tokenizer, weights, blocks or context."""
+    return (
+        one.digests != other.digests
+        or one.block_size != other.block_size
+        or one.prefix_chunk_blocks != other.prefix_chunk_blocks
+        or one.max_model_len != other.max_model_len
+    )
 
 
 def scheme_of(frame: StateFrame) -> HashScheme:

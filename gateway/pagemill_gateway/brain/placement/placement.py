@@ -115,7 +115,7 @@ class Placement:
         if frame.snapshot:
             self.forget(endpoint_id)
             self.index.snapshot(endpoint_id, frame.prefixes_added)
-        else:
+        elif frame.prefixes_added or frame.prefixes_removed:
             self.index.remove(endpoint_id, frame.prefixes_removed)
             self.index.add(endpoint_id, frame.prefixes_added)
             bit = self.index.bit(endpoint_id)

@@ -2,8 +2,8 @@
 
 A set of pods is an int with one bit per pod (its slot), so a lookup costs one dict access per prefix chunk however many
 pods there are. A pod that leaves, or sends a new snapshot, just loses its slot; its bit is swept out of the table
-later, a few entries with every frame, and only then is the slot used again. What the gateway merely expects to be
-cached is kept apart (`brain.placement.predictions`).
+later, a few entries with every frame that brings some, and only then is the slot used again. What the gateway merely
+expects to be cached is kept apart (`brain.placement.predictions`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 SWEEP_STEP = 1024
-"""Entries swept with every frame."""
+"""Entries swept with every frame that brings prefix chunks."""
 
 
 class PrefixIndex:

@@ -304,21 +304,29 @@ void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_str
 // Many rows: a slice of x is repacked by tiles, then every panel is unpacked over the slice's depth and multiplied.
 void many_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
                int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
-  thread_local std::vector<float> storage(kRowBlock * kDepth + kDepth * kPanel + kRowBlock * kPanel + 48);
+  thread_local std::vector<float> storage(kRowBlock * kDepth + 2 * kDepth * kPanel + 2 * kRowBlock * kPanel + 48);
   float* packed_x = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) / 64 * 64);
   float* buffer = packed_x + kRowBlock * kDepth;
-  float* c = buffer + kDepth * kPanel;
+  float* c = buffer + 2 * kDepth * kPanel;
   for (int64_t row = 0; row < rows; row += kRowBlock) {
     const int64_t count = std::min(kRowBlock, rows - row);
     for (int64_t k = 0; k < w.in_features; k += kDepth) {
       const int64_t depth = std::min(kDepth, w.in_features - k);
       pack_tiles(count, x + row * x_stride + k, x_stride, depth, packed_x);
-      for (int64_t panel = begin; panel < end; ++panel) {
-        const Target target = target_of(w, panel, bias, out + row * out_stride, out_stride);
-        const float* b = unpack(w, panel, k, k + depth, buffer);
-        target.begin(c, count, k == 0, accumulate || k > 0);
-        packed_tile(count, packed_x, b, depth, c);
-        target.end(c, count);
+      for (int64_t panel = begin; panel < end; panel += 2) {
+        const int64_t num_panels = std::min<int64_t>(2, end - panel);
+        const float* b[2];
+        for (int64_t p = 0; p < num_panels; ++p) {
+          b[p] = unpack(w, panel + p, k, k + depth, buffer + p * kDepth * kPanel);
+          target_of(w, panel + p, bias, out + row * out_stride, out_stride)
+              .begin(c + p * kRowBlock * kPanel, count, k == 0, accumulate || k > 0);
+        }
+        if (num_panels == 2)
+          packed_tile_pair(count, packed_x, b[0], b[1], depth, c, c + kRowBlock * kPanel);
+        else
+          packed_tile(count, packed_x, b[0], depth, c);
+        for (int64_t p = 0; p < num_panels; ++p)
+          target_of(w, panel + p, bias, out + row * out_stride, out_stride).end(c + p * kRowBlock * kPanel, count);
       }
     }
   }

@@ -80,6 +80,9 @@ class ModelCache:
         report(event="loaded", source=source)
         return folder.target
 
+    def has(self, source: str) -> bool:
+        return ModelFolder(self.root / entry_name(source)).complete
+
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._entries())
 

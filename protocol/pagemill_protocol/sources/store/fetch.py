@@ -141,12 +141,19 @@ class Fetch:
             self._repository.connections = self._repository.connections * self._num_downloads // num_files
         with closing(arriving):
             self._watch.on_open(arriving.folder)
-            self._at_once(fetch, weights, num_files)
+            self._at_once(fetch, weights, num_files, arriving.close)
 
     def _link(self, file: RemoteFile) -> Link:
         return Link(self._folder.place(file), file.num_bytes, self._folder.has(file))
 
-    def _at_once(self, fetch: Callable[[RemoteFile], None], files: Iterable[RemoteFile], num_downloads: int) -> None:
+    def _at_once(
+        self,
+        fetch: Callable[[RemoteFile], None],
+        files: Iterable[RemoteFile],
+        num_downloads: int,
+        on_reported: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_reported`: after a fault was, while the other downloads come to their end."""
         # The folder stays locked until all writers have finished.
         with ThreadPoolExecutor(num_downloads) as pool:
             downloads = [pool.submit(fetch, file) for file in files]
@@ -160,6 +167,7 @@ class Fetch:
                 self._watch.on_fault(fault)
             elif isinstance(fault, OSError):
                 self._watch.on_fault(explain_disk(fault))
+            on_reported()
             raise fault
 
     def _fetch(self, file: RemoteFile) -> None:

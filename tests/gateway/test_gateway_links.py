@@ -1,0 +1,92 @@
+"""Who gets a link to an engine while it is opened, and after that: in the order in which they ask."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pagemill_gateway.engine_http.connecting import CannotConnect, Origin, origin_of
+from pagemill_gateway.relay.engine_link import Patience
+from pagemill_gateway.relay.links import Links
+
+SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n"
+REFUSED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
+NUM_REQUESTS = 40
+
+
+@asynccontextmanager
+async def engine(answer: bytes) -> AsyncIterator[tuple[Origin, list[bytes]]]:
+    """Where it listens, and the requests that it got: one on each connection, answered with `answer`."""
+    heads: list[bytes] = []
+    writers: list[asyncio.StreamWriter] = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        yield origin_of("http://{}:{}".format(*server.sockets[0].getsockname())), heads
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+
+
+@pytest.fixture
+async def links() -> AsyncIterator[Links]:
+    opened = Links(60.0, ssl.create_default_context(), Patience(60.0, 60.0))
+    yield opened
+    await opened.close()
+
+
+async def ask_in_turn(links: Links, origin: Origin) -> tuple[list[int], list[Any]]:
+    """One request in every turn of the event loop: the order in which they go on, and what each got."""
+    order: list[int] = []
+
+    async def ask(number: int) -> Any:
+        try:
+            return links.ready(origin, "token") or await links.open(origin, "token")
+        finally:
+            order.append(number)
+
+    tasks = []
+    while len(tasks) < NUM_REQUESTS or not tasks[-1].done():
+        tasks.append(asyncio.create_task(ask(len(tasks))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    return order, await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_requests_that_wait_for_a_link_go_before_those_that_come_when_it_is_there(links) -> None:
+    async with engine(SWITCHED) as (origin, heads):
+        order, got = await ask_in_turn(links, origin)
+    assert order == list(range(len(got)))
+    assert (len(heads), len(set(map(id, got)))) == (1, 1)
+    assert got[0] is not None
+
+
+async def test_all_that_wait_learn_that_the_engine_speaks_http_only(links) -> None:
+    async with engine(REFUSED) as (origin, heads):
+        got = await asyncio.gather(*(links.open(origin, "token") for _ in range(3)))
+    assert (got, len(heads), links.num_open) == ([None] * 3, 1, 0)
+
+
+async def test_all_that_wait_learn_that_no_engine_is_there(links) -> None:
+    async with engine(SWITCHED) as (origin, _):
+        pass
+    failed = await asyncio.gather(*(links.open(origin, "token") for _ in range(3)), return_exceptions=True)
+    assert [type(each) for each in failed] == [CannotConnect] * 3
+
+
+async def test_one_that_gives_up_leaves_the_others_their_link(links) -> None:
+    async with engine(SWITCHED) as (origin, heads):
+        first, second = (asyncio.create_task(links.open(origin, "token")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second is not None
+        assert (first.cancelled(), len(heads), links.num_open) == (True, 1, 1)
