@@ -19,7 +19,7 @@ from workload import VOCAB_SIZE
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.loop.core import EngineCore
-from pagemill_engine.runner.device_rows import DeviceRows
+from pagemill_engine.runner.device_rows import DeviceRows, DeviceStep
 from pagemill_engine.runner.inputs import RequestRows
 from pagemill_engine.runner.null import NullHandle, NullRunner
 from pagemill_engine.sampling.rows import SamplingRows
@@ -61,6 +61,7 @@ class InputRunner:
         """What a runner whose rows lie on a GPU does instead; no part of the step."""
         layout = RowLayout.of(config.step.max_num_seqs, self.info.max_model_len, self.info.block_size)
         self._device_rows = DeviceRows(layout)
+        self._staged_step: DeviceStep | None = None
         self._sampling = SamplingRows(config.step.max_num_seqs, self.info.vocab_size)
         self.null = Spent(0.0, 0.0)
         """What the simulated device itself took since the start."""
@@ -92,7 +93,9 @@ class InputRunner:
         staging = Staging()
         self._device_rows.apply(plan, self._sampling, staging)
         step = self._device_rows.step(plan)
-        staging.upload(step.rows, step.query_start_loc, step.places, torch.device("cpu"))
+        if step is not self._staged_step or not staging.is_empty:
+            staging.upload(step.rows, step.query_start_loc, step.places, torch.device("cpu"))
+        self._staged_step = step
         self._device_rows.advance(step)
 
     def _note_null(self, start: Spent) -> None:

@@ -54,8 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     Triton keeps them, in the home of the process."""
     cuda_graphs: bool = True
     """Steps on a GPU run as CUDA graphs, recorded at the start for padded numbers of requests and tokens: decodes of up
-    to 512 requests, and steps that hold prompts up to 1024 tokens; off: each kernel is launched by itself, which takes
-    less memory and more of the host's time."""
+    to 512 requests, and steps that hold prompts up to 1024 tokens, of small models up to 8192; off: each kernel is
+    launched by itself, which takes less memory and more of the host's time."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache. `auto` on a GPU: bfloat16; on a CPU: bfloat16 where it is multiplied
     (AVX512_BF16: by our own products, which keep codes of 8 and 4 bits; AMX: by oneDNN's), else float32; float32 also

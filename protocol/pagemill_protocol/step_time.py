@@ -192,7 +192,8 @@ class StepTimeModel:
             ms / scale_ms,
             _trust(abs(ms - predicted_ms) / scale_ms, limit),
         )
-        context_ms = float(features[-2:] @ self._weights[-2:])
+        _, _, decode_context_ms, chunk_context_ms = self.pieces
+        context_ms = decode_context_ms * decode_context_tokens + chunk_context_ms * chunk_context_products
         if context_ms <= LITTLE_CONTEXT * predicted_ms:
             self._evidence.compare(max(ms - context_ms, ms / 2), float(features[:-2] @ self._prior_weights[:-2]))
         self._num_observed += 1
@@ -213,14 +214,12 @@ class StepTimeModel:
     def _row(self, sample: StepSample) -> Vector:
         """The features of one step: 1, how far it climbs each piece, and its scaled context terms."""
         row = np.zeros(len(self._knots) + 2)
-        row[0] = 1.0
-        last = len(self._knots) - 1
-        for piece in range(1, last + 1):
+        within = bisect_right(self._knots, sample.num_tokens)
+        row[: max(1, within)] = 1.0
+        piece = min(within, len(self._knots) - 1)
+        if piece > 0:
             low, high = self._knots[piece - 1], self._knots[piece]
-            if sample.num_tokens <= low:
-                break
-            climbed = (sample.num_tokens - low) / (high - low)
-            row[piece] = climbed if piece == last else min(1.0, climbed)
+            row[piece] = (sample.num_tokens - low) / (high - low)
         row[-2] = sample.decode_context_tokens / _CONTEXT_SCALE
         row[-1] = sample.chunk_context_products / _PRODUCT_SCALE
         return row

@@ -183,10 +183,10 @@ class KVCacheManager:
     def commit(self, sequence: CachedSequence, num_tokens: int) -> None:
         """The oldest step in flight was read: it wrote `num_tokens` tokens of the sequence, all of them known now."""
         table = self.tables[sequence.request_id]
-        table.num_launched_tokens -= num_tokens
-        if table.num_launched_tokens < 0:
+        table.num_launched_tokens = num_launched = table.num_launched_tokens - num_tokens
+        if num_launched < 0:
             raise KVCacheError(f"{sequence.request_id}: more tokens are committed than steps in flight write")
-        num_full = (sequence.num_computed_tokens - table.num_launched_tokens) // self.block_size
+        num_full = (sequence.num_computed_tokens - num_launched) // self.block_size
         if table.opened:
             table.opened = [index for index in table.opened if index >= num_full]
         if num_full > table.num_offered:

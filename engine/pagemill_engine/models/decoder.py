@@ -6,7 +6,7 @@ norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Protocol
 
@@ -200,8 +200,12 @@ class Decoder:
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
         """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
+        return self.through(self.layers, token_ids, context)
+
+    def through(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """As a call, with these layers alone."""
         hidden = self._embed(token_ids, context)
-        for layer in self.layers:
+        for layer in layers:
             hidden = layer(hidden, context)
         return hidden if self.norm is None else self.norm(hidden)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,14 +12,21 @@ from pagemill_engine.config import EngineConfig
 from pagemill_engine.loading.errors import LoadError
 from pagemill_engine.runner.device_runner import DeviceRunner
 from pagemill_engine.runner.graphs import CudaRecorder, recorded_shapes
+from pagemill_kernels.gpu.launch import num_multiprocessors
 from pagemill_kernels.paged_attention.batch import DECODE_LIMIT
+from pagemill_protocol.model_spec import ModelSpec
+
+LAUNCH_S = 0.6e-3
+"""What the launches of one layer take: 17 ms for 28 layers beside an H100."""
+PRODUCTS_PER_S = 1.8e12
+"""Of a multiprocessor, each with its sum: half of what an H100's peak is, three quarters of an A100's."""
 
 
 def compile_kernels(runner: DeviceRunner, config: EngineConfig) -> None:
     """Raises `LoadError` where the memory does not suffice for the largest step, or the device for a kernel."""
     with _refused(config):
         for num_requests, num_tokens in step_shapes(config, runner.info.max_model_len):
-            runner.warm_up(num_requests, num_tokens)
+            runner.compile(num_requests, num_tokens)
         runner.warm_up_sampling()
 
 
@@ -30,14 +38,14 @@ def run_largest(runner: DeviceRunner, config: EngineConfig) -> None:
 
 def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
     """As CUDA graphs. Raises `LoadError` where the memory does not suffice for the largest."""
-    shapes = recorded_shapes(*config.step)
+    shapes = recorded_shapes(*config.step, worth_recording(runner.model.spec))
     try:
         runner.record_steps(shapes, CudaRecorder)
     except RuntimeError as error:
         # torch has an error of its own for its allocator; while a graph is instantiated the driver runs out.
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
-        num_tokens, num_requests = largest_recorded(config)
+        num_tokens, num_requests = largest_recorded(config, runner.model.spec)
         raise LoadError(
             "GraphsTooLarge",
             f"The device ran out of memory while steps of up to {num_requests} requests and {num_tokens} tokens "
@@ -47,9 +55,18 @@ def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
         ) from error
 
 
-def largest_recorded(config: EngineConfig) -> tuple[int, int]:
+def worth_recording(spec: ModelSpec) -> int:
+    """Tokens up to which launching a step takes longer than computing it: above, padding would cost more than a
+    recording saves. An estimate, of launches on one core and of products of floats."""
+    layers = spec.decoder.layers
+    matrices = sum(math.prod(shape) for layer in layers for shape in layer.shapes().values())
+    passed = matrices - sum(each.num_unread_parameters(1) for each in spec.decoder.mixtures())
+    return int(LAUNCH_S * len(layers) * PRODUCTS_PER_S * num_multiprocessors() / passed)
+
+
+def largest_recorded(config: EngineConfig, spec: ModelSpec) -> tuple[int, int]:
     """The most tokens, and the most requests of a decode, that are recorded."""
-    shapes = recorded_shapes(*config.step)
+    shapes = recorded_shapes(*config.step, worth_recording(spec))
     return max(each.num_tokens for each in shapes), max(each.num_requests for each in shapes if each.is_decode)
 
 

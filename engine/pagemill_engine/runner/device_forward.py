@@ -5,12 +5,16 @@ Launches only: nothing is read, so that a pass can be recorded (`runner.graphs`)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from pagemill_engine.models.context import ForwardContext
-from pagemill_engine.models.decoder import Decoder
+from pagemill_engine.models.decoder import Decoder, DecoderLayer
 from pagemill_engine.models.device_rotations import DeviceRotations
+from pagemill_engine.models.layer_kinds import one_of_each
 from pagemill_engine.runner.device_kv_cache import DeviceKVCache
 from pagemill_kernels.registry import DeviceOps, Ops
 from pagemill_kernels.request_rows.layout import StepInputs
@@ -33,6 +37,8 @@ class DeviceForward:
         self._block_size = block_size
         self._num_kv_heads = model.spec.num_kv_heads
         self._windows = model.spec.decoder.windows()
+        self._layers = model.layers
+        self._kinds: list[DecoderLayer] = []
 
     def empty_inputs(self, num_tokens: int, num_requests: int, table_width: int) -> StepInputs:
         """For as many requests that sample."""
@@ -44,6 +50,16 @@ class DeviceForward:
     def empty_hidden(self, num_tokens: int) -> Tensor:
         shape = (num_tokens, self._model.spec.hidden_size)
         return torch.empty(shape, dtype=self._model.dtype, device=self._ops.device)
+
+    @contextmanager
+    def abbreviated(self) -> Iterator[None]:
+        """Passes go through one layer of each kind: whatever a whole pass compiles, loads or tunes they do as well, at
+        a fraction of its launches. Their results are meaningless."""
+        self._layers = self._kinds = self._kinds or one_of_each(self._model.layers)
+        try:
+            yield
+        finally:
+            self._layers = self._model.layers
 
     def logits(self, inputs: StepInputs, longest: int) -> Tensor:
         """float32 [sampled, vocab]. longest: tokens of the request that has most of them."""
@@ -74,4 +90,4 @@ class DeviceForward:
                 for window in self._windows
             },
         )
-        return self._model(inputs.token_ids, context)
+        return self._model.through(self._layers, inputs.token_ids, context)

@@ -69,12 +69,15 @@ class DeviceRows:
         self.num_blocks = np.zeros(max_rows, dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
+        self._decode: DeviceStep | None = None
+        """The latest decode of these rows: nearly always the next step is the same one again."""
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def release(self, request_ids: list[str]) -> list[int]:
         """Free the rows; ids that hold none are ignored. Returns the freed rows."""
+        self._decode = None if request_ids else self._decode
         rows = [self._row_of.pop(request_id) for request_id in request_ids if request_id in self._row_of]
         self._free.extend(rows)
         return rows
@@ -93,7 +96,17 @@ class DeviceRows:
             staging.put(self.layout.block(self._row_of[request_id], index), [block_id])
 
     def step(self, plan: StepPlan) -> DeviceStep:
+        """The same object as the one before, where it is the same step of the same rows."""
         request_ids = list(plan.num_scheduled_tokens)
+        num_requests = len(request_ids)
+        is_decode = len(plan.samples) == num_requests == plan.num_tokens
+        if is_decode and self._decode is not None and self._decode.request_ids == request_ids:
+            return self._decode
+        step = self._step(plan, request_ids)
+        self._decode = step if is_decode else None
+        return step
+
+    def _step(self, plan: StepPlan, request_ids: list[str]) -> DeviceStep:
         num_requests = len(request_ids)
         rows = np.fromiter(map(self._row_of.__getitem__, request_ids), np.int32, num_requests)
         counts = np.fromiter(plan.num_scheduled_tokens.values(), np.int32, num_requests)
@@ -118,6 +131,7 @@ class DeviceRows:
         self.num_tokens[step.rows[step.sampling]] += 1
 
     def _admit(self, admitted: AdmittedSequence, sampling: SamplingRows, staging: Staging) -> None:
+        self._decode = None
         row = self._row_of.get(admitted.request_id)
         if row is None:
             if not self._free:

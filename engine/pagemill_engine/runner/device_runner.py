@@ -84,6 +84,8 @@ class DeviceRunner:
         self._graphs: StepGraphs | None = None
         self._make_recorder: Callable[[], Recorder] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
+        self._uploaded: tuple[DeviceStep, Shape | None, DeviceStep, StepRows] | None = None
+        """The latest step, what it was padded to, padded, and where its rows lie on the device."""
         self._unread_failure: InFlight | None = None
         """The step that could not be queued, until it, or a step behind it, is waited for: what is launched behind it
         is not run."""
@@ -111,6 +113,11 @@ class DeviceRunner:
         except Exception as error:
             raise self._explained(error) from error
         return result
+
+    def compile(self, num_requests: int, num_tokens: int) -> None:
+        """Whatever a step of this size compiles, loads or tunes is so afterwards."""
+        with self._forward.abbreviated():
+            self.warm_up(num_requests, num_tokens)
 
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
         """Run a step of padding requests with this many tokens. The padding block is zero again afterwards."""
@@ -184,8 +191,7 @@ class DeviceRunner:
         self._rows.apply(plan, self._sampling, staging)
         step = self._rows.step(plan)
         recording = None if self._graphs is None else self._graphs.recording_of(step)
-        padded = step if recording is None else step.padded(*recording.shape[:2], self._rows.layout.padding_row)
-        at = self._upload(staging, padded)
+        padded, at = self._placed(staging, step, None if recording is None else recording.shape)
         self.kv_cache.copy_blocks(plan.block_copies)
         if not plan.num_scheduled_tokens:
             return InFlight([])
@@ -211,6 +217,18 @@ class DeviceRunner:
         logits = self._forward.logits_of(hidden, rows)
         report: Report = self._on_device.report_logprobs(logits, token_ids, piece.reports)
         return report
+
+    def _placed(self, staging: Staging, step: DeviceStep, shape: Shape | None) -> tuple[DeviceStep, StepRows]:
+        """The step padded to the shape, and its rows on the device. What the step before had there is there still."""
+        if self._uploaded is not None and self._uploaded[0] is step and self._uploaded[1] == shape:
+            _, _, padded, at = self._uploaded
+            if staging.is_empty:
+                return padded, at
+        else:
+            padded = step if shape is None else step.padded(*shape[:2], self._rows.layout.padding_row)
+        at = self._upload(staging, padded)
+        self._uploaded = (step, shape, padded, at)
+        return padded, at
 
     def _upload(self, staging: Staging, step: DeviceStep) -> StepRows:
         """Everything that the step has from the host; the rows change at once."""
@@ -243,14 +261,18 @@ class DeviceRunner:
         batch = SamplingBatch()
         if not self._sampling.plain[rows].all():
             batch = self._sampling.batch_beside_draws(rows.astype(np.int64), self._rows.num_generated(step))
-        masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
+        masks = None
+        if plan.token_masks:
+            masks = masks_of((step.request_ids[i] for i in step.sampling.tolist()), plan.token_masks)
         settings = settings[: NUM_SETTINGS * len(rows)]
         drawn = self._on_device.draw_tokens(logits, batch._replace(masks=masks), settings)
         self._on_device.advance_rows(self._state, at, drawn.tokens)
         self._rows.advance(step)
         if len(rows) == 0:
             return InFlight([])
-        request_ids = [step.request_ids[i] for i in step.sampling.tolist()]
+        request_ids = step.request_ids
+        if len(rows) < len(request_ids):
+            request_ids = [request_ids[i] for i in step.sampling.tolist()]
         read = partial(_read, drawn.download(), _mark(self._ops.device))
         return InFlight(request_ids, read, batch.reports)
 

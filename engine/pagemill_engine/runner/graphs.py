@@ -23,10 +23,13 @@ from pagemill_kernels.request_rows.layout import StepInputs
 
 MOST_REQUESTS = 512
 """Larger decodes keep the device busy for so long that launching them one by one costs nothing."""
-MOST_TOKENS = 1024
-"""Of a step that holds prompts: likewise."""
-_TOKENS = (16, 32, 64, 96, 128, *range(192, 513, 64), *range(640, MOST_TOKENS + 1, 128))
-_REQUESTS = (16, 64)
+MOST_TOKENS = 8192
+"""Of a step that holds prompts: likewise, even of the smallest models."""
+_SMALL = (16, 32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128))
+_OCTAVE = (36, 40, 45, 50, 57, 64)
+"""Thirty-seconds of a power of two: no step above 1,024 tokens is padded by more than a seventh."""
+_TOKENS = (*_SMALL, *(part * power // 32 for power in (1024, 2048, 4096) for part in _OCTAVE))
+_REQUESTS = (64,)
 """Numbers of requests that are recorded beside the largest: attention launches programs for each that there may be."""
 
 
@@ -45,25 +48,27 @@ def decode_shapes(max_num_seqs: int) -> list[Shape]:
     return [Shape(size, size, is_decode=True) for size in _up_to(largest, sizes)]
 
 
-def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Shape]:
+def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
     """Rising: of steps that hold prompts, whether or not requests decode in them. There is always room for a padding
-    request, which the padding tokens belong to."""
+    request, which the padding tokens belong to. None is larger than `most_tokens`, but for those below 1,024."""
     found = []
-    for num_tokens in _up_to(min(max_num_batched_tokens, MOST_TOKENS), _TOKENS):
+    largest = max(size for size in _TOKENS if size <= max(most_tokens, _SMALL[-1]))
+    for num_tokens in _up_to(min(max_num_batched_tokens, largest), _TOKENS):
         most = min(num_tokens, max_num_seqs + 1)
         found += [Shape(num_tokens, size, is_decode=False) for size in _up_to(most, _REQUESTS)]
     return found
 
 
-def recorded_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> list[Shape]:
-    """All that are recorded."""
+def recorded_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
+    """All that are recorded; `most_tokens`: of a step that holds prompts."""
     decodes = decode_shapes(min(max_num_seqs, max_num_batched_tokens))
-    return [*decodes, *mixed_shapes(max_num_seqs, max_num_batched_tokens)]
+    return [*decodes, *mixed_shapes(max_num_seqs, max_num_batched_tokens, most_tokens)]
 
 
 class Recorder(Protocol):
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run it, and return what runs it again on the same places. It must not wait for the device."""
+        """Returns what runs it on the same places whenever it is called. `run` must not wait for the device, and
+        compiles and tunes nothing any more."""
 
 
 class CudaRecorder:
@@ -74,9 +79,6 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        # What is compiled, tuned or allocated once must be so before: it cannot be recorded.
-        run()
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
@@ -121,8 +123,12 @@ class StepGraphs:
             inputs = self._inputs.first(shape.num_tokens, shape.num_requests)
             out = (self._logits if shape.is_decode else self._hidden)[: shape.num_tokens]
             run = self._forward.decode_into if shape.is_decode else self._forward.hidden_into
+            record = partial(run, out, inputs)
             prepare(shape, inputs)
-            self._recordings[shape] = Recording(shape, inputs, out, recorder.record(partial(run, out, inputs)))
+            # What is compiled, loaded or tuned once cannot be recorded.
+            with self._forward.abbreviated():
+                record()
+            self._recordings[shape] = Recording(shape, inputs, out, recorder.record(record))
 
     def forget(self) -> None:
         """What they read lies elsewhere from now on."""

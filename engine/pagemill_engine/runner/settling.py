@@ -63,7 +63,7 @@ def settle(
 
 def _recording_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
     """All recordings share the memory of the largest: of those of decodes, or of all others."""
-    num_tokens, num_requests = largest_recorded(config)
+    num_tokens, num_requests = largest_recorded(config, runner.model.spec)
 
     def run() -> None:
         runner.warm_up(num_requests, num_requests)

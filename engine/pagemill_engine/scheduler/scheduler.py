@@ -379,16 +379,17 @@ class Scheduler:
             self._void(in_flight, broken)
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
         seqs, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
-        targets = plan.prompt_targets
+        targets, commit, take_token = plan.prompt_targets, kv.commit, self._take_token
+        # As hot as `_schedule_decodes`.
         for name, num_tokens in plan.num_scheduled_tokens.items():
             seq = seqs.get(name)
-            if seq is None or name in discarded:
+            if seq is None or (discarded and name in discarded):
                 continue
             if seq.state is running:
-                kv.commit(seq, num_tokens)
+                commit(seq, num_tokens)
                 if held.num_held and not kv.being_written(seq):
                     self._fork_choices(seq)
-            if name in targets and seq.prompt_report is not None:
+            if targets and name in targets and seq.prompt_report is not None:
                 seq.prompt_report.add(targets[name], result.prompt_logprobs[name])
             if seq.aborted:
                 self._finish(seq, "abort")
@@ -396,7 +397,7 @@ class Scheduler:
                 if name in samples:
                     self._take_pooled(seq, result.pooled[name])
             elif name in samples:
-                self._take_token(seq, token_ids[name], logprobs.get(name))
+                take_token(seq, token_ids[name], logprobs.get(name) if logprobs else None)
         self._in_flight.complete(plan)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:

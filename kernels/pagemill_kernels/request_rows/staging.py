@@ -25,6 +25,11 @@ class Staging:
         self._to: list[int] = []
         self._values: list[Values] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing changes."""
+        return not self._to
+
     def put(self, to: int, values: Values) -> None:
         """The row state's elements from `to` on become `values`."""
         for start in range(0, len(values), PIECE):

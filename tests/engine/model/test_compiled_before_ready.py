@@ -20,6 +20,7 @@ from triton_device import HAS_GPU
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.runner import compiling
 from pagemill_engine.runner.compiling import compile_kernels
+from pagemill_engine.runner.graphs import recorded_shapes
 from pagemill_kernels.gpu import launch
 from pagemill_protocol.sampling import SamplingParams
 
@@ -112,6 +113,32 @@ def test_requests_launch_nothing_that_was_not_launched_before(
     assert launched - before == set()
 
 
+def test_recordings_launch_nothing_that_was_not_launched_before(
+    tmp_path: Path, runner_loader: Callable[..., Any], launched: set[tuple[Any, ...]]
+) -> None:
+    """One layer of each kind ran before a capture, with the shape that is captured: here two of three layers."""
+    folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=3)
+    runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)
+    unlike = runner.model.layers[2].residuals[1].branches[0].block
+    unlike.output.packed._weight = unlike.output.packed._weight.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        runner.compile(1, 1)
+    unlike.output.packed._weight = unlike.output.packed._weight.float()
+    runner._forward._kinds.clear()
+    found: list[int] = []
+
+    class Watched:
+        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+            before = set(launched)
+            run()
+            found.append(len(launched - before))
+            return run
+
+    runner.record_steps(recorded_shapes(4, 40), Watched)
+    assert len(runner._forward._kinds) == 1
+    assert found == [0] * len(recorded_shapes(4, 40))
+
+
 @pytest.mark.full
 def test_what_one_shape_leaves_out_is_found(
     tmp_path: Path,
@@ -120,10 +147,10 @@ def test_what_one_shape_leaves_out_is_found(
     launched: set[tuple[Any, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without many short prompts at a time, attention that is not split is not met."""
+    """Without a prompt, attention of more tokens than a decode has is not met."""
     folder = write_tiny_llama(tmp_path, head_dim=16, num_hidden_layers=1)
     runner = runner_loader(folder, device="cuda", max_model_len=64, num_kv_blocks=32, max_num_seqs=4)
-    monkeypatch.setattr(compiling, "step_shapes", lambda *limits: [(1, 1), (2, 2), (4, 4), (1, 16), (1, 32)])
+    monkeypatch.setattr(compiling, "step_shapes", lambda *limits: [(1, 1), (2, 2), (4, 4)])
     compile_kernels(runner, EngineConfig(model="test", **LIMITS))
     before = set(launched)
     serve(make_driver(runner))
