@@ -122,7 +122,7 @@ class DeviceRunner:
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
         """Run a step of padding requests with this many tokens. The padding block is zero again afterwards."""
         everyone = np.arange(num_requests)
-        step = self._nobodys(num_tokens, num_requests)
+        step = self._padding_step(num_tokens, num_requests)
         step = step._replace(places=everyone.astype(np.int32), sampling=everyone)
         staging = Staging()
         staging.put(self._rows.layout.record(self._rows.layout.padding_row), [0])
@@ -280,18 +280,18 @@ class DeviceRunner:
         if self._graphs is None or self._make_recorder is None:
             return
         with torch.inference_mode():
-            self._graphs.record(self._make_recorder(), self._fill_with_nobodys)
+            self._graphs.record(self._make_recorder(), self._fill_with_padding)
 
-    def _fill_with_nobodys(self, shape: Shape, inputs: StepInputs) -> None:
+    def _fill_with_padding(self, shape: Shape, inputs: StepInputs) -> None:
         """Fill the inputs with padding tokens, so that a graph is captured from a possible step."""
-        step = self._nobodys(shape.num_tokens, shape.num_requests)
+        step = self._padding_step(shape.num_tokens, shape.num_requests)
         self._build(self._upload(Staging(), step), step, inputs)
 
-    def _nobodys(self, num_tokens: int, num_requests: int) -> DeviceStep:
+    def _padding_step(self, num_tokens: int, num_requests: int) -> DeviceStep:
         """A step of padding requests, none of which samples."""
         nothing = np.zeros(0, dtype=np.int32)
-        nobody = DeviceStep([], nothing, np.zeros(1, dtype=np.int32), nothing, 0, nothing.astype(np.int64))
-        return nobody.padded(num_tokens, num_requests, self._rows.layout.padding_row)
+        empty = DeviceStep([], nothing, np.zeros(1, dtype=np.int32), nothing, 0, nothing.astype(np.int64))
+        return empty.padded(num_tokens, num_requests, self._rows.layout.padding_row)
 
     def _explained(self, error: Exception) -> Exception:
         """The error, or that the device is lost: then nothing that is asked of it ends well any more."""

@@ -163,7 +163,7 @@ def test_how_many_tokens_a_row_has_generated_is_known_before_they_are_read() -> 
     assert found == [{"b": 1}, {"a": 0, "b": 2}, {"b": 3, "a": 1}]
 
 
-def test_padding_is_nobodys() -> None:
+def test_padding_belongs_to_no_request() -> None:
     rows = DeviceRows(RowLayout.of(4, 64, 16))
     rows.apply(plan_of({}, admitted=[admitted("a", [1], [0])]), SamplingRows(4, 64), Staging())
     step = rows.step(plan_of({"a": 1}))
@@ -275,7 +275,7 @@ def test_only_decodes_of_a_recorded_size_run_as_recorded(load: Callable[..., Any
     runner.wait(runner.launch(plan_of({"a": 8, "b": 8}, samples=set(), admitted=both, released=list(names))))
     assert recorder.num_run == 2, "two prompts"
     runner.wait(runner.launch(plan_of({"a": 1, "b": 7}, samples={"b"})))
-    assert recorder.num_run == 2, "eight tokens more would be nobody's"
+    assert recorder.num_run == 2, "eight tokens more would be padding"
     runner.wait(runner.launch(plan_of({"a": 7})))
     assert recorder.num_run == 3
     runner.wait(runner.launch(plan_of({}, released=["a", "b"])))
