@@ -34,7 +34,7 @@ WITH_PEERS = ("qwen3-0.6b", "llama-3.2-1b")
 STARTED = "qwen3-0.6b"
 """The model whose start is measured again."""
 PROFILED_STEPS = 40
-MIXED = ((0, 128), (16, 128), (64, 128), (64, 512), (224, 32), (224, 128), (224, 512), (224, 1024), (224, 4096))
+MIXED = ((0, 128), (16, 128), (64, 128), (64, 512), (224, 32), (224, 128), (224, 512), (224, 1024), (224, 2000))
 """Requests that decode, and tokens of a prompt beside them, in steps that are measured."""
 MIXED_STEPS = 16
 

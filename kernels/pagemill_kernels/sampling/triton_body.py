@@ -25,7 +25,7 @@ LAST_KEY: tl.constexpr = tl.constexpr(0x41CFFFFF)
 grows as tokens become less likely."""
 PIVOTS: tl.constexpr = tl.constexpr(8)
 """Keys that one pass over a row compares with."""
-OCTAVES: tl.constexpr = tl.constexpr(4)
+FIRST_PIVOTS: tl.constexpr = tl.constexpr(4)
 """Keys that the first pass over a row compares with."""
 LIST_PADDING: tl.constexpr = tl.constexpr(32)
 """Behind a list, whose number of tokens is the first: rows of lists share no line of a cache."""
@@ -155,7 +155,7 @@ def draw(
         num_listed = tl.full((), -1, tl.int32)
         least = gumbel(key_low, key_high, winner)
         if (top_k < VOCAB) | (share < WHOLE_SHARE):
-            pivots, counts, masses = octaves(logits_ptr, maximum, temperature, floor, VOCAB, CUT_BLOCK)
+            pivots, counts, masses = first_pass(logits_ptr, maximum, temperature, floor, VOCAB, CUT_BLOCK)
             count, mass = tl.max(counts, 0), tl.max(masses, 0)
             target = share_of(mass, share)
             enough = (masses >= target) if top_k >= count else (counts >= top_k)
@@ -197,11 +197,13 @@ def draw(
 
 
 @triton.jit
-def octaves(logits_ptr, maximum, temperature, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many candidates have a key up to each of some pivots an octave apart, and their mass."""
-    pivots = LAST_KEY - ((OCTAVES - 1 - tl.arange(0, OCTAVES)) << 23)
-    counts = tl.zeros([OCTAVES, BLOCK], tl.int32)
-    masses = tl.zeros([OCTAVES, BLOCK], tl.int64)
+def first_pass(logits_ptr, maximum, temperature, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """How many candidates have a key up to each of a few pivots, and their mass: up to the last key, and from one
+    octave below it on in steps of half an octave. Most cuts of a real vocabulary's rows lie there."""
+    steps = FIRST_PIVOTS - 1 - tl.arange(0, FIRST_PIVOTS)
+    pivots = LAST_KEY - (tl.where(steps > 0, steps + 1, 0) << 22)
+    counts = tl.zeros([FIRST_PIVOTS, BLOCK], tl.int32)
+    masses = tl.zeros([FIRST_PIVOTS, BLOCK], tl.int64)
     for start in range(0, VOCAB, BLOCK):
         token = start + tl.arange(0, BLOCK)
         x, key = scaled(logits_ptr, token, maximum, temperature, VOCAB)
