@@ -126,8 +126,8 @@ def policies(
         "knative": {"target_concurrency": held},
         "dynamo": {"ttft_ms": str(slo.ttft_ms), "itl_ms": str(slo.tpot_ms)},
     }
-    settings = ScalingSettings("Active", *bounds, slo=slo)
-    targets = with_default_targets(ScalingSettings("Active", *bounds))
+    settings = ScalingSettings("Active", *bounds, slo=slo, learns_idle_s=True)
+    targets = with_default_targets(ScalingSettings("Active", *bounds, learns_idle_s=True))
     rivals = {name: _rival(name, parameters, bounds) for name, parameters in reported.items()}
     return {"pagemill": lambda: own(settings), "pagemill, targets": lambda: own(targets), **rivals}
 

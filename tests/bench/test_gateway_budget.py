@@ -30,7 +30,7 @@ BOUNDS = {
     REST: Count(395, 345),
 }
 """Calls of Python functions and of built-in ones: what they are now and a few percent."""
-MAX_BLOCKS_HELD = 700
+MAX_BLOCKS_HELD = 720
 """Of memory, by one stream from its first frame on."""
 
 

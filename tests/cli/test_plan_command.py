@@ -436,7 +436,7 @@ def test_a_file_that_is_no_fit_is_refused(file: Path, tmp_path: Path, content: s
         ({"resources": {"memory": "64Mi"}}, "the engine would refuse this: ModelTooLarge"),
         (
             {"model": {"source": "oci://127.0.0.1:9/name"}},
-            "spec.model.source: `oci://127.0.0.1:9/name` would be downloaded",
+            "spec.model.source: `oci://127.0.0.1:9/name`: 127.0.0.1:9 cannot be reached",
         ),
         ({"model": {"source": "pvc://claim/model"}}, "spec.model.source: `pvc://claim/model`"),
     ],

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import psutil
 import pytest
+import zmq
 from hung_processes import hang
-from waiting import START_LIMIT_S, WAIT_LIMIT_S
+from waiting import START_LIMIT_S, WAIT_LIMIT_S, eventually
 
 from pagemill_engine.config import EngineConfig
 from pagemill_engine.ipc import channels
@@ -58,6 +59,31 @@ def request(name: str, num_tokens: int = 3, **sampling: Any) -> AddRequest:
             request_id=name, model="m", prompt_token_ids=[index % 1000 for index in range(num_tokens)], sampling=params
         )
     )
+
+
+class LateSocket:
+    """Has no connection at first."""
+
+    def __init__(self, num_refused: int) -> None:
+        self.closed = False
+        self.num_refused = num_refused
+        self.sent: list[bytes] = []
+
+    def send(self, data: bytes, flags: int) -> None:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise zmq.Again
+        self.sent.append(data)
+
+
+async def test_messages_from_before_the_engine_process_has_connected_arrive_in_order() -> None:
+    channel, socket = EngineChannel(CONFIG, cast(Any, None)), LateSocket(3)
+    channel._outbox = cast(Any, socket)
+    messages = [Abort(request_id=str(number)) for number in range(4)]
+    for message in messages:
+        channel.send(message)
+    await eventually(lambda: len(socket.sent) == len(messages))
+    assert [msgspec.msgpack.decode(each, type=Abort) for each in socket.sent] == messages
 
 
 def test_nothing_slow_is_imported_before_the_engine_process_starts() -> None:

@@ -122,6 +122,20 @@ async def test_one_that_declined_on_its_way_to_sleep_is_trusted_again_when_it_wa
     assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
 
 
+@pytest.mark.parametrize("comes_late", [False, True])
+async def test_one_that_slept_between_two_of_its_reports_is_trusted_again(comes_late: bool) -> None:
+    front = Front("a")
+    choice = await front.ask()
+    if comes_late:
+        front.says("a", num_wakes=1)
+    front.brain.failed(choice, "declined")
+    if not comes_late:
+        front.says("a")
+        assert not front.load.pods.ready
+        front.says("a", num_wakes=1)
+    assert (await asyncio.wait_for(front.ask(), WAIT_LIMIT_S)).endpoint_id == "a"
+
+
 async def test_a_refusal_from_before_the_sleep_that_comes_late_says_nothing_of_who_is_awake() -> None:
     front = Front("a")
     choice = await front.ask()

@@ -187,13 +187,14 @@ def test_zero_after_no_request_for_long_enough_and_back_at_once() -> None:
 
 @pytest.mark.parametrize(("cold_start_s", "idle_s"), [(10.0, 60.0), (70.0, 140.0), (400.0, 300.0)])
 def test_where_no_time_is_set_the_last_replica_goes_after_two_starts(cold_start_s: float, idle_s: float) -> None:
-    scaled = Scaled(policy(min_replicas=0), replicas=1, cold_start_s=cold_start_s)
+    scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=cold_start_s)
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=idle_s - 1)).replicas == 1
     assert scaled.decide(arrivals=arrivals(0.0, idle_s=idle_s + 1)).reason == "ScaledToZero"
 
 
 def test_who_comes_back_soon_keeps_the_last_replica_for_longer() -> None:
-    scaled, none = Scaled(policy(min_replicas=0), replicas=1, cold_start_s=10.0), EnginesLoad(truth="value")
+    scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=10.0)
+    none = EnginesLoad(truth="value")
     stayed = []
     for pause_s in (30.0, 30.0, 30.0, 30.0, 400.0, 400.0):
         idle_s = next(s for s in range(0, 1000, 5) if scaled.decide(arrivals=arrivals(0.0, idle_s=s)).replicas == 0)
@@ -352,7 +353,7 @@ def test_a_replica_that_half_as_much_load_again_would_use_goes_by_the_window() -
 
 def test_the_resource_with_its_defaults() -> None:
     found = settings_of(AutoscalingSection.model_validate({"maxReplicas": 4}))
-    assert found == ScalingSettings("Active", 1, 4, kv_cache_usage=0.8, queue_depth=2)
+    assert found == ScalingSettings("Active", 1, 4, kv_cache_usage=0.8, queue_depth=2, learns_idle_s=True)
     section = {
         "mode": "Advisory",
         "minReplicas": 0,

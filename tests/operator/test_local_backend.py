@@ -276,7 +276,8 @@ def _assert_private(folder: Path) -> None:
 def _assert_reasons_were_reported(machine: Machine) -> None:
     reasons = [event.message for event in machine.events if event.subject == "chat-0"]
     assert reasons[-1] == "ready"
-    assert any("loading" in reason for reason in reasons), reasons
+    # A model that loads within one look is seen when its steps are measured.
+    assert any("loading" in reason or "warming" in reason for reason in reasons), reasons
 
 
 def _listening_ports(pids: set[int]) -> set[int]:

@@ -112,7 +112,7 @@ def own_settings(section: AutoscalingSection | None, bounds: Bounds, slo: Slo) -
     """As the operator would have them, and deciding, whatever mode the file has."""
     low, high = bounds
     aim = slo if slo.ttft_ms is not None or slo.tpot_ms is not None else None
-    settings = _active(section) or ScalingSettings("Active", low, high)
+    settings = _active(section) or ScalingSettings("Active", low, high, learns_idle_s=True)
     settings = msgspec.structs.replace(settings, min_replicas=low, max_replicas=high, slo=aim)
     return settings if aim is not None else with_default_targets(settings)
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 import threading
+from collections import deque
 
 import msgspec
 import zmq
@@ -23,6 +24,8 @@ from pagemill_engine.ipc.process import EngineProcess
 
 logger = logging.getLogger(__name__)
 
+CONNECTING_S = 0.002
+"""Between two looks whether the engine process has connected."""
 STOP_TIMEOUT_S = 5.0
 """After `Shutdown` the engine process has this long before it is killed."""
 
@@ -53,6 +56,8 @@ class EngineChannel:
         self._descriptor: int | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._died: EngineDied | None = None
+        self._unsent: deque[bytes] = deque()
+        """Encoded messages from before the engine process has connected."""
 
     @property
     def pid(self) -> int:
@@ -75,8 +80,25 @@ class EngineChannel:
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; never blocks. Ignored when the engine process is gone: `recv` reports that."""
-        if self._died is None:
-            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        if self._died is not None:
+            return
+        data = self._encoder.encode(message)
+        try:
+            if not self._unsent:
+                self._outbox.send(data, zmq.NOBLOCK)
+                return
+        except zmq.Again:  # an engine may be ready before its connection for messages is
+            asyncio.get_running_loop().call_later(CONNECTING_S, self._send_again)
+        self._unsent.append(data)
+
+    def _send_again(self) -> None:
+        while self._unsent and self._died is None and not self._outbox.closed:
+            try:
+                self._outbox.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                asyncio.get_running_loop().call_later(CONNECTING_S, self._send_again)
+                return
+            self._unsent.popleft()
 
     async def recv(self) -> FromEngine:
         """The next message. Raises `EngineDied` (a `ConnectionError`) once the process ended; `Fatal` comes first."""
@@ -109,7 +131,8 @@ class EngineChannel:
             self._process.discard()
             return
         try:
-            self.send(Shutdown())
+            if self._died is None:
+                self._outbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
         except zmq.Again:  # it has not connected yet, so the message would not be read
             self._process.terminate()
         try:

@@ -83,6 +83,7 @@ class EngineLink:
         self._outbox.close()
 
     def _read(self) -> None:
+        self._configured.wait()  # the parent listens by then: a connection before would be tried again much later
         inbox = self._context.socket(zmq.PULL)
         inbox.setsockopt(zmq.RCVHWM, 0)
         inbox.connect(address(self._folder, TO_ENGINE))

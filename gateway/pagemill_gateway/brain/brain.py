@@ -125,7 +125,8 @@ class LocalBrain:
         self.placement.observe(record, frame, now)
         record.unreachable = False
         record.awaiting_first_report = record.awaiting_first_report and not frame.max_model_len
-        is_new = frame.snapshot or (before is not None and before.sleeping)
+        # An engine may fall asleep and wake up between two of its frames.
+        is_new = frame.snapshot or (before is not None and (before.sleeping or frame.num_wakes > before.num_wakes))
         if is_new and not (frame.draining or frame.sleeping):
             record.draining = record.drain_acknowledged = False
             record.readmitted_at = self._num_decisions

@@ -106,10 +106,8 @@ class Memory(msgspec.Struct, frozen=True):
     def idle_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
         """Without a request, until the last replica goes: what two starts take, and longer where requests came soon
         after it had gone."""
-        if settings.idle_s is not None:
+        if not settings.learns_idle_s or cold_start_s is None:
             return settings.idle_s
-        if cold_start_s is None:
-            return DEFAULT_IDLE_S
         return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * cold_start_s) * 2.0**self.returns)
 
     def down_window_s(self, settings: ScalingSettings) -> float:

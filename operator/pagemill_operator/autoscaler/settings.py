@@ -51,12 +51,15 @@ class ScalingSettings(msgspec.Struct, frozen=True):
     kv_cache_usage: float | None = None
     queue_depth: int | None = None
     slo: Slo | None = None
-    idle_s: float | None = None
-    """`scaleToZeroAfter`; None: as starts are learned to take."""
+    idle_s: float = DEFAULT_IDLE_S
+    """`scaleToZeroAfter`."""
     up: Direction = Direction()
     down: Direction = Direction(DEFAULT_DOWN_WINDOW_S)
     policy: str = DEFAULT_POLICY
     """Name of the algorithm."""
+    learns_idle_s: bool = False
+    """`scaleToZeroAfter` is not set: the last replica goes sooner than after `idle_s` where starts are learned to be
+    short."""
 
     @property
     def lowest(self) -> int:
@@ -86,10 +89,11 @@ def settings_of(section: AutoscalingSection | None) -> ScalingSettings | None:
         kv_cache_usage=targets.kv_cache_usage if targets else None,
         queue_depth=targets.queue_depth if targets else None,
         slo=_slo(section),
-        idle_s=duration_seconds(section.scale_to_zero_after) if section.scale_to_zero_after else None,
+        idle_s=duration_seconds(section.scale_to_zero_after) if section.scale_to_zero_after else DEFAULT_IDLE_S,
         up=_direction(behavior.scale_up, 0.0),
         down=_direction(behavior.scale_down, DEFAULT_DOWN_WINDOW_S),
         policy=section.policy,
+        learns_idle_s=not section.scale_to_zero_after,
     )
     return settings if settings.slo is not None else with_default_targets(settings)
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from pagemill_operator.autoscaler.behavior import History, allowed, stabilized
 from pagemill_operator.autoscaler.decision import Decision, Goal, Reason, rate_limited, reason_for, replicas_of
-from pagemill_operator.autoscaler.settings import DEFAULT_IDLE_S, ScalingSettings, with_default_targets
+from pagemill_operator.autoscaler.settings import ScalingSettings, with_default_targets
 from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import is_idle
 
@@ -86,7 +86,7 @@ def _goals(settings: ScalingSettings, signals: Signals) -> Iterator[Goal]:
 def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
     """At least one replica, but where the deployment is idle, or at zero without a request."""
     missing, idle_s = signals.missing, signals.arrivals.idle_s
-    if is_idle(signals, DEFAULT_IDLE_S if settings.idle_s is None else settings.idle_s):
+    if is_idle(signals, settings.idle_s):
         return Goal("requests", 0, 0, f"no request for {idle_s:.0f} s")
     if not signals.fleet.wanted and not signals.num_requests:
         return Goal("requests", 0, 0, "no request", missing)

@@ -71,7 +71,7 @@ def own(settings: ScalingSettings, *, name: str = "pagemill") -> SimulatedPolicy
 def rival(policy: Rival[Any], bounds: Bounds) -> SimulatedPolicy:
     return SimulatedPolicy(
         policy,
-        ScalingSettings("Active", *bounds),
+        ScalingSettings("Active", *bounds, learns_idle_s=True),
         interval_s=policy.interval_s,
         wakes_at_once=policy.wakes_at_once,
         scrapes=True,

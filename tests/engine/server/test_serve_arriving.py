@@ -4,6 +4,7 @@ as it would from a folder, and ends with the fetch's own error where the rest do
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +43,11 @@ def answer(server: Any) -> Any:
     request = urllib.request.Request(
         f"{server.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)["choices"][0]
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["choices"][0]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{error.code}: {error.read().decode()}") from None
 
 
 def weights_are_planned(server: Any) -> None:
