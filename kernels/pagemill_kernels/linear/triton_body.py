@@ -20,6 +20,15 @@ def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr)
 
 
 @triton.jit
+def to_floats(codes, scales, offsets, HAS_OFFSETS: tl.constexpr):
+    """codes * scales + offsets."""
+    values = codes.to(tl.float32) * scales
+    if HAS_OFFSETS:
+        values += offsets
+    return values
+
+
+@triton.jit
 def add_codes_product(
     result,
     x_row,
@@ -58,19 +67,17 @@ def add_codes_product(
         inside = at < ROW_BYTES
         codes = tl.load(code_row + at[None, :], mask=is_column[:, None] & inside[None, :], other=0)
         low = (codes & 15) if BITS == 4 else codes
-        weights = low.to(tl.float32) * scales
+        offsets = scales
         if HAS_OFFSETS:
             offsets = spread(tl.load(offsets_ptr + group_at, mask=is_run, other=0.0), BLOCK_N, RUNS, SIZE)
-            weights += offsets
+        weights = to_floats(low, scales, offsets, HAS_OFFSETS)
         columns = at // SIZE * RUN + at % SIZE
         mask = is_row[:, None] & inside[None, :]
         inputs = tl.load(order_ptr + columns, mask=inside, other=0) if HAS_ORDER else columns
         x = tl.load(x_row + inputs[None, :], mask=mask, other=0.0)
         result = tl.dot(x, tl.trans(weights.to(element)), acc=result, input_precision=PRECISION)
         if BITS == 4:
-            weights = (codes >> 4).to(tl.float32) * scales
-            if HAS_OFFSETS:
-                weights += offsets
+            weights = to_floats(codes >> 4, scales, offsets, HAS_OFFSETS)
             columns += SIZE
             inputs = tl.load(order_ptr + columns, mask=inside, other=0) if HAS_ORDER else columns
             x = tl.load(x_row + inputs[None, :], mask=mask, other=0.0)
@@ -166,14 +173,10 @@ def dequantize(
     codes = tl.load(codes_ptr + row * (NUM_RUNS * SIZE) + byte, mask=inside[:, None], other=0)
     to = out_ptr + i * IN + run[:, None] * RUN + tl.arange(0, SIZE)[None, :]
     low = (codes & 15) if BITS == 4 else codes
-    values = low.to(tl.float32) * scales
-    if HAS_OFFSETS:
-        values += offsets
+    values = to_floats(low, scales, offsets, HAS_OFFSETS)
     tl.store(to, values.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     if BITS == 4:
-        values = (codes >> 4).to(tl.float32) * scales
-        if HAS_OFFSETS:
-            values += offsets
+        values = to_floats(codes >> 4, scales, offsets, HAS_OFFSETS)
         tl.store(to + SIZE, values.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 

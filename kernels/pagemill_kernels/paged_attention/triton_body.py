@@ -133,7 +133,7 @@ def attend(
         request = block // q_blocks
         first = block % q_blocks * BLOCK_Q
     else:
-        # A request's last tokens see the most keys: whoever takes longest begins first.
+        # A request's last tokens see the most keys: what takes longest begins first.
         block = tl.num_programs(0) - 1 - block
         request = find_request(query_start_ptr, block, num_requests, BLOCK_Q)
         first = (block - first_q_block(query_start_ptr, request, BLOCK_Q)) * BLOCK_Q

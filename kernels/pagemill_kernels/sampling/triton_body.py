@@ -172,11 +172,12 @@ def draw(
                     logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, cut, num_left.to(tl.int64),
                     top_k.to(tl.int64), VOCAB, CUT_BLOCK, CAPACITY, BY_MASS=False,
                 )  # fmt: skip
-                within = mass_up_to(
-                    cut, logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, VOCAB, CUT_BLOCK, CAPACITY
-                )
-                target = share_of(within - dropped * mass_of(0.0 - cut.to(tl.float32, bitcast=True)), share)
             if share < WHOLE_SHARE:
+                if top_k < count:
+                    within = mass_up_to(
+                        cut, logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, VOCAB, CUT_BLOCK, CAPACITY
+                    )
+                    target = share_of(within - dropped * mass_of(0.0 - cut.to(tl.float32, bitcast=True)), share)
                 cut, kept, dropped = find_cut(
                     logits_ptr, listed_ptr, num_listed, maximum, temperature, floor, cut, within, target,
                     VOCAB, CUT_BLOCK, CAPACITY, BY_MASS=True,
