@@ -250,8 +250,8 @@ class Scheduler:
         most = self.limits.max_num_seqs
         if len(self._running) < most or not self._running.last_except(None).is_unhurried:
             return
-        num_hurried = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
-        for _ in range(num_hurried):
+        num_higher = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
+        for _ in range(num_higher):
             if not (self._running and (last := self._running.last_except(None)).is_unhurried):
                 return
             self._preempt(last)

@@ -1,7 +1,7 @@
 """`POST /sleep`, `POST /wake_up` and `GET /is_sleeping` of the control port, named as in vLLM's sleep mode.
 
-Level 1 is the only one: the weights stay in the host's memory. Guarded as all control calls are. What they do is
-`sleeping`'s.
+Level 1 is the only one: the weights stay in the host's memory. The routes are guarded like all of the control port.
+`sleeping` carries them out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ WAIT_S = "30"
 
 
 async def sleep(request: Request) -> Response:
-    """200: it sleeps. 202: requests still run; it will sleep when they are done. 503: it cannot."""
+    """Put the engine to sleep.
+
+    200: it sleeps. 202: requests still run, and it will sleep when they are done. 503: it cannot sleep.
+    """
     context = context_of(request)
     level = request.query_params.get("level", LEVEL)
     if level != LEVEL:
@@ -38,7 +41,7 @@ async def sleep(request: Request) -> Response:
 
 
 async def wake_up(request: Request) -> Response:
-    """200: it takes requests. 202: it is on its way."""
+    """Wake the engine up. 200: it accepts requests. 202: it is waking up."""
     context = context_of(request)
     wait_s = seconds(request.query_params.get("wait_s", WAIT_S), "wait_s")
     client, _ = context.ready_engine()
