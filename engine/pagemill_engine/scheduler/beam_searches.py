@@ -60,7 +60,7 @@ class BeamSearches:
         if continuations:
             self._go_on(search, continuations)
         elif len(search.pool) < len(search.choices):
-            self._fail(sequence, "The stop tokens leave this search nothing to go on with. Send fewer stop_token_ids.")
+            self._fail(sequence, "All candidates of this beam search are stop tokens. Send fewer stop_token_ids.")
         else:
             self._outputs.search(sequence, search)
             self._leave(sequence)

@@ -501,7 +501,7 @@ class Scheduler:
         if seq.needs_last_token:
             num_tokens = len(seq.token_ids)
             if fault := advance(seq) or self._jump(seq):
-                self._fail(seq, f"The answer was broken off: {fault}.")
+                self._fail(seq, f"The answer was cut off: {fault}.")
                 return
             taken += seq.token_ids[num_tokens:]
         reason = finish_reason(seq)

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         failure = disk_full(error) or StartupError("ServerFailed", f"{type(error).__name__}: {error}")
         if failure.termination.reason == "ServerFailed":
             # The termination message carries no traceback.
-            logging.getLogger(__name__).exception("the server ends by a fault of its own")
+            logging.getLogger(__name__).exception("the server ends because of an internal error")
         sys.stderr.write(write_termination(failure.termination, termination_log) + "\n")
         return 1
     return 0

@@ -283,8 +283,8 @@ class EngineClient:
         mine = self.ready_info.weights_digest
         if request.weights_digest and request.weights_digest != mine:
             raise PagemillError(
-                f"This answer was begun with weights {request.weights_digest[:12]} and here are {mine[:12]}. "
-                "Send it to an engine of the same weights, or anew.",
+                f"This answer was begun with weights {request.weights_digest[:12]}; this engine has {mine[:12]}. "
+                "Send it to an engine with the same weights, or start it again.",
                 status=409,
                 param="weights_digest",
                 code="other_weights",

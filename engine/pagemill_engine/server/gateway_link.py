@@ -159,11 +159,11 @@ class GatewayLink(Successor):
                 stream.credit += decode_credit(data)
                 self._note_change(stream)
         else:
-            raise FrameError(f"A record has the kind {kind}, which no gateway sends.")
+            raise FrameError(f"A record has the unknown kind {kind}.")
 
     def _keep_part(self, number: int, data: bytes) -> None:
         if number not in self._parts and len(self._parts) >= MAX_UNFINISHED_REQUESTS:
-            raise FrameError(f"More than {MAX_UNFINISHED_REQUESTS} requests are begun at once.")
+            raise FrameError(f"More than {MAX_UNFINISHED_REQUESTS} requests have arrived only in part.")
         # One byte beyond the limit is enough to refuse the request; the rest is dropped.
         parts = self._parts.setdefault(number, bytearray())
         parts += data[: self._max_body_bytes + 1 - len(parts)]
@@ -174,7 +174,7 @@ class GatewayLink(Successor):
 
     def _open(self, number: int, body: bytes) -> None:
         if number in self._streams:
-            raise FrameError(f"Stream {number} is open already.")
+            raise FrameError(f"Stream {number} is already open.")
         context = self._context
         try:
             if len(body) > self._max_body_bytes:

@@ -24,7 +24,7 @@ from pagemill_protocol.keys.ring import KeyRing
 if TYPE_CHECKING:
     from pagemill_engine.server.context import ServerContext
 
-ENFORCED = "Leave it out, or serve through `pagemill gateway`, which keeps it."
+ENFORCED = "Leave it out, or serve through `pagemill gateway`, which enforces it."
 Result = TypeVar("Result")
 
 
@@ -69,11 +69,11 @@ def fault_of(line: str) -> str | None:
         return str(error)
     limit = next((name for name, value in caller.limits._asdict().items() if value is not None), None)
     if limit is not None:
-        return f"has `{limit}`, and this server keeps no limits. {ENFORCED}"
+        return f"has `{limit}`, but this server enforces no limits. {ENFORCED}"
     if caller.models is not None:
-        return f"has `models`, and this server serves each key the one model it has. {ENFORCED}"
+        return f"has `models`, but this server serves one model to all keys. {ENFORCED}"
     if caller.priority_class != "normal":
-        return f"has `priority`, and this server knows no classes of keys. {ENFORCED}"
+        return f"has `priority`, but this server has no priority classes. {ENFORCED}"
     return None
 
 

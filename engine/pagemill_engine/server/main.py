@@ -161,7 +161,7 @@ class Server:
         """Load the parts of the model that this process needs, then read the engine process's messages until it
         ends."""
         context, config = self._context, self._settings.engine
-        context.lifecycle.enter("loading", f"looking at {config.model}")
+        context.lifecycle.enter("loading", f"opening {config.model}")
         opened, bundle = await context.off_loop(lambda: _open_model(config))
         config = msgspec.structs.replace(
             config,
@@ -178,7 +178,7 @@ class Server:
             context.metrics,
             context.sleeping,
         )
-        context.lifecycle.enter("loading", "importing what the engine needs")
+        context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()
         context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
         context.publisher.announce_bundle(bundle.digest)
@@ -256,7 +256,7 @@ class Server:
             self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code=_failure_code(error)))
         if isinstance(error, StartupError):
             raise error
-        logger.error("the server ends by a fault of its own", exc_info=error)
+        logger.error("the server ends because of an internal error", exc_info=error)
         raise StartupError("ServerFailed", f"{type(error).__name__}: {error}") from error
 
     async def _close(

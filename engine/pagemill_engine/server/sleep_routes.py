@@ -27,16 +27,16 @@ async def sleep(request: Request) -> Response:
     level = request.query_params.get("level", LEVEL)
     if level != LEVEL:
         message = f"level must be {LEVEL}, which keeps the weights in memory, got {level[:20]!r}."
-        raise invalid_field("level", f"{message} To give them up as well, remove the replica.")
+        raise invalid_field("level", f"{message} To free them as well, remove the replica.")
     wait_s = seconds(request.query_params.get("wait_s", WAIT_S), "wait_s")
     client, _ = context.ready_engine()
     if context.lifecycle.ending:
         raise unavailable("This server is shutting down.", retry_after_s=1, code="draining")
     state = await context.sleeping.sleep(client, wait_s)
     if state == "waking":
-        raise unavailable("It is waking up. Ask again when it is awake.", retry_after_s=1, code="not_asleep")
+        raise unavailable("The engine is waking up. Ask again when it is awake.", retry_after_s=1, code="not_asleep")
     if state == "awake":
-        raise unavailable(context.sleeping.fault or "It was woken meanwhile.", code="not_asleep")
+        raise unavailable(context.sleeping.fault or "The engine was woken before it slept.", code="not_asleep")
     return _report(context, 200 if state == "asleep" else 202)
 
 

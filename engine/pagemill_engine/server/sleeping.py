@@ -49,7 +49,7 @@ class Sleeping:
         await self._while("waking", wait_s)
         if self.state == "awake" and self._lifecycle.ready:
             self.fault = ""
-            self._enter("falling_asleep", f"{client.num_requests} requests are still running; no new one is taken")
+            self._enter("falling_asleep", f"{client.num_requests} requests are still running; new ones are refused")
             self._falling = asyncio.create_task(self._fall_asleep(client), name="sleep")
         await self._while("falling_asleep", wait_s)
         return self.state
@@ -58,7 +58,7 @@ class Sleeping:
         """Let the engine accept requests again. Returns the state once it does, or after `wait_s`."""
         if self.state in ("falling_asleep", "asleep"):
             self._end_falling()
-            self._enter("waking", "the KV cache is allocated again")
+            self._enter("waking", "allocating the KV cache again")
             client.send(Wake())
         await self._while("waking", wait_s)
         return self.state
@@ -72,7 +72,7 @@ class Sleeping:
             self._enter("awake", "could not sleep")
             return
         self.released_bytes = message.released_bytes
-        self._enter("asleep", "the weights stay in memory, that of the KV cache is given back")
+        self._enter("asleep", "the weights stay in memory; the KV cache's memory is freed")
 
     def woke(self, message: Awake) -> None:
         """Record that the engine process generates again."""
