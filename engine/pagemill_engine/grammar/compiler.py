@@ -38,7 +38,7 @@ class Grammar:
     def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
         from pagemill_engine.grammar.state import (
             GrammarState,
-        )  # imports llguidance, which only requests with a form need
+        )  # imports llguidance, which only forms need
 
         return _advanced(
             GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, keeps_on), token_ids

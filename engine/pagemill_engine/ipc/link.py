@@ -82,7 +82,7 @@ class EngineLink:
         self._outbox.close()
 
     def _read(self) -> None:
-        self._configured.wait()  # an earlier connection would fail, because the parent listens only now, and be retried much later
+        self._configured.wait()  # the parent listens only now; an earlier connection would be retried much later
         inbox = self._context.socket(zmq.PULL)
         inbox.setsockopt(zmq.RCVHWM, 0)
         inbox.connect(address(self._folder, TO_ENGINE))
