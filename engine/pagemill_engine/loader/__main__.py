@@ -30,12 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A container's first process ignores SIGTERM otherwise. The next run continues from the part files.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(SIGTERM_EXIT_CODE))
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
-    parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or of another kind")
-    parser.add_argument("--target", type=Path, required=True, help="folder that will hold it")
-    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, made beside the model")
-    parser.add_argument("--size-limit-bytes", type=int, help="of all models beside the target")
-    parser.add_argument("--evict", action="store_true", help="remove models that are not used where room is needed")
-    parser.add_argument("--termination-log", type=Path, default=KUBERNETES_LOG, help="written where it exists")
+    parser.add_argument(
+        "--source", required=True, help="URI of the model: hf://, s3://, gs://, oci:// or another scheme"
+    )
+    parser.add_argument("--target", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, created beside the model")
+    parser.add_argument("--size-limit-bytes", type=int, help="size limit of all models beside the target")
+    parser.add_argument("--evict", action="store_true", help="remove unused models if space is needed")
+    parser.add_argument(
+        "--termination-log",
+        type=Path,
+        default=KUBERNETES_LOG,
+        help="file for the termination message, written if it exists",
+    )
     arguments = parser.parse_args(argv)
     settings = LoaderSettings(
         arguments.source,

@@ -70,7 +70,7 @@ class OutlinedWeights:
         raise self._absent("a digest is to be taken")
 
     def _absent(self, why: str) -> LoadError:
-        message = f"`{self._folder}` holds `{INDEX_FILE}` without the files that it names, and {why}. Fetch them."
+        message = f"`{self._folder}` contains `{INDEX_FILE}` without the files that it names, and {why}. Fetch them."
         return LoadError("ModelUnreadable", message)
 
 

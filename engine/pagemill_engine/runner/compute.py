@@ -125,7 +125,7 @@ def _pooled(config: EngineConfig, spec: ModelSpec) -> Compute:
     compute = _on_cpu(config, spec)
     if spec.decoder.is_causal:
         return compute
-    return compute._replace(how=f"{compute.how}, whole prompts attended by torch")
+    return compute._replace(how=f"{compute.how}, attention over whole prompts by torch")
 
 
 def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
@@ -148,7 +148,7 @@ def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:
         if value != wanted and not (value == "auto" and not _has_gpu()):
             raise LoadError(
                 "SettingsUnsupported",
-                f"`{field}` {value} does not hold for `{spec.architecture}`, which is no family of Pagemill's and runs "
+                f"`{field}` {value} is not supported for `{spec.architecture}`, which is no family of Pagemill's and runs "
                 f"by its class in transformers, on the CPU and in floats. Set {field} to {str(wanted).lower()}.",
             )
 
@@ -194,7 +194,7 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     if config.deterministic:
         raise LoadError(
             "SettingsUnsupported",
-            f"`deterministic` true needs the CPU's kernels, `device` is {config.device}. "
+            f"`deterministic` true needs the CPU's kernels, but `device` is {config.device}. "
             "Turn deterministic off or set device to cpu.",
         )
     if "fp8" in (config.quantization, config.kv_cache_dtype):

@@ -303,7 +303,7 @@ class DeviceRunner:
         try:
             torch.cuda.synchronize(self._ops.device)
         except Exception as lost:
-            return DeviceLostError(f"The device failed, and this process can use it no more: {_first_line(lost)}")
+            return DeviceLostError(f"The device failed and this process cannot use it any more: {_first_line(lost)}")
         return error
 
 

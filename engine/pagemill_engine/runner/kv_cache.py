@@ -127,7 +127,7 @@ def too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
     return LoadError(
         "KVCacheTooLarge",
         f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
-        "more memory than this machine, container or device gives. Lower kvCacheMemory.",
+        "more memory than this machine, container or device has. Lower kvCacheMemory.",
     )
 
 
@@ -139,7 +139,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes of memory are not given: {error.strerror}") from error
+        raise MemoryError(f"{num_bytes} bytes of memory cannot be allocated: {error.strerror}") from error
     with suppress(OSError, AttributeError):
         # A hint, as numpy gives for large arrays: not every kernel supports it.
         pages.madvise(mmap.MADV_HUGEPAGE)
