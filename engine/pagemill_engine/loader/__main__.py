@@ -30,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A container's first process ignores SIGTERM otherwise. The next run continues from the part files.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(SIGTERM_EXIT_CODE))
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
-    parser.add_argument(
-        "--source", required=True, help="URI of the model: hf://, s3://, gs://, oci:// or another scheme"
-    )
+    parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or another scheme")
     parser.add_argument("--target", type=Path, required=True, help="folder for the model")
     parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, created beside the model")
     parser.add_argument("--size-limit-bytes", type=int, help="size limit of all models beside the target")
@@ -41,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--termination-log",
         type=Path,
         default=KUBERNETES_LOG,
-        help="file for the termination message, written if it exists",
+        help="written if it exists",
     )
     arguments = parser.parse_args(argv)
     settings = LoaderSettings(

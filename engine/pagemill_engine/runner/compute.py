@@ -148,8 +148,8 @@ def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:
         if value != wanted and not (value == "auto" and not _has_gpu()):
             raise LoadError(
                 "SettingsUnsupported",
-                f"`{field}` {value} is not supported for `{spec.architecture}`, which is no family of Pagemill's and runs "
-                f"by its class in transformers, on the CPU and in floats. Set {field} to {str(wanted).lower()}.",
+                f"`{field}` {value} is not supported for `{spec.architecture}`, which is no family of Pagemill's and "
+                f"runs by its class in transformers, on the CPU and in floats. Set {field} to {str(wanted).lower()}.",
             )
 
 
