@@ -1,13 +1,15 @@
-"""Which candidates of a row may be drawn: those above min_p, of these the top_k best, of these the first that have
-top_p of the mass. The order is by falling logit and, among equal ones, by rising token id.
+"""The filters of sampling, which decide which candidates of a row may be drawn.
+
+Each filter applies to what the one before it left: min_p, then top_k, then top_p. Candidates are ordered by falling
+logit and, for equal logits, by rising token id.
 
     x = (logit - the row's maximum) / temperature, in float32, each operation rounded once
     min_p: tokens with x < log(min_p) are dropped (`arithmetic.log`)
     top_p: a token stays while the `arithmetic.mass` of those before it is below share_of(the mass of all, top_p)
     The first token always stays.
 
-A full sort of the vocabulary is the costliest thing a sampler can do, so the cut is searched among the best
-`SHORTLIST` tokens first; only rows whose cut lies further down are sorted whole.
+Sorting a whole vocabulary is slow, so the last candidate that stays is searched among the best `SHORTLIST` tokens
+first. A row is sorted whole only if that candidate is not among them.
 """
 
 from __future__ import annotations
