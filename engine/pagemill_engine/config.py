@@ -136,9 +136,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def step(self) -> StepLimits:
         """The configured step limits, with a CPU's defaults."""
-        return self.step_beside(CPU_STEP)
+        return self.step_with_defaults(CPU_STEP)
 
-    def step_beside(self, usual: StepLimits) -> StepLimits:
+    def step_with_defaults(self, usual: StepLimits) -> StepLimits:
         """Return the configured step limits, with `usual` as defaults and at least one token per request."""
         num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
         if num_seqs is None:

@@ -11,7 +11,7 @@ _OPENMP = {
     # Number of times that a thread of torch spins for another before it sleeps. Below 2,000 it sleeps between two
     # operations (SmolLM2 on two quiet cores: 23 ms a token with 300, 11 with 1,000, 8 from 2,000 on). The library's
     # default of 300,000 takes milliseconds from the very thread that is waited for wherever cores are shared: 700 ms a
-    # token beside other work, 100 with 3,000.
+    # token with other work on the machine, 100 with 3,000.
     "GOMP_SPINCOUNT": "3000",
 }
 

@@ -31,10 +31,10 @@ layers in bfloat16. `triton`: an NVIDIA device, any float type.
 """
 
 Products = Literal["float", "w8a8", "fp8"]
-"""What linear layers multiply: floats as they are, or 8-bit values on both sides, int8 or e4m3."""
+"""The operands of linear layers: floats as they are, or 8-bit values on both sides, int8 or e4m3."""
 
 Feature = Literal["alibi", "latent", "sinks", "soft_cap"]
-"""Features of attention beside the softmax of scaled scores under a window.
+"""Features of attention besides the softmax of scaled scores under a window.
 
 Each is an argument of `paged_attention` of the same meaning; `latent`: batches that share vectors, and heads of any
 size.

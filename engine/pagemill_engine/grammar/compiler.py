@@ -1,4 +1,4 @@
-"""Compiles forms into grammars, on a thread beside the engine's loop, and keeps the last used ones.
+"""Compiles forms into grammars, on a thread of its own, and keeps the last used ones.
 
 The HTTP process has checked that a form compiles in time (`pagemill_protocol.grammars.check`). The compiler's effort is
 limited here again; a form that cannot be compiled gets a 400.

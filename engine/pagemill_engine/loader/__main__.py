@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
     parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or another scheme")
     parser.add_argument("--target", type=Path, required=True, help="folder for the model")
-    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, created beside the model")
-    parser.add_argument("--size-limit-bytes", type=int, help="size limit of all models beside the target")
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, created if it is missing")
+    parser.add_argument("--size-limit-bytes", type=int, help="size limit of all models in the target's parent folder")
     parser.add_argument("--evict", action="store_true", help="remove unused models if space is needed")
     parser.add_argument(
         "--termination-log",

@@ -33,7 +33,7 @@ class LoaderSettings(NamedTuple):
     num_downloads: int = 4
     """Number of files that are downloaded at a time."""
     size_limit_bytes: int | None = None
-    """Limit of the size of all models beside the target; None: the volume's size."""
+    """Limit of the total size of the models in the target's parent folder; None: the volume's size."""
     evicts: bool = False
     """Whether unused models are removed to free space for this one."""
 

@@ -41,7 +41,7 @@ from pagemill_kernels.pieces import each_piece
 
 
 class CodeKind(NamedTuple):
-    """How the quantized values of a storage type are stored in memory."""
+    """The form of a storage type's quantized values in memory."""
 
     bits: Literal[4, 8]
     group_size: int = GROUP_SIZE
@@ -81,7 +81,7 @@ def in_words(stored_as: str, kinds: Iterable[CodeKind | None]) -> str:
 
 
 _STORED_OFFSETS = {"Q4_0": False, "Q4_1": True, "Q8_0": False}
-"""Types whose stored blocks are `CodeBlocks` without conversion, and whether they have an offset beside the scale."""
+"""Types whose stored blocks are `CodeBlocks` without conversion, and whether they have offsets."""
 
 _Parts = tuple[Bytes | Codes, Floats, Floats | None]
 """Quantized values, scales and offsets of n blocks, in the number of columns that each has."""

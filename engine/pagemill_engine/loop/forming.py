@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.005
-"""How long an engine with nothing else to do waits for a grammar before it looks for messages."""
+"""Time that an engine without other work waits for a grammar before it reads messages again."""
 
 
 class FormingRequests:

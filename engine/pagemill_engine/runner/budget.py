@@ -123,7 +123,7 @@ def _plan(
 
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_tokens: int) -> int:
-    """Return the most bytes that the largest step needs at a time beside weights and cache, from the model's shapes."""
+    """Return the peak bytes of the largest step, without weights and cache, from the model's shapes."""
     num_tokens = config.step.max_num_batched_tokens
     num_rows = min(config.step.max_num_seqs, num_tokens)
     context_tokens = min(config.max_model_len or spec.max_position_embeddings, cache_tokens)

@@ -34,7 +34,7 @@ def compile_kernels(runner: DeviceRunner, config: EngineConfig) -> None:
 
 
 def run_largest(runner: DeviceRunner, config: EngineConfig) -> None:
-    """Run the largest step beside everything else on the device. Raises `LoadError` if memory is too small."""
+    """Run the largest step with everything else in the device's memory. Raises `LoadError` if memory is too small."""
     with _refused(config):
         runner.warm_up(*_largest_step(config, runner.info.max_model_len))
 

@@ -30,7 +30,7 @@ _OCTAVE = (36, 40, 45, 50, 57, 64)
 """Sizes in 32nds of a power of two: no step above 1,024 tokens is padded by more than a seventh."""
 _TOKENS = (*_SMALL, *(part * power // 32 for power in (1024, 2048, 4096) for part in _OCTAVE))
 _REQUESTS = (64,)
-"""Recorded numbers of requests, beside the largest: attention launches programs for every possible request."""
+"""Recorded numbers of requests, besides the largest: attention launches programs for every possible request."""
 
 
 class Shape(NamedTuple):

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Holding(NamedTuple):
-    """How a backend's kernels store weights, keys and values."""
+    """The storage of weights, keys and values by a backend's kernels."""
 
     dtype: FloatType
     """Type of float weights."""

@@ -27,7 +27,7 @@ Of 24 GB some 22 can be used, and a prompt of 8,192 tokens would delay decodes t
 ENCODER_TOKENS = 2048
 """Tokens of a step of whole prompts: no decode waits for it, and few long prompts would fill a smaller one badly."""
 STEP_SHARE = 0.25
-"""Largest share, of the memory beside the weights, for the largest step; the rest is for keys and values."""
+"""Largest share of the memory without the weights for the largest step; the rest is for keys and values."""
 
 
 def choose_step_limits(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> EngineConfig:
@@ -41,13 +41,13 @@ def choose_step_limits(config: EngineConfig, spec: ModelSpec, sizes: Sizes, stat
     budget_bytes = _step_budget_bytes(config, sizes, state)
     while usual != CPU_STEP and _step_bytes(_with(config, usual), spec, sizes) > budget_bytes:
         usual = StepLimits(*(max(least, most // 2) for least, most in zip(CPU_STEP, usual, strict=True)))
-    # As many requests as a step may have cannot fill more tokens than their contexts allow.
+    # A step's requests cannot have more tokens than their contexts together.
     context_tokens = _with(config, usual).step.max_num_seqs * (config.max_model_len or spec.max_position_embeddings)
     return _with(config, usual._replace(max_num_batched_tokens=min(usual.max_num_batched_tokens, context_tokens)))
 
 
 def _with(config: EngineConfig, usual: StepLimits) -> EngineConfig:
-    return msgspec.structs.replace(config, **config.step_beside(usual)._asdict())
+    return msgspec.structs.replace(config, **config.step_with_defaults(usual)._asdict())
 
 
 def _step_budget_bytes(config: EngineConfig, sizes: Sizes, state: MemoryState) -> int:

@@ -23,7 +23,7 @@ MIN_TEMPERATURE = 1e-5
 
 
 class TokenCounts(Protocol):
-    """Which tokens a row has seen, for all penalties, in the memory of the device that samples."""
+    """The tokens of each row's prompt and output, for all penalties, in the memory of the device that samples."""
 
     in_prompt: Any
     """bool [rows, vocab]."""

@@ -27,7 +27,7 @@ class SchedulerLimits:
     weights_digest: str = ""
     kv_dtype: str = ""
     pooling: PoolingSpec | None = None
-    """What the model pools: requests get vectors or scores instead of tokens. None: the model generates."""
+    """The result of a pooling model, whose requests get vectors or scores; None: the model generates tokens."""
     serves_adapters: bool = False
     jumps_forward: bool = True
     """Whether tokens that a form leaves no choice about are taken at once instead of sampled."""

@@ -25,7 +25,7 @@ class Restriction:
         self._words = [word for word in words if len(word) > 1]
         self.depends_on_output = bool(self._words)
         self.num_read = max(map(len, self._words), default=1) - 1
-        """How many of the last output tokens `mask` depends on."""
+        """Number of the last output tokens that `mask` depends on."""
 
     def mask(self, tail: list[int]) -> Mask:
         """Return the mask of the next token.

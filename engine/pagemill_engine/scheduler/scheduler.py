@@ -391,7 +391,7 @@ class Scheduler:
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
         seqs, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
         targets, commit, take_token = plan.prompt_targets, kv.commit, self._take_token
-        # As hot as the loop of `_schedule_decodes`.
+        # This loop runs as often as that of `_schedule_decodes`.
         for name, num_tokens in plan.num_scheduled_tokens.items():
             seq = seqs.get(name)
             if seq is None or (discarded and name in discarded):

@@ -70,7 +70,7 @@ class EngineClient:
         self.ready_info: Ready | None = None
         """Properties of the loaded engine; None until it is ready."""
         self.last_message_s = time.monotonic()
-        """When the engine process last sent a report, which it does at least every second, also when idle.
+        """Time at which the engine process last sent a report, which it does at least every second, also when idle.
 
         Heartbeats do not count: a process whose loop hangs sends them too.
         """

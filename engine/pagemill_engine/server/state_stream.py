@@ -60,14 +60,14 @@ class StatePublisher:
         self._subscriptions: set[Subscription] = set()
         self._closed = False
         self._reported_s: float | None = None
-        """When the engine process last sent a report."""
+        """Time at which the engine process last sent a report."""
         self._frozen_s: float | None = None
         """Seconds in which this process ran and the engine process sent nothing; None before the first heartbeat."""
         self._looked_s = time.monotonic()
         """Time up to which `_frozen_s` counts."""
         self._expected_step_ms = 0.0
         self._published_s: float | None = None
-        """When the load of the latest published frame was reported."""
+        """Time at which the load of the latest published frame was reported."""
         self._load = EngineLoad()
         """Load in the engine process's latest report."""
         self._arrivals: deque[_Arrival] = deque()
@@ -141,7 +141,7 @@ class StatePublisher:
         self._update(sleeping=sleeping)
 
     def woke(self, wake_s: float) -> None:
-        """Publish the duration of a wake-up, beside the phases of the start."""
+        """Publish the duration of a wake-up, in addition to the phases of the start."""
         self._update(start_s=self._next.start_s | {WAKE: round(wake_s, 3)}, num_wakes=self._next.num_wakes + 1)
 
     def close(self) -> None:

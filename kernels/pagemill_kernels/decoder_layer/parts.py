@@ -25,7 +25,7 @@ class MLPParts(NamedTuple):
     activation: str
     gated: bool
     limit: float | None
-    """As in `activation.reference.activate_and_mul`."""
+    """The argument of `activation.reference.activate_and_mul`."""
 
 
 class MoEParts(NamedTuple):
@@ -33,7 +33,7 @@ class MoEParts(NamedTuple):
     experts: NativeExperts
     top_k: int
     renormalized: bool
-    """As in `experts.reference.route`."""
+    """The argument of `experts.reference.route`."""
 
 
 class LayerParts(NamedTuple):

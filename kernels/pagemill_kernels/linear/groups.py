@@ -106,7 +106,7 @@ def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:
 def stack(parts: list[GroupCodes]) -> GroupCodes | None:
     """Return the parts of one width stacked by rows; parts of another kind are widened without changing values.
 
-    Returns None if they have no kind in common: floats beside integers, several tables, or columns in several orders.
+    Returns None if they have no kind in common: floats and integers, several tables, or columns in several orders.
     """
     first = parts[0]
     if len(parts) == 1:

@@ -68,8 +68,8 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the context's part of the softmax over it and the head's sink. scores: [heads, rows, context]."""
     if sinks is None:
         return scores.softmax(-1)
-    beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
-    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
+    sink_scores = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
 
 
 def visible_positions(positions: Tensor, seq_len: int, sliding_window: int | None) -> Tensor:

@@ -46,8 +46,8 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, cached: torch.dt
     """Choose the sizes of a kernel.
 
     Decodes are bound by memory: they take the fewest rows of a tensor-core operation and load many keys at a time.
-    Prefills take as many rows as fit into registers beside a second program on the same multiprocessor. 8-bit values
-    take additional registers while they are converted to floats.
+    Prefills take as many rows as fit into registers together with a second program on the same multiprocessor. 8-bit
+    values take additional registers while they are converted to floats.
     """
     rows = max(16, triton.next_power_of_2(group))
     is_large = launch.shared_bytes() >= LARGE_SHARED_BYTES

@@ -142,8 +142,8 @@ def paged_attention(
     prefill = partial(_attend, False, few_tokens, prefill_tiles, plan, query, cache, extras, whole)
     if has_prefills and few_tokens:
         # Prefills are bound by computation and decodes by memory: concurrently they take less time than in sequence.
-        with launch.forked(out.device) as beside:
-            with beside:
+        with launch.forked(out.device) as other_stream:
+            with other_stream:
                 decode()
             prefill()
     elif has_prefills:
@@ -154,7 +154,7 @@ def paged_attention(
 
 
 class _Extras(NamedTuple):
-    """Changes of the scores beside the causal mask and the window."""
+    """Changes of the scores besides the causal mask and the window."""
 
     scale: float
     soft_cap: float | None

@@ -74,7 +74,7 @@ class Reports(NamedTuple):
 
     rows: NDArray[np.int64]
     num_top: NDArray[np.int64]
-    """Number of most likely tokens to report beside the chosen one; 0 if tokens are named."""
+    """Number of most likely tokens to report besides the chosen one; 0 if tokens are named."""
     named: NamedTokens | None = None
 
     @property

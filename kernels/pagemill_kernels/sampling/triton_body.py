@@ -195,7 +195,7 @@ def draw(
                 logits_ptr, listed_ptr, maximum, temperature, floor, cut, least, key_low, key_high,
                 VOCAB, BLOCK, CAPACITY, BY_NOISE=True,
             )  # fmt: skip
-        # Of the tokens at the cut the first stay, but the list is unordered.
+        # Among tokens equal to the cut the first ones stay, but the list is unordered.
         if (num_listed > CAPACITY) | (dropped > 0):
             num_listed = tl.full((), -1, tl.int32)
         winner = noisiest(

@@ -1,6 +1,6 @@
-// Computes out = x W^T + bias in bfloat16: a slice of x is rounded, three panels of the weight are unpacked beside it
-// in the second-level cache, and tiles of eight rows and 48 outputs are multiplied, two inputs in one instruction. Sums
-// are float32 in a fixed order, so that a row's result does not depend on the number of rows.
+// Computes out = x W^T + bias in bfloat16: a slice of x is rounded and three panels of the weight are unpacked, both
+// within the second-level cache; then tiles of eight rows and 48 outputs are multiplied, two inputs in one instruction.
+// Sums are float32 in a fixed order, so that a row's result does not depend on the number of rows.
 //
 // Layout of unpacked panels and kPairs: [k / 2][n][2]; a last odd input is paired with zeros.
 #include "bfloat16.h"
