@@ -88,10 +88,8 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, grammar: TokenStates | None = None) -> None:
-        """Queue a request. Its answers have the form of `grammar`, if it is given.
-
-        Raises `PagemillError` if the request can never run or too many requests are waiting.
-        """
+        """Queue a request, whose answers have the form of `grammar`, if given. Raises `PagemillError` if the request can
+        never run or too many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
         if clash(seqs, known):
@@ -147,10 +145,8 @@ class Scheduler:
     # -- schedule ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Plan one step and open its KV writes.
-
-        An empty plan means that nothing can run before a step in flight is read.
-        """
+        """Plan one step and open its KV writes. An empty plan means that nothing can run before a step in flight is
+        read."""
         self._step += 1
         step = StepBuilder(StepPlan(self._step, {}), self.limits.max_num_batched_tokens)
         if self._probing:
@@ -275,10 +271,7 @@ class Scheduler:
         step.reserved_blocks -= len(allocation.new_block_ids)
 
     def _allocate(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> Allocation | None:
-        """Open the sequence's KV write, preempting others until it fits.
-
-        Returns None if the sequence itself was preempted.
-        """
+        """Open the sequence's KV write, preempting others until it fits. Returns None if it was itself preempted."""
         spared = seq if self._probing else None
         while (allocation := self.kv.allocate_slots(seq, num_tokens)) is None:
             victim, fork = self._running.last_except(spared), self._last_fork()
