@@ -88,8 +88,8 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, grammar: TokenStates | None = None) -> None:
-        """Queue a request, whose answers have the form of `grammar`, if given. Raises `PagemillError` if the request can
-        never run or too many requests are waiting."""
+        """Queue a request, whose answers have the form of `grammar`, if given. Raises `PagemillError` if the request
+        can never run or too many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
         if clash(seqs, known):
