@@ -51,10 +51,7 @@ class EngineCore:
     """One engine's scheduler and runner. Not thread-safe: all calls must come from the thread that steps."""
 
     def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create the core of a loaded runner.
-
-        `clock`: returns seconds; the simulator passes a virtual one.
-        """
+        """Create the core of a loaded runner. `clock`: returns seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
@@ -95,10 +92,8 @@ class EngineCore:
         return self._step_timer.add_step_times(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
 
     def step(self) -> StepOutputs:
-        """Run one step to its end, if there is anything to run, and return its outputs.
-
-        Raises only if the state is inconsistent beyond the step's own requests, or the device is lost.
-        """
+        """Run one step to its end, if there is anything to run, and return its outputs. Raises only if the state is
+        inconsistent beyond the step's own requests, or the device is lost."""
         self.forming.queue_compiled(may_wait=not self.scheduler.has_work and self._in_flight is None)
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
@@ -191,10 +186,8 @@ class EngineCore:
         self.scheduler.step_failed(plan, "The step was interrupted.")
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
-        """Fail what the scheduler was processing when it raised, and continue if the rest is consistent.
-
-        Exceptions like KeyboardInterrupt are raised again.
-        """
+        """Fail what the scheduler was processing when it raised, and continue if the rest is consistent. Exceptions
+        like KeyboardInterrupt are raised again."""
         logger.error("the scheduler failed", exc_info=error)
         self.num_failed_steps_in_a_row += 1
         self.scheduler.abandon(plan, f"The engine failed on this request's step: {type(error).__name__}.")
@@ -203,10 +196,8 @@ class EngineCore:
             raise error
 
     def _note_time(self, step: Launched) -> None:
-        """Record the step's time.
-
-        While there is work, it counts from one read to the next, with the time between steps.
-        """
+        """Record the step's time. While there is work, it counts from one read to the next, with the time between
+        steps."""
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._goes_on else step.started_s)) * 1000
         self._last_read_s = now_s

@@ -239,10 +239,8 @@ class Scheduler:
                 return
 
     def _make_way(self) -> None:
-        """Preempt low-priority sequences for waiting ones of higher priority if the batch is full.
-
-        Their computed tokens stay in the prefix cache as long as there is space. They start again after all others.
-        """
+        """Preempt low-priority sequences for waiting ones of higher priority if the batch is full. Their computed
+        tokens stay in the prefix cache as long as there is space. They start again after all others."""
         most = self.limits.max_num_seqs
         if len(self._running) < most or not self._running.last_except(None).is_unhurried:
             return
@@ -332,11 +330,8 @@ class Scheduler:
     # -- taking blocks back --------------------------------------------------------------------------------------
 
     def _preempt(self, seq: Sequence, step: StepBuilder | None = None) -> None:
-        """Return the sequence to the queue with nothing computed.
-
-        Its generated tokens are kept as known tokens. The token that a step in flight samples for it is kept too: that
-        step still uses the blocks.
-        """
+        """Return the sequence to the queue with nothing computed. Its generated tokens are kept as known tokens. The
+        token that a step in flight samples for it is kept too: that step still uses the blocks."""
         if step is not None:
             step.withdraw(seq)
         self.kv.free(seq)
@@ -405,10 +400,8 @@ class Scheduler:
         self._in_flight.complete(plan)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:
-        """Handle a step that raised as a whole: blame a sequence that ran alone, probe several one by one.
-
-        A step that was launched behind the failed one read incomplete KV, so its sequences start over.
-        """
+        """Handle a step that raised as a whole: blame a sequence that ran alone, probe several one by one. A step that
+        was launched behind the failed one read incomplete KV, so its sequences start over."""
         dropped = self._in_flight.drop_all()
         self._released = [*(name for in_flight in dropped for name in in_flight.plan.released), *self._released]
         seqs = next(in_flight.sequences(self._sequences) for in_flight in dropped if in_flight.plan is plan)
@@ -446,10 +439,8 @@ class Scheduler:
                 self._fail(seq, message)
 
     def _void(self, in_flight: InFlightStep, broken: dict[str, str]) -> None:
-        """Fail the broken sequences.
-
-        Sequences of steps in flight that read the blocks which the broken ones were writing start over.
-        """
+        """Fail the broken sequences. Sequences of steps in flight that read the blocks which the broken ones were
+        writing start over."""
         failed = [seq for seq in in_flight.sequences(self._sequences) if seq.request_id in broken]
         # If a broken sequence was preempted since, the blocks it was writing are unknown: then no reader is trusted.
         blind = any(seq.state is not SequenceState.RUNNING for seq in failed)
@@ -510,11 +501,8 @@ class Scheduler:
         self._leave(seq)
 
     def _jump(self, seq: Sequence) -> str:
-        """Append the tokens that the form leaves no choice about; the next step computes them together.
-
-        Returns the fault that ends the sequence, or "". Does nothing where log probabilities of each token are
-        reported.
-        """
+        """Append the tokens that the form leaves no choice about; the next step computes them together. Returns the
+        fault that ends the sequence, or "". Does nothing where log probabilities of each token are reported."""
         if not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
             return ""
         if seq.state is not SequenceState.RUNNING or self._probing or self._held.fork_is_due(seq):
@@ -580,10 +568,8 @@ class Scheduler:
         return self._outputs.take()
 
     def find_inconsistencies(self) -> list[str]:
-        """Return the contradictions between sequences, queues and block tables; empty if consistent.
-
-        Call this between two steps. O(sequences).
-        """
+        """Return the contradictions between sequences, queues and block tables; empty if consistent. Call this between
+        two steps. O(sequences)."""
         counts = len(self._running), len(self._waiting), self._held.num_held, self._beams.num_reported()
         places = dict(zip(QUEUED_STATES, counts, strict=True))
         num_choices = sum(len(choices) for choices in self._clients.values())

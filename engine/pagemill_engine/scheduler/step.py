@@ -39,10 +39,8 @@ class AdmittedSequence:
     pooling: PoolingParams | None = None
     """Set if the prompt is pooled into a vector or a score; the sequence then samples nothing."""
     eos_token_ids: list[int] = field(default_factory=list)
-    """End-of-sequence tokens of the sequence (none with `ignore_eos`).
-
-    Together with `sampling.stop_token_ids` they are masked until `min_tokens` tokens were generated.
-    """
+    """End-of-sequence tokens of the sequence (none with `ignore_eos`). Together with `sampling.stop_token_ids` they are
+    masked until `min_tokens` tokens were generated."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,10 +70,8 @@ class StepPlan:
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     """Blocks appended to sequences that were already admitted."""
     replaced_blocks: list[tuple[str, int, int]] = field(default_factory=list)
-    """(request id, index in its block table, new block id): the entry after a copy-on-write.
-
-    An admitted sequence's `block_ids` contain the new block already.
-    """
+    """(request id, index in its block table, new block id): the entry after a copy-on-write. An admitted sequence's
+    `block_ids` contain the new block already."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) pairs, copied before the forward pass; all sources are read before a destination is
     written."""
@@ -86,15 +82,11 @@ class StepPlan:
     unknown to the runner.
     """
     samples: set[str] = field(default_factory=set)
-    """Requests that sample a token in this step, or whose prompt is pooled.
-
-    The runner appends the sampled token to its sequence itself.
-    """
+    """Requests that sample a token in this step, or whose prompt is pooled. The runner appends the sampled token to its
+    sequence itself."""
     token_masks: dict[str, NDArray[np.int32] | TokenState] = field(default_factory=dict)
     """Masks of the sampling requests that may not take every token: one bit per token, 32 per word, or a grammar state.
-
-    The runner reads a grammar state's mask after the forward pass is under way and before `wait` returns.
-    """
+    The runner reads a grammar state's mask after the forward pass is under way and before `wait` returns."""
     prompt_targets: dict[str, PromptTargets] = field(default_factory=dict)
     """Prompt tokens to report, of requests that ask for log probabilities of their prompts."""
     decode_context_tokens: int = 0
