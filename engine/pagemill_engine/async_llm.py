@@ -1,7 +1,7 @@
-"""`AsyncLLM`: a model for programs with an event loop, as vLLM's class of that name: requests come and go at any time.
+"""`AsyncLLM`: a model for programs with an event loop, like vLLM's class of that name.
 
-The engine runs in a process of its own, behind the same client as a server's (`server.engine_client`); outputs are
-those of `LLM`. There is no HTTP here. Prompts are read by `offline_prompts`.
+Requests may start and end at any time. The engine runs in a process of its own, behind the client that the server uses
+too (`server.engine_client`); outputs are those of `LLM`. There is no HTTP server. `offline_prompts` reads prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 
 
 class EngineArgs:
-    """Arguments of `LLM` or `AsyncLLM`, kept until one is made of them."""
+    """Arguments from which an `AsyncLLM` is created later."""
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self.model = model
@@ -44,9 +44,9 @@ class EngineArgs:
 
 
 class AsyncLLM:
-    """One model in a process of its own. All methods but the constructor belong to one event loop.
+    """One model in a process of its own. All methods but the constructor must be called on one event loop.
 
-    Arguments as `LLM`. The model loads from the construction on; the first `generate` waits for it.
+    Arguments are those of `LLM`. The model loads from the construction on; the first `generate` waits for it.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
@@ -72,7 +72,7 @@ class AsyncLLM:
         return cls(engine_args.model, **engine_args.settings)
 
     def get_tokenizer(self) -> Any:
-        """As `LLM.get_tokenizer`."""
+        """Return the model's tokenizer, like `LLM.get_tokenizer`."""
         return self._encoder.hugging_face()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -87,8 +87,11 @@ class AsyncLLM:
         lora_request: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one prompt as they come, in `sampling_params.output_kind`; a caller that is slow gets fewer,
-        larger ones. The request ends when its caller leaves the loop. Raises as `LLM.generate`."""
+        """Yield outputs of one prompt as they arrive, in `sampling_params.output_kind`.
+
+        A slow caller gets fewer, larger outputs. The request ends when its caller leaves the loop. Raises like
+        `LLM.generate`.
+        """
         check_lora(lora_request)
         await self._serving()
         encoded: list[EncodedPrompt] = await asyncio.to_thread(self._encoder.prompts, prompt, sampling_params)
@@ -111,7 +114,7 @@ class AsyncLLM:
             self._client.abort(stream.answer)
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
-        """End requests; their last output has `finish_reason` "abort". Unknown ids have ended."""
+        """End requests; their last output has `finish_reason` "abort". Ids of ended requests are ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             stream = self._streams.get(name)
             if stream is not None:
@@ -119,7 +122,7 @@ class AsyncLLM:
                 stream.abort()
 
     async def check_health(self) -> None:
-        """Return once the model is loaded. Raises the reason when the engine cannot start or has ended."""
+        """Return once the model is loaded. Raises the reason if the engine cannot start or has ended."""
         await self._serving()
 
     def shutdown(self) -> None:
@@ -161,13 +164,13 @@ class AsyncLLM:
             self._ready.set()
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        """The engine process ended by itself: all requests fail, and so does every later one."""
+        """Fail all requests, including later ones, after the engine process ended by itself."""
         if task.cancelled():
             return
         self._failure = task.exception()
         try:
             self._encoder.opened.check()
-        except SourceError as error:  # what the engine process missed has a reason
+        except SourceError as error:  # the fetch's fault explains what the engine process missed
             self._failure = error
         self._encoder.opened.forget_links()
         self._ready.set()
@@ -175,12 +178,12 @@ class AsyncLLM:
 
 
 class _Stream:
-    """One request as the engine client sees it, and its caller on the other side."""
+    """One request: a `Processor` for the engine client and a source of outputs for the caller."""
 
     def __init__(self, request: GenerateRequest, text: str | None, tokenizer: Tokenizer) -> None:
         self.request = request
         self.complete = False
-        """Nothing was generated before."""
+        """No answer is complete at the start, because there is no resume."""
         self.answer = Answer()
         self.ended = False
         self._collected = CollectedRequest(request, text, tokenizer)
@@ -219,7 +222,10 @@ class _Stream:
         self._news.set()
 
     async def next(self) -> RequestOutput | None:
-        """What is new; `None`: nothing to show. Raises `PagemillError` when the request failed."""
+        """Wait for new output.
+
+        Returns None if there is nothing to show yet. Raises `PagemillError` if the request failed.
+        """
         await self._news.wait()
         self._news.clear()
         if self._error is not None:

@@ -1,8 +1,9 @@
-"""`python -m pagemill_engine.drain --settings FILE`: what a pod runs before it gets SIGTERM (Kubernetes' preStop).
+"""`python -m pagemill_engine.drain --settings FILE`: drains the engine before its pod gets SIGTERM (Kubernetes'
+preStop).
 
-Asks the engine on this machine to drain and waits until every gateway has acknowledged it, or a few seconds. Standard
-library only, without its HTTP client: this must start at once, also on a busy machine. If no engine listens there is
-nothing to drain and it succeeds; a refusal or an error is a failure.
+It asks the engine on this machine to drain and waits a few seconds for every gateway's acknowledgement. It uses only
+the standard library, without its HTTP client: it must start at once, also on a busy machine. If no engine listens there
+is nothing to drain and it succeeds; a refusal or an error is a failure.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WAIT_S = 5.0
-"""For the gateways' acknowledgements; the engine answers as soon as all are there."""
+"""Longest wait for the gateways' acknowledgements; the engine answers as soon as all have arrived."""
 ANSWER_TIMEOUT_S = 2.0
-"""For the engine to answer on top of that."""
+"""Additional time for the engine's answer."""
 MAX_ANSWER_BYTES = 64 * 1024
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 drained or nothing to drain, 1 refused, 2 wrong command line."""
+    """Drain the engine and return the exit code.
+
+    0: drained or nothing to drain. 1: refused or failed. 2: wrong command line.
+    """
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.drain", description="Drain the engine here.")
     parser.add_argument("--settings", required=True, help="the settings file that the engine was started with")
     parser.add_argument("--wait-s", type=float, default=WAIT_S, help="longest wait for acknowledgements")
@@ -43,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def drain(server: Mapping[str, Any], wait_s: float) -> tuple[int, str]:
-    """Status and body of the engine's answer. Raises `OSError`, or `ValueError` or `LookupError` for no HTTP."""
+    """Return status and body of the engine's answer.
+
+    Raises `OSError`, or `ValueError` or `LookupError` if the answer is not HTTP.
+    """
     host = server.get("control_host", "127.0.0.1")
     address = (ANY_ADDRESS.get(host, host), server.get("control_port", 8001))
     with _connect(address, wait_s + ANSWER_TIMEOUT_S, is_tls=server.get("tls") is not None) as connection:
@@ -67,7 +74,7 @@ def _connect(address: tuple[str, int], timeout_s: float, *, is_tls: bool) -> soc
 
 
 def _request(token: str, wait_s: float) -> bytes:
-    """HTTP/1.0: the answer ends with the connection."""
+    """Return the request. With HTTP/1.0 the answer ends with the connection."""
     guard = [f"Authorization: Bearer {token}"] if token else []
     lines = [f"POST /internal/drain?wait_s={wait_s} HTTP/1.0", "Host: localhost", "Content-Length: 0", *guard]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
@@ -82,7 +89,7 @@ def _token(server: Mapping[str, Any], address: str, port: int) -> str:
                     return line
     if token := str(server.get("internal_token", "")):
         return token
-    # Imported only where it is needed: a pod's engine is always given a token.
+    # Rarely called: a pod's engine always has a configured token.
     from pagemill_protocol.token_file import read_made_token
 
     return read_made_token(f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}")

@@ -1,7 +1,8 @@
-"""Offline inference in this process: `LLM(model).generate(prompts)` or `.embed(texts)`, with the names vLLM users know.
+"""Offline inference in this process: `LLM(model).generate(prompts)` or `.embed(texts)`, with vLLM's names.
 
-Drives `EngineCore` directly, with no server and no second process; scheduling, KV cache and sampling are exactly those
-of the server, and so are stop strings (`output.choice`). Importing this module imports no torch; making an `LLM` does.
+It drives `EngineCore` directly, without a server or a second process; scheduling, KV cache, sampling and stop strings
+(`output.choice`) are those of the server. Importing this module does not import torch; creating an `LLM` does if its
+model runs on torch.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _NOT_HERE = {
     **dict.fromkeys(("sleep", "wake_up"), "close this one and make a new one; a server can sleep"),
     "get_metrics": "an LLM keeps none; a server has /metrics, and each output has `metrics`",
 }
-"""Methods of vLLM's `LLM`, and what to do instead."""
+"""Methods of vLLM's `LLM` that are not supported, and what to do instead."""
 
 
 class LLM:
@@ -82,7 +83,7 @@ class LLM:
         self._closed = False
 
     def _load(self, config: EngineConfig) -> Runner:
-        """Weights that are there while the rest is fetched. Raises the fetch's own error where that does not come."""
+        """Load weights while the rest is being fetched. Raises the fetch's own error if it fails."""
         opened = self._encoder.opened
         try:
             return create_runner(config, lambda phase, detail: None)
@@ -98,11 +99,11 @@ class LLM:
         raise AttributeError(f"LLM has no attribute {name!r}.")
 
     def get_tokenizer(self) -> Any:
-        """Hugging Face's tokenizer of the model where `transformers` is installed, else Pagemill's own."""
+        """Return Hugging Face's tokenizer of the model if `transformers` is installed, else Pagemill's own."""
         return self._encoder.hugging_face()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` use without `sampling_params`: the model's own values, a new object each time."""
+        """Return a new object with the model's own values, the default of `generate` and `chat`."""
         return self._encoder.default_sampling()
 
     def generate(
@@ -116,7 +117,7 @@ class LLM:
         """Complete each prompt; outputs are in the order of the prompts.
 
         `prompts`: one or several, each as text or token ids. `sampling_params`: one for all, or one per prompt, each
-        value used exactly as given; without, `get_default_sampling_params()`. `priority`: one per prompt; smaller is
+        value used exactly as given; by default `get_default_sampling_params()`. `priority`: one per prompt; smaller is
         served first with `policy="priority"`. Raises `PagemillError` that names a prompt or parameter that cannot be
         served; then nothing is generated.
         """
@@ -161,7 +162,7 @@ class LLM:
         lora_request: Any = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The `params.beam_width` most likely answers to each prompt, best first. Raises as `generate`."""
+        """Return the `params.beam_width` most likely answers to each prompt, best first. Raises like `generate`."""
         check_lora(lora_request)
         outputs = self._run(self._encoder.prompts(prompts, search_of(params)), use_tqdm)
         return [self._as_beams(output) for output in outputs]
@@ -175,8 +176,11 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         lora_request: Any = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The vector of each prompt, in their order. `truncate_prompt_tokens`: longer ones are cut to so many tokens;
-        -1: to what the model takes. Raises `PagemillError` for what cannot be served; then nothing is computed."""
+        """Return the vector of each prompt, in order.
+
+        `truncate_prompt_tokens`: length to which longer prompts are cut; -1: the model's limit. Raises `PagemillError`
+        for a prompt that cannot be served; then nothing is computed.
+        """
         check_lora(lora_request)
         pooled = texts_to_embed(self._encoder, prompts, pooling_params, truncate_prompt_tokens)
         return [embedding_of(vector) for vector in self._pool(pooled, use_tqdm)]
@@ -190,8 +194,10 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: Any = None,
     ) -> list[ScoringRequestOutput]:
-        """How well the texts of each pair go together: one of `data_1` with each of `data_2`, or pair by pair. By a
-        cross-encoder, or the cosine of two embeddings. Raises as `embed`."""
+        """Score how well the texts of each pair match: one of `data_1` with each of `data_2`, or pair by pair.
+
+        The score is that of a cross-encoder, or the cosine of two embeddings. Raises like `embed`.
+        """
         check_lora(lora_request)
         pooled = pairs_to_score(self._encoder, data_1, data_2, truncate_prompt_tokens)
         num_seconds = 1 if isinstance(data_2, str) else len(data_2)
@@ -199,7 +205,7 @@ class LLM:
         return scores_of(self._pool(pooled, use_tqdm), num_seconds, embeds=embeds)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prompts. Always done: between calls nothing runs."""
+        """Drop all cached prompts. Returns True: between calls nothing runs that could prevent it."""
         self._core.scheduler.kv.reset_prefix_cache()
         return True
 

@@ -1,8 +1,9 @@
-"""What the offline API takes: prompts, conversations and parameters, used exactly as given or refused by name.
+"""Reads the arguments of the offline API: prompts, conversations and parameters, used exactly as given or refused by
+name.
 
-Several shapes mean the same (one prompt or a list of them, text or token ids, numpy's integers, one stop string); here
-they become one. Nothing is rounded, cut or left out on the way. Ranges are checked by `SamplingParams.validate`, and
-`llm` runs the result.
+Different forms of one argument (one prompt or a list, text or token ids, numpy's integers, one stop string) are
+converted to one form. Nothing is rounded, cut or left out. `SamplingParams.validate` checks ranges, and `llm` runs the
+result.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ UNLIMITED = 2**31 - 1
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _ADAPTERS = "lora_request must be None: engines serve no adapters. Merge the adapter into the model's weights."
 _NOT_HERE = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds", "encoder_prompt")
-"""Keys that vLLM's prompts may have, and that no model here can use."""
+"""Keys of vLLM's prompts that no model of this engine can use."""
 
 
 def config_of(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> EngineConfig:
-    """The engine's configuration. Raises `TypeError` that names a setting that is not known or has a wrong value."""
+    """Return the engine's configuration. Raises `TypeError` that names an unknown setting or a wrong value."""
     settings = translated(settings)
     check_keywords("LLM", settings, EngineConfig.__struct_fields__)
     if not isinstance(model, str | os.PathLike):
@@ -67,7 +68,7 @@ def config_of(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> Eng
 
 
 def prompts_of(prompts: Any) -> list[str | list[int]]:
-    """Each prompt as text or token ids. Raises `PagemillError`."""
+    """Return each prompt as text or token ids. Raises `PagemillError`."""
     if isinstance(prompts, str | Mapping):
         return [_prompt(prompts, "prompts")]
     items = _items(prompts, "prompts", "text, token ids, a dictionary, or a list of these")
@@ -120,7 +121,7 @@ def _token_ids(items: list[Any], field: str) -> list[int]:
 
 
 def check_tokens(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
-    """Raises `PagemillError` for a prompt without tokens, or with one that the model does not have."""
+    """Raise `PagemillError` for a prompt without tokens, or with a token outside the vocabulary."""
     if not token_ids:
         raise invalid_field(field, f"{field} has no tokens. Send some text, or at least one token id.")
     if max(token_ids) >= vocab_size:
@@ -132,7 +133,7 @@ def check_tokens(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
 
 
 def conversations_of(messages: Any) -> list[list[Message]]:
-    """Each conversation as a list of messages for the template. Raises `PagemillError`."""
+    """Return each conversation as a list of messages for the template. Raises `PagemillError`."""
     items = _items(messages, "messages", "a conversation (a list of messages) or a list of conversations")
     if any(isinstance(item, Mapping) for item in items):
         return [_conversation(items, "messages")]
@@ -181,7 +182,7 @@ def check_chat_options(
     chat_template_kwargs: Any,
     content_format: Any = "auto",
 ) -> None:
-    """Raises `PagemillError` for options of `LLM.chat` of a wrong type."""
+    """Raise `PagemillError` for options of `LLM.chat` of a wrong type."""
     if content_format not in ("auto", "string"):
         name = "chat_template_content_format"
         raise invalid_field(name, f"{name} must be 'auto' or 'string', got {_show(content_format)}.")
@@ -197,14 +198,14 @@ def check_chat_options(
 
 
 def check_lora(lora_request: Any) -> None:
-    """Raises `PagemillError` for an adapter."""
+    """Raise `PagemillError` for an adapter."""
     requests = lora_request if isinstance(lora_request, list) else [lora_request]
     if any(each is not None for each in requests):
         raise invalid_field("lora_request", _ADAPTERS, code="unsupported_parameter")
 
 
 def priorities_of(priority: Any, num_prompts: int) -> list[int]:
-    """The priority of each prompt; smaller is served first. Raises `PagemillError`."""
+    """Return the priority of each prompt; smaller is served first. Raises `PagemillError`."""
     if priority is None:
         return [0] * num_prompts
     items = _items(priority, "priority", "None or a list of integers")
@@ -216,7 +217,7 @@ def priorities_of(priority: Any, num_prompts: int) -> list[int]:
 
 
 def sampling_of(params: Any, num_prompts: int, default: SamplingParams | None = None) -> list[SamplingParams]:
-    """Parameters for each prompt; `default` where `params` is `None`. Raises `PagemillError`."""
+    """Return the parameters of each prompt; `default` if `params` is None. Raises `PagemillError`."""
     if params is None or isinstance(params, SamplingParams):
         return [_exact(params or default or SamplingParams())] * num_prompts
     items = _items(params, "sampling_params", "a SamplingParams or a list of them")
@@ -233,7 +234,7 @@ def sampling_of(params: Any, num_prompts: int, default: SamplingParams | None = 
 
 
 def search_of(params: Any) -> SamplingParams:
-    """A beam search as the engine knows it. Raises `PagemillError`."""
+    """Return the engine's parameters of a beam search. Raises `PagemillError`."""
     if not isinstance(params, BeamSearchParams):
         raise invalid_field("params", f"params must be a BeamSearchParams, got {_show(params)}.")
     beam_width = _plain(params.beam_width)
@@ -255,7 +256,7 @@ def search_of(params: Any) -> SamplingParams:
 
 
 def _exact(given: SamplingParams) -> SamplingParams:
-    """`given` with plain values: numpy's numbers as Python's, tuples as lists, one stop string as a list of it."""
+    """Return `given` with plain values: numpy's numbers as Python's, tuples as lists, one stop string as a list."""
     values = {name: _plain(getattr(given, name)) for name in SamplingParams.__struct_fields__}
     if isinstance(values["stop"], str):
         values["stop"] = [values["stop"]]
@@ -265,7 +266,7 @@ def _exact(given: SamplingParams) -> SamplingParams:
 
 
 def _items(value: Any, field: str, wanted: str) -> list[Any]:
-    """The elements of a list, a tuple, an array or an iterator, with numpy's numbers as Python's."""
+    """Return the elements of a list, a tuple, an array or an iterator, with numpy's numbers as Python's."""
     plain = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(plain, Sequence | Iterator) and not isinstance(plain, str | bytes | bytearray | memoryview):
         return [item.tolist() if isinstance(item, np.generic) else item for item in plain]
@@ -273,7 +274,7 @@ def _items(value: Any, field: str, wanted: str) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The same value without numpy and tuples; anything else as it is."""
+    """Return the value without numpy types and tuples; other values unchanged."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):

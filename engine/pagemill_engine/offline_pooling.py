@@ -1,4 +1,4 @@
-"""What `LLM.embed` and `LLM.score` take, as requests, and what they return, from the vectors that come back.
+"""Converts the arguments of `LLM.embed` and `LLM.score` to requests, and the vectors to results.
 
 Texts become token ids as on a server (`dialects.vectors.texts`); `llm` runs the requests.
 """
@@ -42,7 +42,7 @@ class PooledPrompt(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """What became of one of them."""
+    """The result of one `PooledPrompt`."""
 
     request_id: str
     token_ids: list[int]
@@ -52,7 +52,7 @@ class Vector(NamedTuple):
 def texts_to_embed(
     encoder: PromptEncoder, prompts: Prompt | Sequence[Prompt], params: Any, truncate: int | None
 ) -> list[PooledPrompt]:
-    """Raises `PagemillError` that names a prompt or parameter that cannot be served."""
+    """Return the prompts to embed. Raises `PagemillError` that names a prompt or parameter that cannot be served."""
     if params is not None and not isinstance(params, PoolingParams):
         raise invalid_field("pooling_params", f"pooling_params must be a PoolingParams, got {show(params)}.")
     wanted = PoolingParams("embed", None if params is None else params.dimensions)
@@ -63,7 +63,7 @@ def texts_to_embed(
 
 
 def pairs_to_score(encoder: PromptEncoder, first: Any, second: Any, truncate: int | None) -> list[PooledPrompt]:
-    """For a cross-encoder its pairs, for an embedding model all first texts, then all second ones."""
+    """Return a cross-encoder's pairs, or an embedding model's first texts followed by its second texts."""
     firsts, seconds = _texts(first, "data_1"), _texts(second, "data_2")
     num_firsts, num_seconds = len(firsts), len(seconds)
     if num_firsts not in (1, num_seconds):
@@ -87,7 +87,10 @@ def embedding_of(vector: Vector) -> EmbeddingRequestOutput:
 
 
 def scores_of(vectors: Sequence[Vector], num_seconds: int, *, embeds: bool) -> list[ScoringRequestOutput]:
-    """`embeds`: the vectors are embeddings, of all first texts, then of `num_seconds` second ones."""
+    """Return the scores.
+
+    `embeds`: the vectors are embeddings, of all first texts, then of `num_seconds` second ones.
+    """
     if not embeds:
         return [_score(vector, float(vector.values[0])) for vector in vectors]
     firsts, seconds = vectors[:-num_seconds], vectors[-num_seconds:]

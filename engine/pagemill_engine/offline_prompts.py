@@ -1,7 +1,7 @@
-"""Prompts and conversations of the offline API as requests that an engine takes: encoded, cut where asked, checked.
+"""Turns prompts and conversations of the offline API into engine requests: encodes, truncates and checks them.
 
-`LLM` and `AsyncLLM` share one `PromptEncoder` each; what callers may write is read by `offline`. It also makes Hugging
-Face's tokenizer for callers who want one. No engine is known here.
+`LLM` and `AsyncLLM` each have a `PromptEncoder`; `offline` reads the arguments. It also returns Hugging Face's
+tokenizer. It uses no engine.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 
 class EncodedPrompt(NamedTuple):
     text: str | None
-    """`None`: token ids were given."""
+    """The prompt's text; None if token ids were given."""
     token_ids: list[int]
     sampling: SamplingParams
 
 
 class PromptEncoder:
-    """Reads the model's tokenizer. Raises `SourceError` or `PagemillError` when it cannot be used."""
+    """Encodes prompts. Raises `SourceError` or `PagemillError` if the model's tokenizer cannot be used."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.opened = open_source(config.model, field="model")
-        """Weights may still be on their way while an engine loads those that are there."""
+        """The opened model. Weights may still be being fetched while an engine loads."""
         path = self.opened.path
         bundle = load_bundle(path)
         bundle = with_defaults(bundle, config.generation_config, config.generation_defaults)
@@ -50,7 +50,7 @@ class PromptEncoder:
             vocab_size=config.vocab_size or self.tokenizer.vocab_size,
         )
         self.max_model_len = config.max_model_len or 0
-        """0: not known yet."""
+        """Limit of a request's tokens; 0 if it is not known yet."""
 
     def default_sampling(self) -> SamplingParams:
         return SamplingParams(**self.tokenizer.bundle.sampling_defaults)
@@ -58,7 +58,10 @@ class PromptEncoder:
     def prompts(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[EncodedPrompt]:
-        """Each prompt with its parameters. Raises `PagemillError` that names the prompt or parameter at fault."""
+        """Return each prompt with its parameters.
+
+        Raises `PagemillError` that names the prompt or parameter at fault.
+        """
         given = prompts_of(prompts)
         samplings = sampling_of(params, len(given), self.default_sampling())
         return [
@@ -73,7 +76,10 @@ class PromptEncoder:
         chat_template: str | None = None,
         **rendering: Any,
     ) -> list[EncodedPrompt]:
-        """The same for conversations; `rendering`: as `Tokenizer.render_chat`, by the model's template or another."""
+        """Return each conversation as an encoded prompt.
+
+        `rendering`: arguments of `Tokenizer.render_chat`. `chat_template`: replaces the model's template.
+        """
         conversations = conversations_of(messages)
         samplings = sampling_of(params, len(conversations), self.default_sampling())
         template = self.tokenizer.chat_template
@@ -90,7 +96,7 @@ class PromptEncoder:
         ]
 
     def request(self, prompt: EncodedPrompt, request_id: str, priority: int = 0) -> GenerateRequest:
-        """Raises `PagemillError` for parameters that this model cannot honour."""
+        """Return the engine request. Raises `PagemillError` for parameters that this model does not support."""
         sampling = with_bad_words(prompt.sampling.validate(self.tokenizer.vocab_size), self.tokenizer)
         if sampling.structured_outputs is not None:
             CHECKS.check(sampling.structured_outputs)
@@ -104,9 +110,9 @@ class PromptEncoder:
         )
 
     def hugging_face(self) -> Any:
-        """Hugging Face's tokenizer of the model; without `transformers`, Pagemill's own."""
+        """Return Hugging Face's tokenizer of the model; without `transformers`, Pagemill's own."""
         try:
-            from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of imports
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds to import
         except ImportError:
             return self.tokenizer
         path = self.opened.whole()

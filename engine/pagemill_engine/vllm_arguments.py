@@ -1,7 +1,8 @@
-"""vLLM's arguments and what they are here: one table for `LLM(...)`, `pagemill serve` and the reference page.
+"""Translation of vLLM's arguments: one table for `LLM(...)`, `pagemill serve` and the reference page.
 
-An argument sets a field of `EngineConfig`, or asks with the values listed for nothing that is not so anyway; another
-value is refused with the remedy. `offline` and the command line translate with it; neither knows a name of its own.
+An argument sets a field of `EngineConfig`, or changes nothing if it has one of the listed values; other values are
+refused with the remedy. `offline` and the command line translate with this table; neither knows an argument of vLLM's
+itself.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from pagemill_protocol.errors import show
 logger = logging.getLogger(__name__)
 
 ANY = None
-"""Every value is taken."""
+"""Accept every value."""
 EITHER = (True, False)
-"""Of a flag."""
+"""Accept both values of a flag."""
 _reported: set[str] = set()
 
 
 class Argument(NamedTuple):
     meaning: str
-    """What it does here, or what to do instead."""
+    """The argument's effect, or what to do instead."""
     taken: tuple[Any, ...] | None = ()
-    """Values that ask for nothing beyond what is done anyway."""
+    """Accepted values that change nothing."""
     sets: str = ""
     """The field of `EngineConfig` that it sets."""
     values: Mapping[Any, Any] = {}
-    """vLLM's values of that field by their names here; others are taken as they are."""
+    """Pagemill's values by vLLM's values of that field; other values are used unchanged."""
     option: str = ""
-    """The option of `pagemill serve` that it is; an option of the same name needs no row."""
+    """The equivalent option of `pagemill serve`; an option of the same name needs no row."""
     only: str = ""
-    """`serve` or `LLM`: the one that has it; both without."""
+    """`serve` or `LLM` if only one of them has the argument."""
 
 
 _PARSERS = {"llama3_json": "llama3-json", "qwen3_coder": "qwen3-coder", "deepseek_v3": "deepseek", "openai": "harmony"}
@@ -45,14 +46,14 @@ _TEXT = "Models here read text only."
 _NO_LORA = "Engines serve no adapters. Merge the adapter into the model's weights."
 _LOGS = "Requests are not logged one by one; counters are at /metrics."
 _TLS = "Engines serve plain HTTP. `pagemill gateway --tls-cert-file FILE --tls-key-file FILE` serves TLS."
-_FOLDER = "The model's folder or file says it. Name it in the source: hf://ORG/NAME@REVISION."
-_CORS = "Which headers and methods pages may use is fixed; cookies are never allowed."
+_FOLDER = "The model's folder or file decides it. Name a revision in the source: hf://ORG/NAME@REVISION."
+_CORS = "The headers and methods that pages may use are fixed; cookies are never allowed."
 
 ARGUMENTS: Mapping[str, Argument] = {
-    # What an engine has under the same or another name.
+    # Arguments that engines have under the same or another name.
     "dtype": Argument("Type of float weights and of the KV cache.", sets="dtype", values=_FLOATS, option="dtype"),
     "quantization": Argument(
-        "Stored codes are recognised; int8, int4, w8a8 and fp8 round weights while they are loaded.",
+        "Quantized checkpoints are recognised; int8, int4, w8a8 and fp8 quantize weights while they are loaded.",
         sets="quantization",
         values=dict.fromkeys((None, "gguf", "gptq", "awq", "compressed-tensors", "mxfp4", "gptq_marlin"), "none"),
         option="quantization",
@@ -62,7 +63,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     ),
     "served_model_name": Argument("Names for clients.", sets="served_names", option="served-name"),
     "num_gpu_blocks_override": Argument(
-        "Blocks of the KV cache; of a server, --kv-cache-memory sets it.", sets="num_kv_blocks", only="LLM"
+        "Blocks of the KV cache; for a server use --kv-cache-memory.", sets="num_kv_blocks", only="LLM"
     ),
     "scheduling_policy": Argument("Order of waiting requests.", sets="policy", option="policy"),
     "enforce_eager": Argument(
@@ -71,16 +72,18 @@ ARGUMENTS: Mapping[str, Argument] = {
         values={True: False, False: True},
         option="no-cuda-graphs",
     ),
-    "async_scheduling": Argument("Steps overlap where the device gains by it; see `overlap`.", EITHER),
+    "async_scheduling": Argument("Steps overlap if the device gains by it; see `overlap`.", EITHER),
     "override_generation_config": Argument(
-        "Sampling values by default; of a server, send them with the requests.", sets="generation_defaults", only="LLM"
+        "Default sampling values; for a server send them with the requests.", sets="generation_defaults", only="LLM"
     ),
-    "tool_call_parser": Argument("Form of calls.", sets="tool_call_parser", values=_PARSERS, option="tool-call-parser"),
+    "tool_call_parser": Argument(
+        "Form of tool calls.", sets="tool_call_parser", values=_PARSERS, option="tool-call-parser"
+    ),
     "reasoning_parser": Argument(
         "How reasoning is read.", sets="reasoning_parser", values=_REASONING, option="reasoning-parser"
     ),
     "enable_prefix_caching": Argument(
-        "Prompts' shared beginnings are computed once.", sets="enable_prefix_caching", option="prefix-caching"
+        "Shared beginnings of prompts are computed once.", sets="enable_prefix_caching", option="prefix-caching"
     ),
     "kv_cache_memory_bytes": Argument(
         "Memory of the KV cache.", sets="kv_cache_memory_bytes", option="kv-cache-memory"
@@ -101,9 +104,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     "api_server_count": Argument("One process serves HTTP.", (1, None), only="serve"),
     "headless": Argument(_ONE, (False,), only="serve"),
     # The model's files.
-    "trust_remote_code": Argument("Code in a model's files is never run, whatever this says.", EITHER),
-    "load_format": Argument("The format is seen from the files.", ("auto", "safetensors", "gguf", None)),
-    "config_format": Argument("The format is seen from the files.", ("auto", "hf", None)),
+    "trust_remote_code": Argument("Code in a model's files is never run.", EITHER),
+    "load_format": Argument("The files show the format.", ("auto", "safetensors", "gguf", None)),
+    "config_format": Argument("The files show the format.", ("auto", "hf", None)),
     "tokenizer_mode": Argument("The tokenizer is the model's, in its fast form.", ("auto", "hf", None)),
     "tokenizer": Argument(_FOLDER, (None,)),
     "tokenizer_revision": Argument(_FOLDER, (None,)),
@@ -115,7 +118,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "hf_overrides": Argument("Change config.json in the model's folder.", (None, {})),
     "download_dir": Argument("Downloads go to `~/.cache/pagemill/models`; PAGEMILL_MODEL_CACHE moves it.", (None,)),
     "ignore_patterns": Argument("Only files that a model needs are downloaded.", ANY),
-    "model_impl": Argument("What runs a model follows from its architecture.", ("auto",)),
+    "model_impl": Argument("The architecture decides how a model runs.", ("auto",)),
     "runner": Argument("Models here generate text.", ("auto", "generate")),
     "task": Argument("Models here generate text.", ("auto", "generate", None)),
     "convert": Argument("Models here generate text.", ("auto", "none")),
@@ -137,9 +140,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     "speculative_config": Argument("Engines do not speculate. Remove it.", (None,)),
     "preemption_mode": Argument("A preempted request is computed again.", (None, "recompute")),
     "disable_sliding_window": Argument("Windows are the model's own.", (False,)),
-    "max_seq_len_to_capture": Argument("CUDA graphs hold decodes of any length.", ANY),
+    "max_seq_len_to_capture": Argument("CUDA graphs include decodes of any length.", ANY),
     "compilation_config": Argument("Nothing is compiled by torch.", ANY),
-    "use_v2_block_manager": Argument("There is one manager of blocks.", EITHER),
+    "use_v2_block_manager": Argument("There is only one block manager.", EITHER),
     "disable_cascade_attention": Argument("There is no cascade attention.", EITHER),
     "prefix_caching_hash_algo": Argument("Blocks have one hash, blake2b.", ANY),
     "calculate_kv_scales": Argument("Scales of int8 and fp8 are computed for each token and head.", EITHER),
@@ -149,7 +152,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "structured_outputs_config": Argument("Forms are compiled by llguidance.", (None, {})),
     "kv_transfer_config": Argument("Prefill and decode run in one engine.", (None,)),
     # Logs and HTTP.
-    "disable_log_stats": Argument("Statistics are metrics, not lines of the log.", EITHER),
+    "disable_log_stats": Argument("Statistics are metrics, not log lines.", EITHER),
     "disable_log_requests": Argument(_LOGS, EITHER, only="serve"),
     "enable_log_requests": Argument(_LOGS, (False,), only="serve"),
     "disable_uvicorn_access_log": Argument(_LOGS, EITHER, only="serve"),
@@ -158,7 +161,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     "enable_auto_tool_choice": Argument("Tools are always accepted.", (True,), only="serve"),
     "chat_template_content_format": Argument("Templates get text.", ("auto", "string"), only="serve"),
     "response_role": Argument("The role is `assistant`.", ("assistant",), only="serve"),
-    "enable_prompt_tokens_details": Argument("Usage always has cached tokens.", (True,), only="serve"),
+    "enable_prompt_tokens_details": Argument("Usage always includes cached tokens.", (True,), only="serve"),
     "enable_request_id_headers": Argument("Answers always have X-Request-Id.", (True,), only="serve"),
     "enable_server_load_tracking": Argument("/load always answers.", (True,), only="serve"),
     "root_path": Argument("Let the proxy remove the path.", ("",), only="serve"),
@@ -173,7 +176,7 @@ ARGUMENTS: Mapping[str, Argument] = {
 
 
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `LLM(...)` as fields of `EngineConfig`; what is no argument of vLLM's stays. Raises `TypeError`."""
+    """Translate arguments of `LLM(...)` to fields of `EngineConfig`; other arguments stay. Raises `TypeError`."""
     settings: dict[str, Any] = {}
     for name, value in given.items():
         argument = ARGUMENTS.get(name)
@@ -202,7 +205,7 @@ def takes(argument: Argument, value: Any) -> bool:
 
 
 def report(name: str, line: str) -> None:
-    """Log it, once in this process."""
+    """Log the line once in this process."""
     if name not in _reported:
         _reported.add(name)
         logger.warning(line)

@@ -1,6 +1,6 @@
-"""Device operations of the engine: one folder an operation, each with a plain torch reference beside what runs.
+"""Device operations of the engine: one package per operation, with a torch reference next to the fast implementations.
 
-A folder holds `reference.py` (the formula, for tests and for devices without an implementation of their own) and one
-module a device. `registry.ops_for(device_type)` gives the set that a model is built with. Nothing here knows of
-requests, schedulers or models: only tensors, slots and block tables.
+A package contains `reference.py` (the formula, for tests and for devices without an implementation of their own) and
+one module per device. `registry.ops_for(backend)` returns the operations with which a model is built. Requests,
+schedulers and models are unknown here: there are only tensors, slots and block tables.
 """

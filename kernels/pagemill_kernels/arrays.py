@@ -1,7 +1,8 @@
-"""Arrays of numpy as the native kernels take them: names of types, values of bfloat16, memory and its addresses.
+"""numpy arrays for the native kernels: names of types, bfloat16 values, aligned memory and addresses.
 
-numpy has no bfloat16, so an array of uint16 holds its bits; no other array here is of uint16. Eight-bit floats (e4m3)
-lie in uint8, and what holds them says so. Knows no torch: `pagemill_kernels.torch_arrays` turns these into tensors.
+numpy has no bfloat16, so an array of uint16 contains its bits; no other array here is of uint16. 8-bit floats (e4m3)
+are stored in uint8, and the objects that contain them have a flag. Does not import torch:
+`pagemill_kernels.torch_arrays` turns arrays into tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NUMPY_TYPES: dict[FloatType, np.dtype[Any]] = {
 
 
 def float_type(array: Array) -> FloatType:
-    """Raises ValueError for an array of anything else."""
+    """Return the array's float type. Raises ValueError for any other type."""
     for name, dtype in NUMPY_TYPES.items():
         if array.dtype == dtype:
             return name
@@ -31,21 +32,21 @@ def float_type(array: Array) -> FloatType:
 
 
 def widened(array: Array) -> NDArray[np.float32]:
-    """The values as float32, exactly; the array itself where it is that already."""
+    """Return the exact values as float32; the array itself if it is float32 already."""
     if array.dtype != np.uint16:
         return array.astype(np.float32, copy=False)
     return (array.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """As bfloat16, to the nearest and of two to the even one; NaN stays NaN."""
+    """Round to bfloat16, to nearest and ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     kept = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), kept)
 
 
 ALIGNMENT = 64
-"""Bytes of a cache line and of the widest vector: a vector that begins elsewhere is read in two parts."""
+"""Bytes of a cache line and of the widest vector; an unaligned vector is read in two parts."""
 
 
 def address(array: Array) -> int:
@@ -54,12 +55,12 @@ def address(array: Array) -> int:
 
 
 def optional_address(array: Array | None) -> int:
-    """0: null."""
+    """Return the array's address, or 0 (null) for None."""
     return 0 if array is None else address(array)
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
-    """As numpy's, at a multiple of `ALIGNMENT`."""
+    """Return an uninitialized array like numpy's, aligned to `ALIGNMENT`."""
     sizes = (shape,) if isinstance(shape, int) else shape
     num_bytes = math.prod(sizes) * np.dtype(dtype).itemsize
     memory = np.empty(num_bytes + ALIGNMENT, dtype=np.uint8)

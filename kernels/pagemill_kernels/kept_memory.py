@@ -1,8 +1,8 @@
-"""Memory that is filled at once and kept, as weights are: small pages at first, huge ones when the processor is idle.
+"""Memory for weights, which is filled once and kept: small pages at first, huge ones when the processor is idle.
 
-numpy asks for huge pages, for which a system that has been up for a while moves others at each first touch: reading
-a gibibyte took five times as long. Kernels that read all weights for each token gain some percent by them, so what is
-kept is joined to huge pages afterwards, on a thread that takes idle time only.
+numpy asks for huge pages, and a system that has been up for a while moves other pages at each first touch: reading a
+gibibyte took five times as long. Kernels that read all weights for each token gain some percent with huge pages, so
+kept memory is collapsed into huge pages later, on a thread that takes only idle time.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pagemill_kernels.arrays import Array, address, empty
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 4 * 1024**2
-"""From here on numpy asks for huge pages."""
+"""Size from which on numpy asks for huge pages."""
 PIECE_BYTES = 8 * 1024**2
-"""That are joined by one call, which others of the process may wait for."""
+"""Bytes that one call collapses; other threads of the process may wait for it."""
 MADV_COLLAPSE = 25
-"""Since Linux 6.1."""
+"""Constant of Linux 6.1 and later."""
 LOWEST_PRIORITY = 19
 _PASSING = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EBUSY})
-"""No huge page for this piece, or its pages are in use just now."""
+"""Errors of one piece only: no huge page is available, or the pages are in use."""
 
 _kept: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 def kept(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
-    """As `arrays.empty`."""
+    """Return an uninitialized array like `arrays.empty`, whose pages `join_when_idle` collapses."""
     sizes = (shape,) if isinstance(shape, int) else shape
     num_bytes = math.prod(sizes) * np.dtype(dtype).itemsize
     if num_bytes < LEAST_BYTES:
@@ -48,7 +48,7 @@ def kept(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> Array:
 
 
 def join_when_idle() -> threading.Thread:
-    """Join all that is kept by now, on a thread. Systems that cannot are left as they are."""
+    """Collapse all memory kept so far into huge pages, on a thread. Systems without this feature are left unchanged."""
     thread = threading.Thread(target=_join_in_idle_time, name="huge-pages", daemon=True)
     thread.start()
     return thread
@@ -64,8 +64,8 @@ def _join_in_idle_time() -> None:
 
 
 def _join(pages: mmap.mmap) -> None:
-    """Raises `OSError` where the system knows no such request."""
-    memory = np.frombuffer(pages, np.uint8)  # it is not given back meanwhile
+    """Collapse the pages. Raises `OSError` if the system does not support it."""
+    memory = np.frombuffer(pages, np.uint8)  # keeps the memory from being freed meanwhile
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for start in range(0, len(memory), PIECE_BYTES):

@@ -1,6 +1,6 @@
-"""The launchers that the engine's native decoder is made with, by backend: numpy arrays in and out, no torch.
+"""Operations of the engine's native decoder, by backend: numpy arrays in and out, no torch.
 
-The operations themselves, and what other executors take, are `registry`'s.
+`registry` has the operations of other executors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pagemill_kernels.registry import Backend
 
 
 class NativeOps(NamedTuple):
-    """How weights are packed, and attention planned."""
+    """Functions that pack weights and plan attention."""
 
     weight_type: FloatType
-    """Of float matrices whose stored type is not kept."""
+    """Type of float matrices whose stored type is not kept."""
     keeps_bfloat16: bool
-    """Matrices that are stored in bfloat16 stay so."""
+    """Whether matrices that are stored in bfloat16 stay in it."""
     pack_linear: Callable[[Array, Array | None], NativeLinear]
     pack_codes: Callable[[GroupCodes, Array | None], NativeLinear]
     pack_blocks: Callable[[CodeBlocks, Array | None], NativeLinear]
@@ -54,7 +54,10 @@ _OPS: dict[Backend, NativeOps] = {
 def native_ops(
     backend: Backend, weight_type: FloatType, *, batch_invariant: bool = False, rounds_activations: bool = False
 ) -> NativeOps:
-    """Arguments as for `registry.ops_for`; KeyError where the backend has no native layers, or cannot be invariant."""
+    """Return the operations of a backend. Arguments: as for `registry.ops_for`.
+
+    Raises KeyError if the backend has no native layers, or cannot be batch-invariant.
+    """
     ops = _OPS[backend]._replace(weight_type=weight_type)
     if rounds_activations:
         ops = ops._replace(pack_codes=linear.pack_codes_for_dots, pack_blocks=linear.pack_blocks_for_dots)

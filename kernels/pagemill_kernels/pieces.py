@@ -1,7 +1,7 @@
-"""Large arrays in pieces of rows: temporaries stay in the cache, and several threads share the pieces.
+"""Processes large arrays in pieces of rows: temporaries stay in the cache, and several threads share the pieces.
 
-numpy lets go of the interpreter while it computes, so threads of Python are enough. They live as long as the call: what
-works on pieces is loading, which a process does once.
+numpy releases the interpreter lock while it computes, so Python threads are enough. They live as long as the call,
+because loading, which uses this, happens once in a process.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import numpy as np
 
 PIECE_ELEMENTS = 1 << 18
 _FEW = 4
-"""Pieces that are done before threads have started."""
+"""Most pieces that are done faster without threads."""
 
 
 def each_piece(
     num_rows: int, row_elements: int, work: Callable[[slice], object], piece_elements: int | None = None
 ) -> None:
-    """Call `work` with slices that together are all rows, each of about so many elements; in any order, at once."""
+    """Call `work` with slices that together cover all rows, each of about `piece_elements`; in any order,
+    concurrently."""
     step = max(1, (piece_elements or PIECE_ELEMENTS) // max(1, row_elements))
     pieces = [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
     num_threads = min(len(os.sched_getaffinity(0)), len(pieces))

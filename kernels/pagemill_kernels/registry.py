@@ -1,6 +1,6 @@
-"""Which implementation of each operation a backend uses; modules are imported when a model is built on that backend.
+"""The implementations of each operation by backend. Modules are imported when a model is built on a backend.
 
-A backend that has no implementation of an operation gets the torch reference, so a new one works before it is fast.
+A backend without an implementation of an operation uses the torch reference, so a new backend works before it is fast.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ if TYPE_CHECKING:
     from pagemill_kernels.sampling.batch import SampledTokens, SamplingBatch
 
 Backend = Literal["reference", "cpu", "cpu_native", "cpu_bfloat16", "cpu_onednn", "triton"]
-"""`cpu`: torch and oneDNN, any float type; `cpu_native`: our C++ (`pagemill_kernels.cpu`), float32 arithmetic over
-weights of any type; `cpu_bfloat16`: the same, but linear layers are our products of bfloat16 (codes and few rows: of
-16-bit integers), and so is attention of many rows; `cpu_onednn`: as `cpu_native`, but linear layers are products of
-bfloat16 by oneDNN. `triton`: an NVIDIA device, any float type."""
+"""Backends.
+
+`cpu`: torch and oneDNN, any float type. `cpu_native`: Pagemill's C++ (`pagemill_kernels.cpu`), float32 arithmetic over
+weights of any type. `cpu_bfloat16`: the same, but linear layers multiply in bfloat16 (quantized weights with few rows
+in 16-bit integers), and so does attention of many rows. `cpu_onednn`: as `cpu_native`, but oneDNN computes linear
+layers in bfloat16. `triton`: an NVIDIA device, any float type.
+"""
 
 Products = Literal["float", "w8a8", "fp8"]
-"""What linear layers multiply: floats as they come, or codes of 8 bits on both sides, int8 or e4m3."""
+"""The operands of linear layers: floats as they are, or 8-bit values on both sides, int8 or e4m3."""
 
 Feature = Literal["alibi", "latent", "sinks", "soft_cap"]
-"""What some models want of attention beside the softmax of scaled scores under a window: an argument of
-`paged_attention` each, of the same meaning; `latent`: batches that share vectors, and heads of any size."""
+"""Features of attention besides the softmax of scaled scores under a window.
+
+Each is an argument of `paged_attention` of the same meaning; `latent`: batches that share vectors, and heads of any
+size.
+"""
 
 REFERENCE: Backend = "reference"
 NATIVE_BACKENDS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16", "cpu_onednn")
-"""Activations are float32; weights and the KV cache have types of their own."""
+"""Backends with float32 activations; weights and the KV cache have types of their own."""
 
 _IMPLEMENTATIONS: dict[str, dict[Backend, str]] = {
     "rms_norm": {
@@ -133,11 +139,11 @@ _ATTENTION_FEATURES: dict[Backend, frozenset[Feature]] = {
     "cpu_native": frozenset({"sinks"}),
     "triton": frozenset({"alibi", "sinks", "soft_cap"}),
 }
-"""Of each backend's own `paged_attention`."""
+"""Features of each backend's own `paged_attention`."""
 _TORCH_ATTENTION: Backend = "cpu"
-"""Takes the place of a CPU backend's own attention where that lacks a feature."""
+"""Replaces a CPU backend's own attention if that lacks a feature."""
 _INHERITS: dict[Backend, Backend] = {"cpu_onednn": "cpu_native", "cpu_bfloat16": "cpu_native"}
-"""What a backend does not have itself it takes from this one, and only then from the reference."""
+"""The backend whose operations a backend uses if it lacks its own, before the reference."""
 _PACK_CODES: dict[Backend, str] = {
     "cpu_native": "torch_ops:pack_codes",
     "cpu_bfloat16": "torch_ops:pack_codes_for_bfloat16",
@@ -153,13 +159,13 @@ _PACK_SCALED: dict[Backend, dict[str, str]] = {
     "reference": {"w8a8": "scaled_linear.reference:pack_w8a8", "fp8": "scaled_linear.reference:pack_fp8"},
     "triton": {"w8a8": "scaled_linear.triton_launch:pack_w8a8", "fp8": "scaled_linear.triton_launch:pack_fp8"},
 }
-"""Linear layers whose activations are codes too, by the name of their arithmetic."""
+"""Linear layers that quantize activations too, by the name of their arithmetic."""
 _KEEP_SMALL_FLOATS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
-"""Backends that multiply floats of 8 bits, and those of a table of 16, as they are stored."""
+"""Backends that multiply 8-bit floats, and values of a table of 16, as they are stored."""
 _KEEP_BFLOAT16: tuple[Backend, ...] = ("cpu_native",)
 """Backends that multiply float32 by bfloat16 weights."""
 _NATIVE_LAYERS: tuple[Backend, ...] = ("cpu_native", "cpu_bfloat16")
-"""Backends that compute a decoder's layers in one call without torch: `native_ops` has what they take."""
+"""Backends that compute a decoder's layers in one call without torch, with the operations of `native_ops`."""
 _ON_DEVICE: dict[Backend, dict[str, str]] = {
     "triton": {
         "write_rows": "request_rows.triton_launch:write_rows",
@@ -171,28 +177,28 @@ _ON_DEVICE: dict[Backend, dict[str, str]] = {
     },
 }
 _OPAQUE: tuple[Backend, ...] = ("cpu", "cpu_onednn")
-"""Backends that cannot read a row out of a packed weight."""
+"""Backends that cannot read a row of a packed weight."""
 _BATCH_INVARIANT: dict[Backend, dict[str, str]] = {
     "cpu_native": {"plan_attention": "torch_ops:plan_invariant_attention"},
 }
-"""Backends whose rows can have the same bits in every batch, and what they need for it beside what they always do."""
+"""Backends whose rows can have the same bits in every batch, and the operations that this requires."""
 
 
 class Holds(NamedTuple):
-    """In what form a backend's kernels keep weights."""
+    """The forms in which a backend's kernels store weights."""
 
     codes: bool = False
-    """Matrices stored in codes stay so: the same values in less memory."""
+    """Whether matrices that are stored quantized stay so: the same values in less memory."""
     small_floats: bool = False
-    """Among these codes are floats of 8 bits, and those of a table of 16."""
+    """Whether these include 8-bit floats and values of a table of 16."""
     bfloat16: bool = False
-    """So do matrices stored in bfloat16, whatever the model computes in."""
+    """Whether matrices that are stored in bfloat16 stay so, whatever type the model computes in."""
     rows: bool = True
-    """Packed weights give their rows back: a tied embedding takes no memory of its own."""
+    """Whether rows of packed weights can be read: a tied embedding takes no memory of its own."""
 
 
 class DeviceOps(NamedTuple):
-    """Steps whose requests' rows stay on the device: none of these is waited for."""
+    """Operations of steps whose request rows stay on the device. None of them waits for the device."""
 
     write_rows: Callable[..., None]
     build_inputs: Callable[..., None]
@@ -203,7 +209,7 @@ class DeviceOps(NamedTuple):
 
 
 class Ops(NamedTuple):
-    """The operations a model is made of. Shapes and formulas: each folder's `reference.py`."""
+    """The operations of a model. Shapes and formulas are in each package's `reference.py`."""
 
     rms_norm: Callable[..., Tensor]
     layer_norm: Callable[..., Tensor]
@@ -226,16 +232,16 @@ class Ops(NamedTuple):
     paged_attention: Callable[..., Tensor]
     sample_tokens: Callable[[Tensor, SamplingBatch], SampledTokens]
     device: torch.device
-    """Where all tensors live."""
+    """Device of all tensors."""
     pack_codes: Callable[..., PackedLinear] | None
-    """Packs `linear.groups.GroupCodes` without turning them into floats; `None`: this backend needs floats."""
+    """Packs `linear.groups.GroupCodes` without dequantizing; None: this backend needs floats."""
     pack_blocks: Callable[..., PackedLinear] | None = None
-    """Packs `linear.groups.CodeBlocks`; `None`: this backend needs them as `GroupCodes` or floats."""
+    """Packs `linear.groups.CodeBlocks`; None: this backend needs `GroupCodes` or floats."""
     weight_dtype: torch.dtype | None = None
-    """Type of float matrices, whatever the model computes in; `None`: the type it computes in."""
+    """Type of float matrices; None: the type that the model computes in."""
     holds: Holds = Holds()
     on_device: DeviceOps | None = None
-    """`None`: a step's inputs are built on the host, and its tokens are read before the next one."""
+    """None: a step's inputs are built on the host, and its tokens are read before the next step."""
 
 
 def holds(backend: Backend) -> Holds:
@@ -248,12 +254,12 @@ def holds(backend: Backend) -> Holds:
 
 
 def has_native_layers(backend: Backend) -> bool:
-    """`native_ops` are there: such a decoder needs no torch."""
+    """Whether the backend has `native_ops`, with which a decoder needs no torch."""
     return backend in _NATIVE_LAYERS
 
 
 def lacking(backend: Backend, wanted: frozenset[Feature]) -> frozenset[Feature]:
-    """Features of attention that the backend's own kernels do not have. Known before anything is loaded."""
+    """Return the features of attention that the backend's own kernels lack. Needs nothing loaded."""
     own = backend if backend in _ATTENTION_FEATURES else _INHERITS[backend]
     return wanted - _ATTENTION_FEATURES[own]
 
@@ -273,10 +279,12 @@ def ops_for(
     products: Products = "float",
     torch_attention: bool = False,
 ) -> Ops:
-    """`batch_invariant`: a row's result has the same bits whatever else is computed; KeyError where it cannot.
-    `rounds_activations`: to 16 bits beside 4-bit codes, where that is faster. `products`: what float weights become
-    when they are packed; KeyError where the backend has no such products. `torch_attention`: in place of a CPU
-    backend's own, for features that are `lacking` there; it reads caches of floats.
+    """Return the operations of a backend.
+
+    `batch_invariant`: a row's result has the same bits whatever else is computed; raises KeyError if that is
+    impossible. `rounds_activations`: to 16 bits when multiplied by 4-bit weights, where that is faster. `products`: the
+    form of packed float weights; raises KeyError if the backend does not have it. `torch_attention`: replaces a CPU
+    backend's own attention, for features in `lacking`; it reads caches of floats.
     """
     pack_codes = _optional(_PACK_CODES_FOR_DOTS if rounds_activations else _PACK_CODES, backend)
     pack_blocks = _optional(_PACK_BLOCKS_FOR_DOTS if rounds_activations else _PACK_BLOCKS, backend)
@@ -308,10 +316,10 @@ def cpu_backend(
     batch_invariant: bool = False,
     torch_attention: bool = False,
 ) -> tuple[Backend, str]:
-    """The fastest backend on this CPU that can run such a model, and in words what runs and why.
+    """Return the fastest backend on this CPU that can run such a model, and a description of it in words.
 
-    dtype: of the weights, where they are floats. `batch_invariant`: a backend that can be so, where there is one.
-    `torch_attention`: attention is not the backend's own, and its heads may have any size.
+    `dtype`: type of float weights. `batch_invariant`: prefer a backend that can be so. `torch_attention`: attention is
+    not the backend's own, and its heads may have any size.
     """
     from pagemill_kernels.cpu import library, processor
     from pagemill_kernels.paged_attention import native
@@ -333,7 +341,7 @@ def cpu_backend(
 
 
 def bfloat16_unit() -> str | None:
-    """What oneDNN multiplies bfloat16 with here; `None`: nothing, or there is no torch that has oneDNN."""
+    """Return the unit with which oneDNN multiplies bfloat16; None without such a unit or without torch."""
     from pagemill_kernels.cpu import processor
 
     if not (processor.has_amx() or processor.multiplies_bfloat16()) or not has_torch():
@@ -348,7 +356,7 @@ def has_torch() -> bool:
 
 
 def gpu_problem(head_dim: int, block_size: int, heads_per_kv_head: int) -> str | None:
-    """Why such a model cannot run on the `triton` backend here; `None`: it can."""
+    """Return why such a model cannot run on the `triton` backend here, or None."""
     from pagemill_kernels.gpu import launch
 
     absent = launch.why_absent()
@@ -360,7 +368,7 @@ def gpu_problem(head_dim: int, block_size: int, heads_per_kv_head: int) -> str |
 
 
 def fp8_problem() -> str | None:
-    """Why the `triton` backend has no fp8 here; `None`: it has. Only where `gpu_problem` gives no reason."""
+    """Return why the `triton` backend has no fp8 here, or None. Call this only if `gpu_problem` returns None."""
     from pagemill_kernels.gpu import launch
 
     return launch.why_no_fp8()

@@ -1,4 +1,4 @@
-"""Arrays of numpy as tensors and back, over the same memory. See `pagemill_kernels.arrays` for how bfloat16 lies."""
+"""Converts numpy arrays to tensors and back, over the same memory. `pagemill_kernels.arrays` describes bfloat16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ TORCH_TYPES: dict[FloatType, torch.dtype] = {name: dtype for dtype, name in _FLO
 
 
 def to_torch(array: Array) -> Tensor:
-    """The same memory as a tensor on the CPU; uint16 is bfloat16. A read-only array's tensor must not be written."""
+    """Return a CPU tensor over the same memory; uint16 is bfloat16.
+
+    The tensor of a read-only array must not be written.
+    """
     if array.dtype == np.uint16:
         return to_torch(array.view(np.int16)).view(torch.bfloat16)
     if array.flags.writeable:
@@ -30,7 +33,7 @@ def to_torch(array: Array) -> Tensor:
 
 
 def from_torch(tensor: Tensor) -> Array:
-    """The same memory as an array; the tensor is on the CPU and of a type that `to_torch` gives."""
+    """Return an array over the same memory. The tensor is on the CPU and of a type that `to_torch` returns."""
     if tensor.dtype == torch.bfloat16:
         array: Array = tensor.view(torch.int16).numpy().view(np.uint16)
         return array
@@ -38,5 +41,5 @@ def from_torch(tensor: Tensor) -> Array:
 
 
 def float_type_of(dtype: torch.dtype) -> FloatType:
-    """Raises KeyError for a type that is none of them."""
+    """Return the name of a float type. Raises KeyError for other types."""
     return _FLOAT_TYPES[dtype]

@@ -1,8 +1,8 @@
-"""The native operations for tensors: what the registry gives to models that torch declares.
+"""The native operations for tensors, which the registry offers to models that torch runs.
 
-Each is a launcher of the same name (`native.py` in the operation's folder) over the same memory; formulas and shapes
-are in its `reference.py`, which also computes the types that the launchers do not know. The engine's native decoder
-takes the launchers themselves.
+Each calls the launcher of the same name (`native.py` in the operation's package) over the same memory. Formulas and
+shapes are in its `reference.py`, which also computes types that the launchers do not support. The engine's native
+decoder calls the launchers directly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
 
 
 def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """As it is, since each head finds its own place."""
+    """Return the slots unchanged, since the kernel finds each head's slot."""
     return slot_mapping.contiguous()
 
 
@@ -150,7 +150,7 @@ def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tenso
 
 
 def pack_experts(parts: Sequence[ExpertParts], gate: Gate) -> FusedExperts:
-    """The reference, where the weights are not our own."""
+    """Pack experts; uses the reference if the weights are not natively packed."""
     ups = [each.up.native for each in parts if isinstance(each.up, TorchLinear)]
     downs = [each.down.native for each in parts if isinstance(each.down, TorchLinear)]
     if not len(ups) == len(downs) == len(parts):

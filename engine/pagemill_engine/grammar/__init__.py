@@ -1,1 +1,1 @@
-"""Holds answers to the form that their requests prescribe: grammars, compiled and cached, and their states."""
+"""Structured output: compiles and caches grammars of forms, and keeps each sequence's state in them."""

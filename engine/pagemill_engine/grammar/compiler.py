@@ -1,7 +1,7 @@
-"""Compiles forms into grammars, on a thread beside the engine's loop, and keeps those that were used last.
+"""Compiles forms into grammars, on a thread of its own, and keeps the last used ones.
 
-Front doors have checked a form before (`pagemill_protocol.grammars.check`): that its compiler ends in time. What it may
-spend here is limited again; a form that cannot be compiled gets a 400.
+The HTTP process has checked that a form compiles in time (`pagemill_protocol.grammars.check`). The compiler's effort is
+limited here again; a form that cannot be compiled gets a 400.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_GRAMMARS = 64
 
 
 class Grammar:
-    """A compiled form; every sequence has a state of its own."""
+    """A compiled form. Every sequence has a state of its own."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         self._matcher = matcher
@@ -36,7 +36,9 @@ class Grammar:
         self._vocab_size = vocab_size
 
     def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
-        from pagemill_engine.grammar.state import GrammarState  # llguidance: only requests that have a form need it
+        from pagemill_engine.grammar.state import (
+            GrammarState,
+        )  # imports llguidance, which only forms need
 
         return _advanced(
             GrammarState(self._matcher.deep_copy(), self._eos_token_ids, self._vocab_size, keeps_on), token_ids
@@ -44,7 +46,7 @@ class Grammar:
 
 
 class Limited(NamedTuple):
-    """An answer whose reasoning has a budget, and a form or none."""
+    """An answer with a reasoning budget and an optional form."""
 
     limit: ReasoningLimit
     grammar: TokenStates | None
@@ -62,7 +64,7 @@ def _advanced(state: TokenState, token_ids: Sequence[int]) -> TokenState:
 
 
 class GrammarCompiler:
-    """Thread safe. The tokenizer is loaded, and its vocabulary prepared, with the first form."""
+    """Compiles forms on one thread; thread-safe. The first form loads the tokenizer and prepares its vocabulary."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int], vocab_size: int) -> None:
         self._load_tokenizer = load_tokenizer
@@ -75,7 +77,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def submit(self, outputs: StructuredOutputs | None, reasoning: AnswerFormat | None = None) -> Future[TokenStates]:
-        """What a form and a format with a budget of reasoning prescribe, or `PagemillError` (400) with the reason."""
+        """Return a future of the compiled form and reasoning budget.
+
+        It raises `PagemillError` 400 with the reason if the form cannot be compiled.
+        """
         with self._lock:
             known = self._grammars.get(outputs) if outputs is not None and reasoning is None else None
             if outputs is not None and known is not None:
@@ -85,12 +90,12 @@ class GrammarCompiler:
                 return done
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-            return self._thread.submit(self._prescribed, outputs, reasoning)
+            return self._thread.submit(self._compile_request, outputs, reasoning)
 
-    def _prescribed(self, outputs: StructuredOutputs | None, reasoning: AnswerFormat | None) -> TokenStates:
+    def _compile_request(self, outputs: StructuredOutputs | None, reasoning: AnswerFormat | None) -> TokenStates:
         grammar = self._make(outputs) if outputs is not None else None
         if reasoning is None or reasoning.reasoning_budget is None:
-            assert grammar is not None  # a request that prescribes nothing is not compiled
+            assert grammar is not None  # requests without form and budget are not compiled
             return grammar
         begin, end = REASONING_ENDS[reasoning.reasoning]
         tokenizer = self._tokenizer()
@@ -106,7 +111,7 @@ class GrammarCompiler:
         return Limited(limit, grammar)
 
     def _tokenizer(self) -> Tokenizer:
-        """On the compiler's thread."""
+        """Return the tokenizer, loading it at the first call. Only for the compiler's thread."""
         if self._loaded is None:
             self._loaded = self._load_tokenizer()
         return self._loaded

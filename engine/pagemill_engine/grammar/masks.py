@@ -1,4 +1,4 @@
-"""Computes the masks of a step's sequences on threads beside the step: they are read when its tokens are sampled."""
+"""Computes the masks of a step's sequences on threads while the step runs; sampling reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_engine.grammar.state import GrammarState
 
 
 def begin_masks(states: Sequence[GrammarState]) -> None:
-    """Each state's `mask` waits for its own from now on."""
+    """Start computing the masks. Each state's `mask` waits for its own from now on."""
     masks = np.zeros((len(states), states[0].num_words), dtype=np.int32)
     matchers = [(state.matcher, row) for row, state in enumerate(states)]
     job = _thread().submit(_fill, matchers, masks)
@@ -33,5 +33,5 @@ def _thread() -> ThreadPoolExecutor:
 
 @cache
 def _executor() -> LLExecutor:
-    """Releases the interpreter while it computes."""
+    """Return the executor, which releases the interpreter lock while it computes."""
     return LLExecutor()

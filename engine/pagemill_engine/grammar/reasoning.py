@@ -1,6 +1,6 @@
-"""Ends the reasoning of a sequence at its budget: the tokens of its end marker are the only ones that may follow then.
+"""Ends the reasoning of a sequence at its budget, by forcing the tokens of the end marker.
 
-Reads the tokens' bytes, as parsers read the text. A form of the whole answer goes along as a state of its own.
+It reads the tokens' bytes as parsers read the text. A form of the whole answer has a state of its own.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 class ReasoningLimit(NamedTuple):
     max_tokens: int
-    """Between the markers."""
+    """Most tokens between the markers."""
     begin: bytes
     end: bytes
     end_token_ids: Sequence[int]
     is_open: bool
-    """The prompt has `begin` already."""
+    """Whether the prompt contains `begin` already."""
     token_bytes: Callable[[int], bytes]
     vocab_size: int
 
 
 class LimitedReasoning:
-    """A `TokenState`."""
+    """`TokenState` of a sequence with a reasoning budget."""
 
     def __init__(self, limit: ReasoningLimit, form: TokenState | None) -> None:
         self._limit = limit
         self._form = form
         self._next = self._inside if limit.is_open else self._before
         self._read = b""
-        """What the markers are looked for in."""
+        """Bytes in which the markers are searched."""
         self._num_tokens = 0
         self._forced: deque[int] = deque()
         self._letters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -60,10 +60,14 @@ class LimitedReasoning:
 
     @property
     def forced(self) -> Sequence[int]:
-        """One token of a form at a time before the reasoning is over: its budget may be spent after each."""
+        """Tokens that must follow.
+
+        Before the reasoning is over, a form's tokens are taken one at a time, because the budget may be spent after
+        each.
+        """
         if self._forced or self._form is None:
             return tuple(self._forced)
-        return self._form.forced if self._next == self._behind else self._form.forced[:1]
+        return self._form.forced if self._next == self._after else self._form.forced[:1]
 
     @property
     def ended(self) -> bool:
@@ -71,7 +75,7 @@ class LimitedReasoning:
 
     @property
     def is_free(self) -> bool:
-        return self._next == self._behind and self._form is None
+        return self._next == self._after and self._form is None
 
     def advance(self, token_id: int) -> str:
         fault = self._form.advance(token_id) if self._form is not None else ""
@@ -88,32 +92,32 @@ class LimitedReasoning:
         if token_id != self._forced.popleft():
             return f"token {token_id} does not end its reasoning, whose budget is spent"
         if not self._forced:
-            self._next = self._behind
+            self._next = self._after
         return ""
 
     def _before(self) -> None:
-        """Reasoning may begin at the start of the answer only."""
+        """Look for the begin marker. Reasoning may begin only at the start of the answer."""
         begun = self._read.lstrip()
         if begun.startswith(self._limit.begin):
             self._read = begun.removeprefix(self._limit.begin)
             self._next = self._inside
             self._check_budget()
         elif not self._limit.begin.startswith(begun):
-            self._next = self._behind
+            self._next = self._after
 
     def _inside(self) -> None:
         if self._limit.end in self._read:
-            self._next = self._behind
+            self._next = self._after
             return
         self._read = self._read[-len(self._limit.end) :]
         self._num_tokens += 1
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """A character that is spelled by several tokens is completed first."""
+        """Force the end marker if the budget is spent and the last character is complete."""
         is_complete = not self._letters.getstate()[0]
         if self._num_tokens >= self._limit.max_tokens and is_complete:
             self._forced.extend(self._limit.end_token_ids)
 
-    def _behind(self) -> None:
+    def _after(self) -> None:
         self._read = b""

@@ -1,7 +1,7 @@
-"""Where one sequence is in its grammar: which tokens may follow, and whether it has ended.
+"""The state of one sequence in its grammar: which tokens may follow, and whether the answer has ended.
 
-The scheduler keeps one for each sequence that has a form and advances it by every token it takes. It outlives a
-preemption, because a sequence's tokens only grow; a sequence that comes from another engine replays them.
+The scheduler keeps one for each sequence with a form and advances it by every token. It outlives a preemption, because
+a sequence's tokens only grow; a sequence from another engine replays its tokens.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from numpy.typing import NDArray
 
 
 class GrammarState:
-    """A `TokenState`."""
+    """`TokenState` of a sequence with a form."""
 
     is_free = False
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int, keeps_on: bool) -> None:
-        """`matcher` becomes this state's own. `keeps_on`: no end-of-sequence token while anything else may follow."""
+        """Take over `matcher`.
+
+        `keeps_on`: whether end-of-sequence tokens are forbidden while any other token may follow.
+        """
         self.matcher = matcher
         self.num_words = -(-vocab_size // 32)
         self.ended = False
         self._mask: NDArray[np.int32] = np.zeros(self.num_words, dtype=np.int32)
         self._is_due = False
-        """The mask of the newest token is not computed yet."""
+        """Whether the mask after the newest token is not computed yet."""
         self._job: Future[None] | None = None
-        """That computes it."""
+        """The job that computes the mask."""
         self._keeps_on = keeps_on
         self._ends = np.zeros_like(self._mask)
         bits = self._ends.view(np.uint32)
         for token_id in eos_token_ids:
             bits[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._words = np.flatnonzero(bits)
-        self._settle()
+        self._update()
 
     @property
     def mask(self) -> NDArray[np.int32]:
@@ -56,7 +59,7 @@ class GrammarState:
         return self.matcher.compute_ff_tokens() if self._is_due and self._job is None else ()
 
     def wait_for(self, job: Future[None], mask: NDArray[np.int32]) -> None:
-        """`mask` is this state's when the job is done, which must be before the next token is taken."""
+        """Use `mask` once `job` is done, which must be before the next token is taken."""
         self._job, self._mask = job, mask
 
     def advance(self, token_id: int) -> str:
@@ -64,14 +67,14 @@ class GrammarState:
             self._job.result()
         if not self.matcher.consume_token(token_id):
             return f"token {token_id} does not fit its form: {self._fault()}"
-        self._settle()
+        self._update()
         return f"its form became too complex: {self._fault()}" if self.matcher.is_error() else ""
 
     def _fault(self) -> str:
         return " ".join(self.matcher.get_error().split("<")[0].split())[:200]
 
-    def _settle(self) -> None:
-        """Find whether the answer has ended. Where it cannot end here, its mask may be computed later."""
+    def _update(self) -> None:
+        """Determine whether the answer has ended. If it cannot end here, the mask may be computed later."""
         self._job = None
         if self.matcher.is_stopped():
             self.ended = True

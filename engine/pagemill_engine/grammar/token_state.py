@@ -1,4 +1,4 @@
-"""What the scheduler asks about a sequence whose tokens are prescribed in part: by a form, by a budget of reasoning."""
+"""The scheduler's interface to the token constraints of a sequence: its form and its reasoning budget."""
 
 from __future__ import annotations
 
@@ -15,39 +15,44 @@ if TYPE_CHECKING:
 class TokenState(Protocol):
     @property
     def mask(self) -> NDArray[np.int32] | None:
-        """A bit for each token that may follow; `None`: any may."""
+        """Mask of the tokens that may follow, one bit per token; None: any token."""
         ...
 
     @property
     def due(self) -> GrammarState | None:
-        """Whose mask has to be computed, and may be beside the step: `masks.begin_masks`."""
+        """The grammar state whose mask must be computed and may be computed during the step (`masks.begin_masks`),
+        or None."""
         ...
 
     @property
     def ended(self) -> bool:
-        """No text may follow."""
+        """Whether no text may follow."""
         ...
 
     @property
     def is_free(self) -> bool:
-        """It prescribes nothing any more."""
+        """Whether it no longer constrains the sequence."""
         ...
 
     @property
     def forced(self) -> Sequence[int]:
-        """The next tokens where nothing else may follow, one after the other; empty: there is a choice, or it costs too
-        much to find out."""
+        """The next tokens, in order, that are certain to follow.
+
+        Empty if there is a choice, or if finding out costs too much.
+        """
         ...
 
     def advance(self, token_id: int) -> str:
-        """Take the next token. Returns what is wrong with it; empty: nothing."""
+        """Take the next token. Returns the fault of a token that does not fit, or ""."""
         ...
 
 
 class TokenStates(Protocol):
-    """What one request prescribes; every sequence has a state of its own."""
+    """The constraints of one request. Every sequence has a state of its own."""
 
     def state(self, token_ids: Sequence[int], *, keeps_on: bool) -> TokenState:
-        """After these tokens of an answer. `keeps_on`: no end-of-sequence token while anything else may follow. Raises
-        `PagemillError` if they do not fit."""
+        """Return the state after these tokens of an answer. Raises `PagemillError` if they do not fit.
+
+        `keeps_on`: whether end-of-sequence tokens are forbidden while any other token may follow.
+        """
         ...

@@ -1,4 +1,4 @@
-"""A model's tokens as llguidance takes them."""
+"""Converts a model's vocabulary into llguidance's form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SPELLINGS = 1024
 
 
 class _Tokens:
-    """What llguidance reads of a tokenizer: the bytes of all tokens, and how text that can only be one is spelled."""
+    """The tokenizer interface of llguidance: the bytes of all tokens, and the tokenization of forced text."""
 
     bos_token_id = None
 
@@ -29,11 +29,11 @@ class _Tokens:
         )
 
     def __call__(self, text: str) -> list[int]:
-        """What a grammar prescribes letter by letter is asked for by every answer that comes to it."""
+        """Tokenize text; cached, because every answer of a grammar asks for the same forced text."""
         return list(self._spell(text))
 
     def _spelling(self, text: str) -> list[int]:
-        """As the model saw it in training, unless the tokenizer adds or changes something: then by longest tokens."""
+        """Tokenize as in the model's training, or by longest tokens if the tokenizer changes the text."""
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         if all(token_id < len(self.tokens) for token_id in token_ids):
             spelled = b"".join(self.tokens[token_id] for token_id in token_ids)
@@ -43,7 +43,7 @@ class _Tokens:
 
 
 def llguidance_tokenizer(tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int) -> LLTokenizer:
-    """Raises `ValueError` for a vocabulary that llguidance cannot use."""
+    """Return llguidance's tokenizer. Raises `ValueError` for a vocabulary that llguidance cannot use."""
     if not eos_token_ids:
         raise ValueError("the model has no end-of-sequence token")
     tokens = _Tokens(tokenizer, eos_token_ids[0], vocab_size)

@@ -1,1 +1,1 @@
-"""Messages and sockets between the HTTP process and the engine process. msgspec over zmq, no pickle."""
+"""Messages and sockets between the HTTP process and the engine process: msgspec over zmq, no pickle."""

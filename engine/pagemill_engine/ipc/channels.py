@@ -1,7 +1,7 @@
-"""The HTTP process's end: hands the engine process its settings, exchanges messages with it, knows when it dies.
+"""The HTTP process's end of the channel: sends settings, exchanges messages, and detects the engine process's death.
 
-msgpack over two zmq sockets in the process's private folder; neither side pickles anything. `ipc.process` started the
-process, the engine's end is `ipc.link`; what is said is `ipc.messages`.
+Messages are msgpack over two zmq sockets in the process's private folder; neither side pickles anything. `ipc.process`
+starts the process, `ipc.link` is the engine's end, `ipc.messages` defines the messages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pagemill_engine.ipc.process import EngineProcess
 logger = logging.getLogger(__name__)
 
 CONNECTING_S = 0.002
-"""Between two looks whether the engine process has connected."""
+"""Interval of checks whether the engine process has connected."""
 STOP_TIMEOUT_S = 5.0
-"""After `Shutdown` the engine process has this long before it is killed."""
+"""Time between `Shutdown` and killing the engine process."""
 
 
 class EngineDied(ConnectionError):
-    """The engine process ended and said nothing more."""
+    """The engine process ended without a `Fatal` message."""
 
     def __init__(self, returncode: int) -> None:
         super().__init__(_describe_exit(returncode))
@@ -39,13 +39,15 @@ class EngineDied(ConnectionError):
 
     @property
     def was_killed(self) -> bool:
-        """It was killed from outside: by the kernel for lack of memory, or by a person. All other deaths are its own
-        fault."""
+        """Whether it was killed from outside: by the kernel for lack of memory, or by a person.
+
+        All other deaths are its own fault.
+        """
         return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class EngineChannel:
-    """One engine process. All methods belong to the event loop that called `start`."""
+    """Channel to one engine process. Call its methods only on the event loop that called `start`."""
 
     def __init__(self, config: EngineConfig, process: EngineProcess) -> None:
         self._config = config
@@ -61,11 +63,14 @@ class EngineChannel:
 
     @property
     def pid(self) -> int:
-        """The engine process."""
+        """Process id of the engine process."""
         return self._process.pid
 
     async def start(self) -> None:
-        """Let the engine process load; its `LoadProgress` messages follow. A start that fails leaves nothing behind."""
+        """Let the engine process load the model; its `LoadProgress` messages follow.
+
+        A start that fails removes sockets and process.
+        """
         self._context = zmq.Context()
         try:
             self._open_sockets()
@@ -79,7 +84,7 @@ class EngineChannel:
         self._watcher = asyncio.create_task(self._watch())
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; never blocks. Ignored when the engine process is gone: `recv` reports that."""
+        """Queue a message; never blocks. Ignored if the engine process has ended, which `recv` reports."""
         if self._died is not None:
             return
         data = self._encoder.encode(message)
@@ -87,7 +92,7 @@ class EngineChannel:
             if not self._unsent:
                 self._outbox.send(data, zmq.NOBLOCK)
                 return
-        except zmq.Again:  # an engine may be ready before its connection for messages is
+        except zmq.Again:  # the engine may be ready before its socket has connected
             asyncio.get_running_loop().call_later(CONNECTING_S, self._send_again)
         self._unsent.append(data)
 
@@ -101,7 +106,10 @@ class EngineChannel:
             self._unsent.popleft()
 
     async def recv(self) -> FromEngine:
-        """The next message. Raises `EngineDied` (a `ConnectionError`) once the process ended; `Fatal` comes first."""
+        """Return the next message.
+
+        Raises `EngineDied` (a `ConnectionError`) once the process ended; `Fatal` comes first.
+        """
         if self._died is not None and self._inbox.empty():
             raise self._died
         message = await self._inbox.get()
@@ -110,15 +118,15 @@ class EngineChannel:
         return message
 
     def terminate(self) -> None:
-        """End the engine process without a word to it: while it loads it reads no messages."""
+        """Terminate the engine process without a message: while it loads it reads none."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End the engine process by force, also one that is stopped; for a `close` under way or to come."""
+        """Kill the engine process, even if it is stopped, so that `close` does not wait for it."""
         self._process.kill()
 
     def discard(self) -> None:
-        """End the engine process by force and remove every trace, for callers that cannot wait."""
+        """Kill the engine process and remove its sockets and folder, for callers that cannot wait."""
         self._process.kill()
         if self._watcher is not None:
             self._watcher.cancel()
@@ -126,7 +134,7 @@ class EngineChannel:
         self._process.discard()
 
     async def close(self) -> None:
-        """End the engine process, by force if it does not end by itself, and remove every trace."""
+        """End the engine process, by force after `STOP_TIMEOUT_S`, and remove its sockets and folder."""
         if self._watcher is None:
             self._process.discard()
             return
@@ -166,7 +174,7 @@ class EngineChannel:
         self._process.discard()
 
     def _drain(self) -> None:
-        """The socket's descriptor signals changes, not messages: read until there is nothing."""
+        """Read all messages. The socket's descriptor signals changes, not messages."""
         while True:
             try:
                 data = self._source.recv(zmq.NOBLOCK)
@@ -185,18 +193,18 @@ class EngineChannel:
         self._inbox.put_nowait(self._died)
 
     def _end(self) -> asyncio.Future[int]:
-        """The exit code, from a thread that waits for it."""
+        """Return a future of the exit code, which a thread waits for."""
         loop = asyncio.get_running_loop()
         end = loop.create_future()
 
-        def tell(returncode: int) -> None:
+        def finish(returncode: int) -> None:
             if not end.done():
                 end.set_result(returncode)
 
         def wait() -> None:
             returncode = self._process.wait()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver
-                loop.call_soon_threadsafe(tell, returncode)
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there is no receiver
+                loop.call_soon_threadsafe(finish, returncode)
 
         threading.Thread(target=wait, name="engine-end", daemon=True).start()
         return end

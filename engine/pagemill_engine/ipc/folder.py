@@ -1,5 +1,7 @@
-"""What lies in the folder that both processes of an engine share. Imports nothing that the parent would wait for: the
-engine process is to start first of all."""
+"""Names of the files in the folder that both processes of an engine share.
+
+Imports nothing slow: the parent starts the engine process before everything else.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 
 SETTINGS_FILE = "settings.json"
 CONFIGURED = b"."
-"""Through the parent's pipe: the settings are there."""
+"""Written to the process's pipe when the settings file is complete."""
 FATAL_FILE = "fatal"
 TO_ENGINE = "in"
 FROM_ENGINE = "out"

@@ -1,9 +1,8 @@
-"""The engine process's end of the channel: messages in through a thread, messages out from the loop.
+"""The engine process's end of the channel: a thread receives messages, the loop sends them.
 
 The reader thread blocks on the socket, so an idle engine costs no CPU and decoding overlaps with the device. A second
-thread holds the pipe from the parent: when the parent is gone, however it died, the pipe ends and so does this process.
-A third one sends heartbeats, so that a long step is not taken for a process that has stopped.
-The parent's end is `ipc.channels`.
+thread reads the pipe from the parent: when the parent ends, for any reason, the pipe ends and so does this process. A
+third one sends heartbeats, so that a long step is not taken for a stopped process. The parent's end is `ipc.channels`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 LINGER_MS = 1000
 HEARTBEAT_S = 1.0
-# Made here, by one thread: where several are the first to decode a type at the same moment, msgspec 0.22 reads a null
+# Created here by one thread: if several threads decode a type for the first time at once, msgspec 0.22 reads a null
 # pointer.
 _settings_decoder = msgspec.json.Decoder(EngineConfig)
 _message_decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -50,20 +49,20 @@ class EngineLink:
         threading.Thread(target=self._watch_parent, name="parent", daemon=True).start()
 
     def start_heartbeat(self, expected_step_ms: Callable[[], float]) -> None:
-        """Send one every second from now on. `expected_step_ms` is called by another thread."""
+        """Send a heartbeat every second from now on. `expected_step_ms` is called on another thread."""
         threading.Thread(target=self._beat, args=(expected_step_ms,), name="heartbeat", daemon=True).start()
 
     def settings(self) -> EngineConfig:
-        """Wait until the parent hands them over."""
+        """Wait for the parent's settings and return them."""
         self._configured.wait()
         return _settings_decoder.decode((self._folder / SETTINGS_FILE).read_bytes())
 
     def send(self, message: FromEngine) -> None:
-        """Never blocks. Only from the thread that made the link."""
+        """Send a message; never blocks. Call this only on the thread that created the link."""
         self._outbox.send(self._encoder.encode(message))
 
     def receive(self, timeout_s: float | None) -> ToEngine | None:
-        """The next message, or None after `timeout_s` seconds without one (0: do not wait)."""
+        """Return the next message, or None after `timeout_s` seconds without one (0: do not wait)."""
         try:
             if timeout_s == 0:
                 return self._inbox.get_nowait()
@@ -72,18 +71,18 @@ class EngineLink:
             return None
 
     def leave_fatal(self, fatal: Fatal) -> None:
-        """A last word that cannot be lost: the parent reads the file when the process has ended."""
+        """Write the last message to a file, which the parent reads when the process has ended."""
         draft = self._folder / f"{FATAL_FILE}.draft"
         with contextlib.suppress(OSError):
             draft.write_bytes(self._encoder.encode(fatal))
             draft.rename(self._folder / FATAL_FILE)
 
     def close(self) -> None:
-        """Send what is queued, up to the linger time. The reader thread ends with the process."""
+        """Send queued messages, up to the linger time. The reader thread ends with the process."""
         self._outbox.close()
 
     def _read(self) -> None:
-        self._configured.wait()  # the parent listens by then: a connection before would be tried again much later
+        self._configured.wait()  # the parent listens only now; an earlier connection would be retried much later
         inbox = self._context.socket(zmq.PULL)
         inbox.setsockopt(zmq.RCVHWM, 0)
         inbox.connect(address(self._folder, TO_ENGINE))
@@ -95,7 +94,7 @@ class EngineLink:
                 logger.exception("dropped a message of %d bytes that is none of ours", len(data))
 
     def _connect_outbox(self, linger_ms: int) -> zmq.Socket[bytes]:
-        """A socket belongs to one thread."""
+        """Return a new socket to the parent. Each thread needs its own."""
         outbox = self._context.socket(zmq.PUSH)
         outbox.setsockopt(zmq.SNDHWM, 0)
         outbox.setsockopt(zmq.LINGER, linger_ms)
@@ -116,7 +115,7 @@ class EngineLink:
 
 
 def read_fatal(folder: Path) -> Fatal | None:
-    """What the engine process left behind, if it said why it ended."""
+    """Return the engine process's last message, or None if it left none."""
     try:
         return msgspec.msgpack.decode((folder / FATAL_FILE).read_bytes(), type=Fatal)
     except (OSError, msgspec.DecodeError):

@@ -1,8 +1,8 @@
 """Messages between the HTTP process and the engine process: tagged msgspec structs, msgpack on the wire.
 
 To the engine: `AddRequest`, `Abort`, `RaiseAllowance`, `Sleep`, `Wake`, `Shutdown`. From the engine: `LoadProgress`
-while starting, then `Ready`, then `StepOutputs` after every step that has outputs, `Slept` and `Awake` when it has done
-so; `Fatal` before it exits because of a fault of its own.
+while starting, then `Ready`, then `StepOutputs` after every step and while idle, `Heartbeat` every second, `Slept` and
+`Awake` in answer to `Sleep` and `Wake`, and `Fatal` before it exits because of a fault.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Drop a client request, or one choice of it (a stop string was found in its text)."""
+    """Abort a client request, or one choice of it (a stop string was found in its text)."""
 
     request_id: str
     choice: int | None = None
 
 
 class RaiseAllowance(msgspec.Struct, frozen=True, tag="allowance"):
-    """Each sequence of a client request may generate so many tokens, if that is more than before."""
+    """Raise the number of tokens that each sequence of a client request may generate; never lowers it."""
 
     request_id: str
     allowance: int
 
 
 class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
-    """As soon as nothing runs, give the memory of the KV cache back and keep the weights. Answered by `Slept`."""
+    """Free the memory of the KV cache as soon as nothing runs, and keep the weights. Answered by `Slept`."""
 
 
 class Wake(msgspec.Struct, frozen=True, tag="wake"):
-    """Be as after the start again; a `Sleep` that was not carried out yet never is. Answered by `Awake`."""
+    """Become ready again, or cancel a `Sleep` that was not carried out yet. Answered by `Awake`."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -48,7 +48,7 @@ ToEngine = AddRequest | Abort | RaiseAllowance | Sleep | Wake | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """Why the engine is not ready yet."""
+    """A phase of the start, with the reason for the wait."""
 
     phase: str
     """`loading`, `allocating`, `warming`, `first_token`."""
@@ -57,31 +57,30 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class MemoryBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the memory goes that may be used: all parts and what is free are the limit."""
+    """The division of the usable memory: all parts and the free memory add up to the limit."""
 
     limit_bytes: int
     """Memory of the machine or of the container, whichever is less."""
     process_bytes: int
-    """The engine process before it loads: interpreter and libraries, without what can be read from files again."""
+    """Memory of the engine process before it loads: interpreter and libraries, without pages of files."""
     other_bytes: int
-    """All else that was in use then, the server process included."""
+    """Other memory in use at that time, including the server process."""
     weight_bytes: int
     kv_bytes: int
     activation_bytes: int
     """Activations of the largest step, from the model's shapes or measured."""
     measured: bool = False
-    """Steps were run before the KV cache was sized: their memory is what they took, with rows, libraries and recorded
-    decodes."""
+    """Whether `activation_bytes` was measured in steps, with rows, libraries and recorded decodes."""
 
     @property
     def free_bytes(self) -> int:
-        """What is left when cache and step are as large as they may get. Negative: they do not fit."""
+        """Memory that is left when cache and step have their largest size; negative if they do not fit."""
         used = self.process_bytes + self.other_bytes
         return self.limit_bytes - used - self.weight_bytes - self.kv_bytes - self.activation_bytes
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The model generated a token; requests may come."""
+    """The model has generated a token, and the engine accepts requests."""
 
     num_blocks: int
     block_size: int
@@ -99,17 +98,17 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     device: str
     """`cpu`, `cuda` or `null`."""
     load_s: float
-    """From the first look at the model until now."""
+    """Seconds from opening the model until now."""
     start_s: dict[str, float] = {}
-    """The same by phase: `load`, `warm`, `first_token`."""
+    """Seconds by phase: `load`, `warm`, `first_token`."""
     load: EngineLoad
-    """Reported at once: without it gateways would assume that the cache holds everything."""
+    """The load at the start. Without it gateways would assume unlimited capacity."""
     memory: MemoryBudget | None = None
-    """`None`: a simulated device has no memory."""
+    """Memory of the engine; None for a simulated device."""
 
 
 class LogprobsOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """At one position: chosen token first, then the most likely ones."""
+    """Log probabilities at one position: the chosen token first, then the most likely ones."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -117,16 +116,19 @@ class LogprobsOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """New tokens of one choice of one request. One a row and step, in no cycle: the collector need not count them."""
+    """New tokens of one choice of one request.
+
+    Excluded from garbage collection: there is one per row and step, in no reference cycle.
+    """
 
     request_id: str
     choice: int = 0
     token_ids: list[int] = []
     logprobs: list[LogprobsOut] | None = None
     prompt_logprobs: list[LogprobsOut] = []
-    """Of the prompt's tokens but the first, if they were asked for; on the first output of a request."""
+    """Log probabilities of the prompt's tokens from the second on, if asked for; on the first output of a request."""
     pooled: bytes = b""
-    """In place of tokens: the vector or the score of the prompt, float32, little-endian."""
+    """The vector or the score of the prompt, instead of tokens: float32, little-endian."""
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; on the first output of a choice."""
@@ -138,7 +140,7 @@ class TokensOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     error_retry_after_s: float | None = None
     num_preemptions: int = 0
     queue_s: float = 0.0
-    """From arrival to first scheduling; on the first output."""
+    """Seconds from arrival to first scheduling; on the first output."""
 
 
 class PrefixEvents(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -153,33 +155,36 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="step", omit_de
     prefixes: PrefixEvents | None = None
     num_step_tokens: int = 0
     num_added: int = 0
-    """Requests that had arrived when `load` was computed, since the start."""
+    """Number of requests since the start that had arrived when `load` was computed."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The process runs, however long its step takes: sent every second once it is ready, by a thread of its own."""
+    """Sign of life of the process, however long its step takes.
+
+    A thread sends it every second once the engine is ready.
+    """
 
     expected_step_ms: float = 0.0
-    """Predicted time of what it has begun and not reported; 0: nothing."""
+    """Predicted time of the steps that were begun and not reported; 0 if there are none."""
 
 
 class Slept(msgspec.Struct, frozen=True, tag="slept"):
-    """It sleeps; or, with a `fault`, it could not and goes on as before."""
+    """The engine sleeps, or could not sleep because of `fault` and continues."""
 
     released_bytes: int = 0
-    """Memory of the device that was released."""
+    """Freed bytes of the device."""
     fault: str = ""
 
 
 class Awake(msgspec.Struct, frozen=True, tag="awake"):
-    """It generated a token again; requests may come."""
+    """The engine has generated a token after waking up and accepts requests."""
 
     wake_s: float = 0.0
-    """Time since the request to wake; 0 if it was not asleep."""
+    """Seconds since the request to wake; 0 if it was not asleep."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
-    """The engine process cannot start or go on. `reason` is CamelCase, `message` names the remedy."""
+    """The engine process cannot start or continue. `reason` is CamelCase, `message` names the remedy."""
 
     reason: str
     message: str

@@ -1,8 +1,8 @@
-"""The engine process as its parent starts it: before anything else, since its imports take longest.
+"""Starts the engine process before everything else, since its imports take longest.
 
 While it imports, the parent imports its web framework and reads the tokenizer; the settings follow (`configure`) when
-they are complete. The process holds a pipe from here and ends with it, so it never outlives its parent. Messages are
-`ipc.channels`'s, the engine's end is `ipc.link`.
+they are complete. The process reads a pipe from its parent and ends with it, so it never outlives its parent. Messages
+are sent by `ipc.channels`; the engine's end is `ipc.link`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pagemill_engine.ipc.folder import CONFIGURED, SETTINGS_FILE
 
 ENGINE_MODULE = "pagemill_engine.loop.process"
 RUNNER_MODULE = "pagemill_engine.runner.load_cpu"
-"""What a runner that computes imports; the null runner needs none of it."""
+"""Imports of a runner that computes; the null runner needs none of them."""
 
 
 class EngineProcess:
-    """A context manager: whatever happened, at its end the process is gone and its folder too."""
+    """An engine process. As a context manager it removes the process and its folder at the end."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.folder = folder
-        """Private to parent and engine: settings, both sockets and the fatal message lie there."""
+        """Private folder of parent and engine, with settings, both sockets and the fatal message."""
         self._process = process
 
     @classmethod
     def launch(cls, config: EngineConfig) -> EngineProcess:
-        """Start it; of `config` it only learns what to import."""
+        """Start the process. It learns from `config` only what to import."""
         folder = Path(tempfile.mkdtemp(prefix="pagemill-"))
         modules = [] if config.null_runner else [RUNNER_MODULE]
         argv = [sys.executable, "-m", ENGINE_MODULE, str(folder), *modules]
@@ -58,14 +58,14 @@ class EngineProcess:
         return self._process.pid
 
     def configure(self, config: EngineConfig) -> None:
-        """Hand over the settings, once. A process that is gone already is found by `wait`."""
+        """Send the settings; call this once. If the process has ended, `wait` shows it."""
         (self.folder / SETTINGS_FILE).write_bytes(msgspec.json.encode(config))
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(CONFIGURED)
 
     def wait(self) -> int:
-        """Block until it ends. Returns its exit code, negative for a signal."""
+        """Wait for the process to end. Returns its exit code, negative for a signal."""
         return self._process.wait()
 
     def terminate(self) -> None:
@@ -75,7 +75,7 @@ class EngineProcess:
         self._process.kill()
 
     def discard(self) -> None:
-        """End it if it runs and remove every trace. May be called again."""
+        """End the process if it runs and remove its folder. May be called again."""
         self.kill()
         self.wait()
         assert self._process.stdin is not None

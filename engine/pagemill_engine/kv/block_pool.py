@@ -2,7 +2,7 @@
 
 A fixed set of block objects is created once; no step allocates a Python object for a block. Free blocks form an
 intrusive doubly linked list: blocks without reusable content come first, then cached ones, least recently used first.
-The pool knows no requests (`kv.manager`) and no hashes (`kv.prefix_cache`, which it notifies of evictions).
+Requests are `kv.manager`'s part, hashes those of `kv.prefix_cache`, which is notified of evictions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class KVCacheError(RuntimeError):
-    """The KV cache was used against its rules: a fault of the engine, never of a request."""
+    """The KV cache was used incorrectly: a fault of the engine, never of a request."""
 
 
 class Block:
@@ -23,9 +23,9 @@ class Block:
         self.block_id = block_id
         self.ref_count = 0
         self.block_hash: bytes | None = None
-        """Set while the prefix cache has this block's content."""
+        """Hash of the content; set while the prefix cache contains the block."""
         self.prefix_chunk_end = False
-        """The last block of a prefix chunk (see `kv.prefix_cache`)."""
+        """Whether it is the last block of a prefix chunk (see `kv.prefix_cache`)."""
         self.prev: Block | None = None
         self.next: Block | None = None
         """Next and previous block in the free list; both `None` while the block is in use."""
@@ -46,7 +46,7 @@ class FreeList:
         return self._size
 
     def __iter__(self) -> Iterator[Block]:
-        """From the block that is taken next to the one that is taken last."""
+        """Yield the blocks from the one that is taken next to the one that is taken last."""
         block = self._ring.next
         while block is not None and block is not self._ring:
             yield block
@@ -82,7 +82,7 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks of one device; hands them out by reference count."""
+    """All blocks of one device, allocated by reference count."""
 
     def __init__(self, num_blocks: int, on_evict: Callable[[Block], None]) -> None:
         if num_blocks < 1:
@@ -90,7 +90,7 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_list = FreeList()
         self.num_evictable = 0
-        """Free blocks whose content is in the prefix cache."""
+        """Number of free blocks whose content is in the prefix cache."""
         self._on_evict = on_evict
         for block in self.blocks:
             self.free_list.append(block)
@@ -101,7 +101,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
+        """Number of blocks that can be allocated now, including cached ones."""
         return len(self.free_list)
 
     @property
@@ -109,7 +109,7 @@ class BlockPool:
         return len(self.blocks) - len(self.free_list)
 
     def allocate(self, num_blocks: int) -> list[Block]:
-        """Take blocks with one reference each. Evicts cached content if no other block is free."""
+        """Allocate blocks with one reference each. Evicts cached content if no other block is free."""
         if num_blocks > len(self.free_list):
             raise KVCacheError(f"{num_blocks} blocks asked for, {len(self.free_list)} are free")
         taken = []
@@ -123,7 +123,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Add one reference to each block; a cached block leaves the free list."""
+        """Add one reference to each block. A cached block leaves the free list."""
         for block in blocks:
             if block.ref_count == 0:
                 self.free_list.remove(block)
@@ -146,7 +146,7 @@ class BlockPool:
             self.num_evictable += 1
 
     def content_dropped(self, block: Block) -> None:
-        """The prefix cache dropped a block: if it is free, it is now the first to be taken."""
+        """Move a free block, whose content the prefix cache dropped, to the front of the free list."""
         if block.ref_count > 0:
             return
         self.free_list.remove(block)

@@ -94,7 +94,7 @@ def _check_tables(kv: KVCacheManager) -> list[str]:
 
 
 def _check_chain(kv: KVCacheManager, table: BlockTable) -> list[str]:
-    """A full block in the prefix cache must have the hash of this sequence's tokens up to it."""
+    """Check that a full block in the prefix cache has the hash of this sequence's tokens up to it."""
     known = table.sequence.block_hashes
     num_full_blocks = (table.sequence.num_computed_tokens + table.num_open_tokens) // kv.block_size
     return [
@@ -105,8 +105,10 @@ def _check_chain(kv: KVCacheManager, table: BlockTable) -> list[str]:
 
 
 def _check_writers(kv: KVCacheManager) -> list[str]:
-    """While a step is planned or in flight, every block that it writes has one writer, and no reader except those that
-    hit it since that step was planned."""
+    """Check that every block that a step writes has one writer and no untimely reader.
+
+    Only sequences that hit the block since that step was planned may read it.
+    """
     faults = []
     writers: dict[int, str] = {}
     for name, table in kv.tables.items():

@@ -8,8 +8,8 @@ full with a pending token has no hash yet: `commit` registers it.
 The device runs steps in the order of their launch. So KV that a launched step writes counts as present for all later
 steps, and a block that is freed while a step still writes to it may be reallocated at once.
 
-The manager never decides which sequence gets blocks (`scheduler` does) and never touches memory (`runner` does). Its
-invariants: `kv.integrity`.
+The manager never decides which sequence gets blocks (`scheduler` does) and never touches memory (`runner` does).
+`kv.integrity` checks its invariants.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pagemill_protocol import hashes
 
 
 class CachedSequence(Protocol):
-    """A sequence as the manager sees it. Only the manager writes `num_computed_tokens` and `block_hashes`."""
+    """The manager's interface to a sequence. Only the manager writes `num_computed_tokens` and `block_hashes`."""
 
     request_id: str
     token_ids: list[int]
     num_computed_tokens: int
-    """Tokens whose KV is in the table's blocks once all launched steps have run."""
+    """Number of tokens whose KV is in the table's blocks once all launched steps have run."""
     cache_root: bytes
     block_hashes: list[bytes]
     """Chained hashes of the leading full blocks, as far as they were needed; kept across preemptions."""
     num_pending_tokens: int
-    """Tokens after `token_ids` that steps in flight sample."""
+    """Number of tokens after `token_ids` that steps in flight sample."""
 
 
 @dataclass(slots=True)
@@ -42,18 +42,18 @@ class BlockTable:
     sequence: CachedSequence
     blocks: list[Block]
     num_open_tokens: int = 0
-    """Tokens that the step being planned writes."""
+    """Number of tokens that the step being planned writes."""
     num_launched_tokens: int = 0
-    """Tokens that steps in flight write: the last ones of `num_computed_tokens`."""
+    """Number of tokens that steps in flight write: the last ones of `num_computed_tokens`."""
     opened: list[int] = field(default_factory=list)
-    """Indices of blocks that were registered in the prefix cache before a step that was read has written them."""
+    """Indices of the blocks that were registered in the prefix cache before a completed step has written them."""
     num_offered: int = 0
-    """Leading blocks that were offered to the prefix cache or came from it."""
+    """Number of leading blocks that were offered to the prefix cache or came from it."""
 
 
 class Allocation(NamedTuple):
     new_block_ids: list[int]
-    """Appended to the table."""
+    """Ids of the blocks appended to the table."""
     replaced: tuple[int, int, int] | None = None
     """Copy-on-write: (index in the table, source block id, new block id)."""
 
@@ -64,7 +64,7 @@ class KVUsage(NamedTuple):
 
     @property
     def waste(self) -> float:
-        """Share of allocated slots that hold no token."""
+        """Share of allocated slots that contain no token."""
         return 1 - self.used_slots / self.allocated_slots if self.allocated_slots else 0.0
 
 
@@ -100,7 +100,10 @@ class KVCacheManager:
     # -- start of a sequence ------------------------------------------------------------------------------------------
 
     def get_computed_blocks(self, sequence: CachedSequence) -> list[Block]:
-        """The longest cached prefix in whole blocks. The last token is excluded: it is always computed."""
+        """Return the longest cached prefix in whole blocks.
+
+        The last token is excluded, because it is always computed.
+        """
         if not self.enable_prefix_caching:
             return []
         found: list[Block] = []
@@ -112,7 +115,7 @@ class KVCacheManager:
         return found
 
     def num_blocks_to_start(self, sequence: CachedSequence, computed_blocks: list[Block], num_tokens: int) -> int:
-        """Free blocks that a sequence needs to hold `num_tokens` tokens, given its prefix hit or its fork."""
+        """Return the free blocks that a sequence needs for `num_tokens` tokens, given its prefix hit or its fork."""
         table = self.tables.get(sequence.request_id)
         if table is not None:
             copies = 1 if self._write_needs_copy(table) else 0
@@ -129,7 +132,7 @@ class KVCacheManager:
         sequence.num_computed_tokens = len(computed_blocks) * self.block_size
 
     def fork(self, parent: CachedSequence, child: CachedSequence, num_tokens: int) -> None:
-        """Let the child share the parent's first `num_tokens` tokens, a partial last block included."""
+        """Let the child share the parent's first `num_tokens` tokens, including a partial last block."""
         if child.request_id in self.tables:
             raise KVCacheError(f"{child.request_id} already has a block table")
         if num_tokens > parent.num_computed_tokens:
@@ -145,8 +148,10 @@ class KVCacheManager:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def allocate_slots(self, sequence: CachedSequence, num_tokens: int) -> Allocation | None:
-        """Open a write of the next `num_tokens` tokens. Returns `None`, changing nothing, if too few blocks are
-        free."""
+        """Open a write of the next `num_tokens` tokens.
+
+        Returns None, changing nothing, if too few blocks are free.
+        """
         table = self.tables[sequence.request_id]
         blocks = table.blocks
         start = sequence.num_computed_tokens
@@ -181,7 +186,8 @@ class KVCacheManager:
             table.num_open_tokens = 0
 
     def commit(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """The oldest step in flight was read: it wrote `num_tokens` tokens of the sequence, all of them known now."""
+        """Close the write of the oldest step in flight, which was read and wrote `num_tokens` tokens of the
+        sequence."""
         table = self.tables[sequence.request_id]
         table.num_launched_tokens = num_launched = table.num_launched_tokens - num_tokens
         if num_launched < 0:
@@ -193,10 +199,10 @@ class KVCacheManager:
             self._offer(table, num_full)
 
     def free(self, sequence: CachedSequence) -> None:
-        """Drop the sequence's table. An open write is abandoned, and what it registered is removed from the prefix
-        cache.
+        """Drop the sequence's table.
 
-        Blocks are released last to first, so that the tail of a chain is evicted before its head.
+        An open write is abandoned, and the blocks it registered are removed from the prefix cache. Blocks are released
+        last to first, so that the tail of a chain is evicted before its head.
         """
         table = self.tables.pop(sequence.request_id)
         # A reader of this step that failed may have removed some of them already.
@@ -205,10 +211,10 @@ class KVCacheManager:
         sequence.num_computed_tokens = 0
 
     def invalidate(self, sequence: CachedSequence) -> set[int]:
-        """A step failed on this sequence: remove its blocks from the prefix cache. Returns the ids of those it was
-        writing.
+        """Remove the blocks of a sequence that failed in a step from the prefix cache.
 
-        If the sequence has lost its table since, its blocks are found by their hashes.
+        Returns the ids of the blocks it was writing. If the sequence has lost its table since, its blocks are found by
+        their hashes.
         """
         table = self.tables.get(sequence.request_id)
         if table is None:
@@ -223,10 +229,13 @@ class KVCacheManager:
     def holds_any(self, sequence: CachedSequence, block_ids: set[int]) -> bool:
         return any(block.block_id in block_ids for block in self.tables[sequence.request_id].blocks)
 
-    # -- what others see -----------------------------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------------------------
 
     def usage(self) -> KVUsage:
-        """Slots of referenced blocks, and how many of them hold a token. Between steps; O(requests)."""
+        """Return the slots of referenced blocks, and how many of them contain a token.
+
+        Call this between steps. O(requests).
+        """
         tails: dict[int, int] = {}
         for table in self.tables.values():
             if not table.blocks:
@@ -239,10 +248,10 @@ class KVCacheManager:
         return KVUsage(allocated, allocated - sum(self.block_size - fill for fill in tails.values()))
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached content. Tables stay; their blocks are not shared with new requests."""
+        """Drop all cached content. Tables stay, but their blocks are not shared with new requests."""
         self._forget([block for _, block in self.prefix_cache.items()])
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _write_needs_copy(self, table: BlockTable) -> bool:
         """Whether the next token goes into a block that other sequences read or that is in the prefix cache."""
@@ -265,8 +274,10 @@ class KVCacheManager:
         return Allocation([block.block_id for block in fresh], replaced)
 
     def _offer(self, table: BlockTable, num_full: int) -> list[int]:
-        """Register the blocks up to `num_full` in the prefix cache unless equal content is there. Returns the
-        registered indices."""
+        """Register the blocks up to `num_full` in the prefix cache unless equal content is there.
+
+        Returns the registered indices.
+        """
         first, table.num_offered = table.num_offered, num_full
         if not self.enable_prefix_caching:
             return []

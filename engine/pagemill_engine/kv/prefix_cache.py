@@ -1,6 +1,6 @@
-"""The prefix cache: chained block hash -> block, and the changes to publish to gateways.
+"""The prefix cache: maps chained block hashes to blocks, and collects the changes for gateways.
 
-Holds no reference to a block: a cached block without references stays in the pool's free list until it is hit again or
+It has no reference to a block: a cached block without references stays in the pool's free list until it is hit again or
 evicted. Gateways receive prefix chunks of several whole blocks: the hash of a chunk's last block stands for the whole
 chain up to it, because hashes are chained. `pagemill_protocol.hashes` computes hashes and defines the size of a chunk.
 """
@@ -13,7 +13,10 @@ from pagemill_protocol import hashes
 
 class PrefixCache:
     def __init__(self, block_size: int, prefix_chunk_blocks: int | None = None) -> None:
-        """`prefix_chunk_blocks`: blocks per prefix chunk; by default the fewest that hold 64 tokens."""
+        """Create an empty cache.
+
+        `prefix_chunk_blocks`: blocks per prefix chunk; by default the fewest with 64 tokens.
+        """
         self._prefix_chunk_blocks = prefix_chunk_blocks or hashes.blocks_per_prefix_chunk(block_size)
         self._blocks: dict[bytes, Block] = {}
         # The net change since the last drain: a chunk added and removed in between is never reported.
@@ -30,8 +33,10 @@ class PrefixCache:
         return self._blocks.get(block_hash)
 
     def insert(self, block: Block, block_hash: bytes, index: int) -> bool:
-        """Register a full block; `index` is its position in its chain. Returns false if equal content is already
-        cached."""
+        """Register a full block. `index`: its position in its chain.
+
+        Returns False if equal content is already cached.
+        """
         if block_hash in self._blocks:
             return False
         if block.block_hash is not None:
@@ -53,14 +58,14 @@ class PrefixCache:
             _note(block_hash, self._removed, self._added)
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Prefix chunks added and removed since the last call."""
+        """Return the prefix chunks added and removed since the last call."""
         added, removed = list(self._added), list(self._removed)
         self._added.clear()
         self._removed.clear()
         return added, removed
 
     def snapshot(self) -> list[bytes]:
-        """All prefix chunks that are cached now."""
+        """Return all prefix chunks that are cached now."""
         return [block_hash for block_hash, block in self._blocks.items() if block.prefix_chunk_end]
 
 

@@ -1,1 +1,1 @@
-"""The model loader: from its source onto a volume, once, before any engine starts. No torch."""
+"""The model loader: copies a model from its source onto a volume before engines start. Does not import torch."""

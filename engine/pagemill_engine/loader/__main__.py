@@ -1,6 +1,6 @@
-"""`python -m pagemill_engine.loader --source S --target FOLDER`: the loader Job's process.
+"""`python -m pagemill_engine.loader --source S --target FOLDER`: the process of the loader Job.
 
-Reports its progress as JSON lines on stdout; a failure is the termination message, last line on stderr.
+It reports its progress as JSON lines on stdout, and a failure as the termination message, the last line on stderr.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 the model is there, 1 with a termination message, 2 wrong command line."""
-    # As a container's first process it would ignore the signal otherwise; part files are good for the next run.
+    """Run the loader and return its exit code.
+
+    0: the model is loaded. 1: failed, with a termination message. 2: wrong command line.
+    """
+    # A container's first process ignores SIGTERM otherwise. The next run continues from the part files.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(SIGTERM_EXIT_CODE))
     parser = argparse.ArgumentParser(prog="python -m pagemill_engine.loader", description="Load one model.")
-    parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or of another kind")
-    parser.add_argument("--target", type=Path, required=True, help="folder that will hold it")
-    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, made beside the model")
-    parser.add_argument("--size-limit-bytes", type=int, help="of all models beside the target")
-    parser.add_argument("--evict", action="store_true", help="remove models that are not used where room is needed")
-    parser.add_argument("--termination-log", type=Path, default=KUBERNETES_LOG, help="written where it exists")
+    parser.add_argument("--source", required=True, help="hf://, s3://, gs://, oci:// or another scheme")
+    parser.add_argument("--target", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--kernels", type=Path, help="folder for compiled kernels, created if it is missing")
+    parser.add_argument("--size-limit-bytes", type=int, help="size limit of all models in the target's parent folder")
+    parser.add_argument("--evict", action="store_true", help="remove unused models if space is needed")
+    parser.add_argument(
+        "--termination-log",
+        type=Path,
+        default=KUBERNETES_LOG,
+        help="written if it exists",
+    )
     arguments = parser.parse_args(argv)
     settings = LoaderSettings(
         arguments.source,
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pagemill_engine.loader.load import load
 
     def end_at_once(error: FetchError) -> None:
-        """Downloads of other files must not hold up what is wrong; their part files are good for the next run."""
+        """Exit without waiting for the downloads of other files; the next run continues from their part files."""
         _explain(error, settings.termination_log)
         os._exit(1)
 

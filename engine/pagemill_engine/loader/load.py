@@ -1,4 +1,4 @@
-"""One load: a remote source into a folder of a volume. What is fetched and how: `pagemill_protocol.sources`."""
+"""Loads a remote source into a folder of a volume. `pagemill_protocol.sources` fetches the files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_protocol.sources.store.fetch import OnFault, Report, Watch, ignore
 
 
 def load(settings: LoaderSettings, report: Report, on_fault: OnFault = ignore_fault) -> None:
-    """Return when the target folder holds the model. Raises `FetchError`.
+    """Load the model into the target folder. Raises `FetchError`.
 
     `on_fault` is called with a fault at once; it is raised when the running downloads are over, which may take hours.
     """

@@ -1,7 +1,7 @@
-"""What one run of the loader is started with, and the variables that tune the hub's library.
+"""Settings of one run of the loader, and environment variables that tune the hub's library.
 
-`HF_ENDPOINT`, `HF_TOKEN`, `AWS_*`, `GOOGLE_*`, proxies and certificates are variables of the libraries that fetch; the
-loader's pod carries them.
+`HF_ENDPOINT`, `HF_TOKEN`, `AWS_*`, `GOOGLE_*`, proxies and certificates are read by the libraries that fetch; the
+loader's pod sets them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pagemill_engine.server.failure import KUBERNETES_LOG
 
 _LIBRARY = {
-    # Plain HTTP can go on where it stopped, in little memory; the library's other transport cannot.
+    # Plain HTTP can resume a download, in little memory; the library's other transport cannot.
     "HF_HUB_DISABLE_XET": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -23,22 +23,22 @@ _LIBRARY = {
 
 class LoaderSettings(NamedTuple):
     source: str
-    """`SCHEME://...`, as `spec.model.source` names it."""
+    """`SCHEME://...`, as in `spec.model.source`."""
     target: Path
-    """The folder that will hold the model; it appears when everything is there."""
+    """The folder for the model; it appears when all files are complete."""
     termination_log: Path = KUBERNETES_LOG
-    """Written where it exists."""
+    """Written if it exists."""
     kernels: Path | None = None
-    """A folder for compiled kernels, made where engines will find it."""
+    """A folder for compiled kernels, created for the engines."""
     num_downloads: int = 4
-    """Files at once."""
+    """Number of files that are downloaded at a time."""
     size_limit_bytes: int | None = None
-    """Of all models beside the target; `None`: what the volume has."""
+    """Limit of the total size of the models in the target's parent folder; None: the volume's size."""
     evicts: bool = False
-    """Models that are not used make room for this one."""
+    """Whether unused models are removed to free space for this one."""
 
 
 def tune_library() -> None:
-    """Before the library is imported. What the pod's environment says wins."""
+    """Set the library's variables unless the environment has them. Call this before the library is imported."""
     for name, value in _LIBRARY.items():
         os.environ.setdefault(name, value)

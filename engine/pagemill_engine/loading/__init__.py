@@ -1,5 +1,5 @@
-"""Weights from files into tensors that a model owns: Hugging Face safetensors folders and GGUF files.
+"""Reads weights from Hugging Face safetensors folders and GGUF files into a model's tensors.
 
-Knows file formats and names of tensors, not models: `models` say which tensor goes where, `runner` brings the two
-together.
+This package knows file formats and names of tensors, not models: `models` decide where each tensor belongs, `runner`
+brings the two together.
 """

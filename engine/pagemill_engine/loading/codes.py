@@ -1,8 +1,8 @@
-"""GGUF storage types are group codes as they stand: integers with a scale and perhaps an offset for every 32 or 16.
+"""Converts GGUF storage types into `GroupCodes`: integers with a scale and an optional offset per group of 32 or 16.
 
-Nothing is rounded anew: `codes * scales + offsets` are the values of `dequantize`. Types of 5 and 6 bits take 8-bit
-codes, and so do those of 2 and 3 bits, whose groups are smaller than those of 4-bit codes, the tables of IQ4_NL and
-IQ4_XS, and the floats of 4 bits of MXFP4, doubled.
+Nothing is rounded again: `codes * scales + offsets` are the values of `dequantize`. 8-bit integers also store the types
+of 5 and 6 bits, those of 2 and 3 bits, whose groups are smaller than those of 4-bit integers, the table values of
+IQ4_NL and IQ4_XS, and the doubled 4-bit floats of MXFP4.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pagemill_kernels.pieces import each_piece
 
 
 class CodeKind(NamedTuple):
-    """How a storage type's codes lie in memory."""
+    """The form of a storage type's quantized values in memory."""
 
     bits: Literal[4, 8]
     group_size: int = GROUP_SIZE
@@ -75,20 +75,23 @@ CODE_KINDS: dict[str, CodeKind] = {
 
 
 def in_words(stored_as: str, kinds: Iterable[CodeKind | None]) -> str:
-    """What tensors that files store so are in memory. `kinds`: those of all tensors, `None` for floats."""
+    """Return a description of stored tensors and their form in memory. `kinds`: one per tensor, None for floats."""
     found = sorted({str(kind) for kind in kinds if kind is not None})
     return f"{stored_as} as {' and '.join(found) or 'floats'}"
 
 
 _STORED_OFFSETS = {"Q4_0": False, "Q4_1": True, "Q8_0": False}
-"""Types whose blocks are `CodeBlocks` as they stand, and whether an offset lies beside the scale."""
+"""Types whose stored blocks are `CodeBlocks` without conversion, and whether they have offsets."""
 
 _Parts = tuple[Bytes | Codes, Floats, Floats | None]
-"""Of n blocks: codes, scales and offsets, in as many columns as they are."""
+"""Quantized values, scales and offsets of n blocks, in the number of columns that each has."""
 
 
 def read_codes(kind: str, data: Bytes, shape: tuple[int, ...]) -> GroupCodes:
-    """data: the stored bytes, [num_bytes]. Raises KeyError for a type that is not in `CODE_KINDS`."""
+    """Return a tensor as quantized values. `data`: the stored bytes, [num_bytes].
+
+    Raises KeyError for a type that is not in `CODE_KINDS`.
+    """
     split, found, num_bytes = _SPLITS[kind], CODE_KINDS[kind], block_bytes(kind)
     blocks = data.reshape(shape[0], -1, num_bytes)
     groups = (shape[0], shape[1] // found.group_size)
@@ -108,7 +111,7 @@ def read_codes(kind: str, data: Bytes, shape: tuple[int, ...]) -> GroupCodes:
 
 
 def read_blocks(kind: str, data: Bytes, shape: tuple[int, ...]) -> CodeBlocks | None:
-    """data as for `read_codes`; `None` for a type of other blocks."""
+    """Return the stored blocks; None for a type with other blocks. `data`: as for `read_codes`."""
     if kind not in _STORED_OFFSETS:
         return None
     blocks = data.reshape(shape[0], shape[1] // GROUP_SIZE, block_bytes(kind))
@@ -157,7 +160,7 @@ def _mxfp4(blocks: Bytes) -> _Parts:
 
 
 def mxfp4_pairs(blocks: Bytes, exponents: Bytes) -> GroupCodes:
-    """As Hugging Face stores MXFP4: neighbouring inputs are low and high half of a byte.
+    """Convert MXFP4 as Hugging Face stores it: neighbouring inputs are the low and high half of a byte.
 
     blocks: uint8 [out, in / 32, 16]; exponents: uint8 [out, in / 32].
     """
@@ -166,7 +169,7 @@ def mxfp4_pairs(blocks: Bytes, exponents: Bytes) -> GroupCodes:
 
 
 def _k_offsets(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scales and offsets of Q4_K and Q5_K."""
+    """Return scales and offsets of Q4_K and Q5_K."""
     scales, minima = k_scales(blocks[:, 4:16])
     return half(blocks, 0) * scales[..., 0], -half(blocks, 2) * minima[..., 0]
 

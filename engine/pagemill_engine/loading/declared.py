@@ -1,9 +1,8 @@
-"""Weights as a model's declaration names and turns them: a `WeightSource` over the one of its files.
+"""Weights under the names and in the form that a model declares: a `WeightSource` over that of its files.
 
-Four things differ between checkpoints of one family: a prefix that some files leave out, unused tensors, matrices
-that are stored the other way round, and a head whose rows are normalized when it is used. Here all are gone: what is
-above sees the declared names, [outputs, inputs] and the values to compute with. The order of a matrix's rows is the
-model's own business (`models.row_order`).
+It removes four differences between checkpoints of one family: a prefix that some files leave out, unused tensors,
+transposed matrices, and a head whose rows are normalized when it is used. Readers see the declared names, [outputs,
+inputs] and the values to compute with. The order of a matrix's rows is decided in `models.row_order`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,10 @@ class DeclaredWeights:
             copy_floats(stored.T, out)
 
     def code_kind(self, name: str) -> CodeKind | None:
-        """Groups of codes lie along the stored rows: a matrix the other way round is read as floats."""
+        """Return the form of a quantized tensor, or None.
+
+        Groups are along the stored rows, so a transposed matrix is read as floats.
+        """
         return None if name in self._computed else self._source.code_kind(self._stored_names[name])
 
     def read_codes(self, name: str) -> GroupCodes | None:
@@ -72,18 +74,18 @@ class DeclaredWeights:
 
 
 def transposed_weights(decoder: DecoderSpec) -> set[str]:
-    """That are stored the other way round."""
+    """Return the names of the weights that are stored transposed."""
     return {f"{part.name}.weight" for linear in decoder.linears() for part in linear.parts if part.transposed}
 
 
 def normalized_weights(decoder: DecoderSpec) -> set[str]:
-    """Whose rows are read at length one."""
+    """Return the names of the weights whose rows are normalized to length one."""
     head = decoder.head
     return {f"{head.name}.weight"} if head is not None and head.normalized else set()
 
 
 def declared_names(stored: list[str], decoder: DecoderSpec) -> dict[str, str]:
-    """Declared names of the stored ones: the same, or the same behind a prefix that the files leave out."""
+    """Return the stored name of each declared name. The declared one may have a prefix that the files leave out."""
     prefix = decoder.optional_prefix
     if not prefix or any(name.startswith(prefix) for name in stored):
         return {name: name for name in stored}

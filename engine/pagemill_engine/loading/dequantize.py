@@ -1,7 +1,7 @@
-"""GGUF storage types to floats. Formats: github.com/ggml-org/ggml, src/ggml-quants.c and ggml-common.h.
+"""Converts GGUF storage types to floats. Formats: github.com/ggml-org/ggml, src/ggml-quants.c and ggml-common.h.
 
 A quantized tensor is a row of blocks; each function takes the bytes of n blocks, uint8 [n, block_bytes], and returns
-their values, float32 [n, block_elements]. `dequantize_into` takes large tensors in pieces.
+their values, float32 [n, block_elements]. `dequantize_into` converts large tensors in pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagemill_kernels.pieces import each_piece
 
 Number = TypeVar("Number", bound=np.generic)
 Bytes = Array
-"""uint8; numpy's types would have each shift and mask be of wider integers."""
+"""uint8 array. With numpy's array types mypy would infer wider integers for every shift and mask."""
 Floats = NDArray[np.float32]
 Codes = NDArray[np.int8]
 
@@ -31,7 +31,7 @@ def supported_types() -> list[str]:
 
 
 def block_bytes(kind: str) -> int:
-    """Stored bytes of one block. Raises KeyError for a type that has no blocks."""
+    """Return the stored bytes of one block. Raises KeyError for a type that has no blocks."""
     return _BLOCKS[kind][1]
 
 
@@ -55,22 +55,22 @@ def dequantize_into(kind: str, data: Bytes, out: Array) -> None:
 
 
 def half(blocks: Bytes, offset: int) -> Floats:
-    """The float16 at a byte offset of each block, [n, 1]."""
+    """Return the float16 at a byte offset of each block, [n, 1]."""
     return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)
 
 
 def flat(values: NDArray[Number]) -> NDArray[Number]:
-    """[n, ...] to [n, k]."""
+    """Reshape [n, ...] to [n, k]."""
     return values.reshape(len(values), -1)
 
 
 def nibbles(packed: Bytes) -> Bytes:
-    """[n, k] bytes to [n, 2k]: all low halves, then all high halves."""
+    """Unpack [n, k] bytes to [n, 2k]: all low halves, then all high halves."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
 def fifth_bits(blocks: Bytes, offset: int) -> Bytes:
-    """32 bits in 4 bytes, lowest first, as uint8 [n, 32] with value 0 or 16."""
+    """Unpack 32 bits in 4 bytes, lowest first, to uint8 [n, 32] with value 0 or 16."""
     shifts = np.arange(8, dtype=np.uint8)
     bits = (blocks[:, offset : offset + 4, None] >> shifts) & 1
     return flat(bits) << 4
@@ -99,7 +99,7 @@ def _q8_0(blocks: Bytes) -> Floats:
 
 
 def k_scales(packed: Bytes) -> tuple[Floats, Floats]:
-    """Eight 6-bit scales and eight 6-bit minima in 12 bytes, each as float32 [n, 8, 1]."""
+    """Unpack eight 6-bit scales and eight 6-bit minima in 12 bytes, each to float32 [n, 8, 1]."""
     low, middle, high = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate((low & 63, (high & 15) | ((low >> 2) & 48)), axis=-1)
     minima = np.concatenate((middle & 63, (high >> 4) | ((middle >> 2) & 48)), axis=-1)
@@ -107,14 +107,14 @@ def k_scales(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def _scaled_k(blocks: Bytes, quants: Bytes) -> Floats:
-    """quants: [n, 8, 32] of Q4_K or Q5_K."""
+    """Return the values of Q4_K or Q5_K. `quants`: [n, 8, 32]."""
     scales, minima = k_scales(blocks[:, 4:16])
     scale, minimum = half(blocks, 0)[..., None], half(blocks, 2)[..., None]
     return flat(scale * scales * quants.astype(np.float32) - minimum * minima)
 
 
 def k_nibbles(packed: Bytes) -> Bytes:
-    """128 bytes to [n, 8, 32]: of each 32 bytes the low halves, then the high halves."""
+    """Unpack 128 bytes to [n, 8, 32]: of each 32 bytes the low halves, then the high halves."""
     rows = packed.reshape(-1, 4, 1, 32)
     return np.concatenate((rows & 15, rows >> 4), axis=2).reshape(-1, 8, 32)
 
@@ -124,7 +124,7 @@ def _q4_k(blocks: Bytes) -> Floats:
 
 
 def k_fifth_bits(packed: Bytes) -> Bytes:
-    """32 bytes to [n, 8, 32] with value 0 or 16: bit i of each byte belongs to row i."""
+    """Unpack 32 bytes to [n, 8, 32] with value 0 or 16: bit i of each byte belongs to row i."""
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     return ((packed[:, None] >> shifts) & 1) << 4
 
@@ -134,7 +134,7 @@ def _q5_k(blocks: Bytes) -> Floats:
 
 
 def k_sixes(blocks: Bytes) -> tuple[Bytes, Floats]:
-    """Q6_K's codes, 0 to 63, as uint8 [n, 16, 16], and their scales, float32 [n, 16]."""
+    """Return Q6_K's quantized values, 0 to 63, as uint8 [n, 16, 16], and their scales, float32 [n, 16]."""
     packed = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate((packed & 15, packed >> 4), axis=2).reshape(-1, 16, 16)
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
@@ -148,12 +148,12 @@ def _q6_k(blocks: Bytes) -> Floats:
 
 
 def mxfp4_codes(nibbles: Bytes) -> Codes:
-    """The e2m1 floats that 4 bits are, doubled, as int8 in the shape of `nibbles`."""
+    """Return the doubled e2m1 floats of 4-bit values, int8 in the shape of `nibbles`."""
     return _E2M1_DOUBLED[nibbles]
 
 
 def mxfp4_scales(exponents: Bytes) -> Floats:
-    """What doubled e2m1 floats are multiplied with: 2 ** (exponent - 128), float32."""
+    """Return the factors of doubled e2m1 floats, 2 ** (exponent - 128), float32."""
     return ((exponents.astype(np.int32) - 1).clip(0) << 23).view(np.float32)
 
 
@@ -162,13 +162,13 @@ def _mxfp4(blocks: Bytes) -> Floats:
 
 
 def k_pairs(packed: Bytes) -> Bytes:
-    """64 bytes to [n, 16, 16] with values 0 to 3: of each 32 bytes the lowest two bits, then the next two."""
+    """Unpack 64 bytes to [n, 16, 16] with values 0 to 3: of each 32 bytes the lowest two bits, then the next two."""
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 16, 16)
 
 
 def q2_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Q2_K's scales and offsets of its 16 groups, float32 [n, 16]."""
+    """Return Q2_K's scales and offsets of its 16 groups, float32 [n, 16]."""
     packed = blocks[:, :16]
     return half(blocks, 80) * (packed & 15).astype(np.float32), -half(blocks, 82) * (packed >> 4).astype(np.float32)
 
@@ -179,7 +179,10 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def q3_codes(blocks: Bytes) -> Codes:
-    """Q3_K's codes, -4 to 3, as int8 [n, 16, 16]; the third bit of eight codes lies in one byte."""
+    """Return Q3_K's quantized values, -4 to 3, as int8 [n, 16, 16].
+
+    One byte contains the third bits of eight values.
+    """
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     third = ((blocks[:, :32][:, None] >> shifts) & 1).reshape(-1, 16, 16)
     codes: Codes = (k_pairs(blocks[:, 32:96]) | (third << 2)).view(np.int8) - 4
@@ -187,7 +190,10 @@ def q3_codes(blocks: Bytes) -> Codes:
 
 
 def q3_scales(blocks: Bytes) -> Floats:
-    """Of Q3_K's 16 groups, float32 [n, 16]: six bits each in 12 bytes, whose last four hold the upper two."""
+    """Return the scales of Q3_K's 16 groups, float32 [n, 16].
+
+    Each has six bits; the last four of their 12 bytes contain the upper two bits.
+    """
     low, high = blocks[:, 96:104], blocks[:, 104:108]
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     upper = flat((high[:, None] >> shifts) & 3)
@@ -200,7 +206,7 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 def iq4_codes(nibbles: Bytes) -> Codes:
-    """The 16 values of IQ4_NL and IQ4_XS, int8 in the shape of `nibbles`."""
+    """Return the table values of IQ4_NL and IQ4_XS, int8 in the shape of `nibbles`."""
     return _IQ4[nibbles]
 
 
@@ -209,12 +215,15 @@ def _iq4_nl(blocks: Bytes) -> Floats:
 
 
 def iq4_xs_nibbles(blocks: Bytes) -> Bytes:
-    """As [n, 8, 32]."""
+    """Unpack the 4-bit values to [n, 8, 32]."""
     return nibbles(blocks[:, 8:].reshape(-1, 8, 16))
 
 
 def iq4_xs_scales(blocks: Bytes) -> Floats:
-    """Of IQ4_XS's eight groups, float32 [n, 8]: four low bits in bytes 4 to 7, two high bits in bytes 2 and 3."""
+    """Return the scales of IQ4_XS's eight groups, float32 [n, 8].
+
+    The four low bits are in bytes 4 to 7, the two high bits in bytes 2 and 3.
+    """
     low = flat(np.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), axis=-1))
     shifts = np.array([0, 2, 4, 6], dtype=np.uint8)
     high = flat((blocks[:, 2:4, None] >> shifts) & 3)

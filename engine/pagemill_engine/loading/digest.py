@@ -1,9 +1,9 @@
-"""The weights digest: identifies the weights that a KV block or a resumed stream belongs to.
+"""The weights digest, which identifies the weights of a KV block or a resumed stream.
 
-blake2b-128 over every tensor's name, type and shape and over its bytes. Tensors larger than `WHOLE_TENSOR_BYTES` in
-models larger than `WHOLE_MODEL_BYTES` contribute their first, middle and last `SAMPLE_BYTES` instead of everything, so
-that digesting stays far cheaper than loading; smaller models are digested completely. The digest distinguishes
-checkpoints; it does not protect against forgery, since an attacker who can write the weights controls the model anyway.
+It is blake2b-128 over every tensor's name, type, shape and bytes. Tensors larger than `WHOLE_TENSOR_BYTES` in models
+larger than `WHOLE_MODEL_BYTES` contribute only their first, middle and last `SAMPLE_BYTES`, so that the digest takes
+far less time than loading. The digest distinguishes checkpoints; it does not protect against forgery, since an attacker
+who can write the weights controls the model anyway.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class StoredTensor(NamedTuple):
     kind: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
-    """The stored bytes, flat."""
+    """The stored bytes, one-dimensional."""
 
 
 def digest_tensors(tensors: Iterable[StoredTensor], total_bytes: int) -> str:
-    """Hex digest; the order of the tensors does not matter."""
+    """Return the hex digest. The order of the tensors does not matter."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         hasher.update(f"{tensor.name}|{tensor.kind}|{tensor.shape}|{len(tensor.data)}|".encode())

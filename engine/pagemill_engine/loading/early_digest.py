@@ -1,7 +1,7 @@
-"""The digest of the weights, taken on a thread while the process still imports what computes.
+"""Computes the digest of the weights on a thread while the process still imports its libraries.
 
-Hashing lets go of the interpreter, so it costs nothing where a second core is idle; it also brings the file into the
-page cache. For GGUF files alone.
+Hashing releases the interpreter lock, so it costs nothing where a second core is idle; it also brings the file into the
+page cache. Only GGUF files are digested early.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ logger = logging.getLogger(__name__)
 
 class EarlyDigest:
     def __init__(self, find: Callable[[], Path]) -> None:
-        """`find` may wait until the path is known; it is called on the thread, which starts at once."""
+        """Start the thread. `find` returns the model's path; it is called on the thread and may wait for the path."""
         self._path: Path | None = None
         self._digest: str | None = None
         self._thread = threading.Thread(target=self._take, args=(find,), name="digest", daemon=True)
         self._thread.start()
 
     def of(self, path: Path) -> str | None:
-        """Wait for it. `None`: it is another file's, or there is none; then the loader takes it, or says what is
-        wrong."""
+        """Wait for the digest of `path`.
+
+        Returns None if there is none; then the loader computes it or reports the fault.
+        """
         self._thread.join()
         return self._digest if path == self._path else None
 

@@ -1,10 +1,10 @@
-"""Why a model cannot be loaded, as users and the operator see it."""
+"""The error of a model that cannot be loaded, for users and the operator."""
 
 from __future__ import annotations
 
 
 class LoadError(Exception):
-    """`reason` is a CamelCase condition reason, `message` names the value and the remedy.
+    """A model cannot be loaded. `reason`: a CamelCase condition reason. `message`: names the value and the remedy.
 
     Reasons: ModelNotFound, SourceUnavailable, ModelUnreadable, UnsupportedArchitecture, UnsupportedQuantization,
     ModelTooLarge, MaxModelLenTooLarge, KVCacheTooSmall, KVCacheTooLarge, StepTooLarge, GraphsTooLarge,

@@ -1,8 +1,8 @@
-"""Files of weights, open for reading: bytes come by `pread` straight into their place, several pieces at a time.
+"""Reads files of weights by `pread` straight into their destination, several pieces at a time.
 
-Of a model that is still fetched, a file is waited for when its first bytes are wanted. A mapping would cost a page
-fault for each 64 KiB, which is more than the copy. Meanwhile the system is asked for what lies behind (`read_ahead`).
-What bytes mean is for `safetensors_folder` and `gguf_weights`.
+If the model is still being fetched, a file is waited for when its first bytes are read. A memory map would cost a page
+fault for each 64 KiB, which takes longer than the copy. `read_ahead` asks the system for the bytes that follow.
+`safetensors_folder` and `gguf_weights` interpret the bytes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PIECE_BYTES = 4 * 1024**2
 
 
 class WeightFiles:
-    """Files are named by their places in `paths`."""
+    """Open files of weights, named by their indices in `paths`."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises `LoadError`."""
+        """Open the files. Raises `LoadError`."""
         self._paths = paths
         self._files: list[int] = []
         self._awaited = {number for number, path in enumerate(paths) if awaited_bytes(path) is not None}
@@ -45,7 +45,7 @@ class WeightFiles:
         self._ahead = ReadAhead(self._files)
 
     def wait_for_all(self) -> None:
-        """All are whole when it returns. Raises `LoadError`."""
+        """Wait until all files are complete. Raises `LoadError`."""
         for file in sorted(self._awaited):
             self._wait_for(file)
 
@@ -55,21 +55,24 @@ class WeightFiles:
         return out
 
     def fill(self, file: int, offset: int, out: Array) -> None:
-        """Fill `out`, contiguous, with the bytes from `offset` on. Raises `LoadError` where the file has no more."""
+        """Fill `out`, contiguous, with the bytes from `offset` on. Raises `LoadError` if the file ends before."""
         self._wait_for(file)
         flat = out.reshape(-1).view(np.uint8)
         self._ahead.reading(file, offset, len(flat))
         each_piece(len(flat), 1, lambda piece: self._fill(file, offset + piece.start, flat[piece]), PIECE_BYTES)
 
     def fill_floats(self, file: int, offset: int, dtype: np.dtype[Any], out: Array) -> None:
-        """As `fill`, with floats of the type, rounded to that of `out`. Types: of `pagemill_kernels.arrays`."""
+        """Fill `out` with floats of type `dtype`, rounded to the type of `out`.
+
+        Types: those of `pagemill_kernels.arrays`.
+        """
         if out.dtype == dtype:
             self.fill(file, offset, out)
             return
         self._wait_for(file)
         flat = out.reshape(-1)
         self._ahead.reading(file, offset, len(flat) * dtype.itemsize)
-        kept = threading.local()  # memory that is given back and taken anew costs page faults
+        kept = threading.local()  # freeing and allocating memory for each piece would cost page faults
 
         def convert(piece: slice) -> None:
             if not hasattr(kept, "buffer"):

@@ -1,4 +1,4 @@
-"""Floats of one type into an array of another one, rounded to it. Large arrays by several threads."""
+"""Copies floats into an array of another type, with rounding; several threads copy large arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_kernels.pieces import each_piece
 
 
 def copy_floats(values: Array, out: Array) -> None:
-    """Fill `out` with the values. Both: one shape, types of `pagemill_kernels.arrays`."""
+    """Fill `out` with the values. Both have one shape and types of `pagemill_kernels.arrays`."""
     if out.ndim == 0:
         values, out = values.reshape(1), out.reshape(1)
     each_piece(len(out), math.prod(out.shape[1:]), lambda rows: _copy(values[rows], out[rows]))

@@ -1,8 +1,8 @@
 """Weights in a GGUF file, under Hugging Face names and in Hugging Face row order.
 
-Names come from the file's family. Converters store the query and key projections of some architectures with the two
-rotary halves of each head interleaved; reading undoes it by reordering rows of stored bytes, which costs nothing beside
-dequantizing.
+The model's family defines the names. Converters store the query and key projections of some architectures with the two
+rotary halves of each head interleaved; reading undoes this by reordering rows of stored bytes, which costs little
+compared with dequantizing.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class GGUFWeights:
         return early or gguf_digest(self._file)
 
     def _stored(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        """The tensor's bytes with its rows in Hugging Face order."""
+        """Return the tensor's bytes with its rows in Hugging Face order."""
         data = self._files.read(tensor.part, tensor.offset, tensor.num_bytes)
         num_heads = self._interleaved_heads(tensor.name)
         return _uninterleave(data, tensor, num_heads) if num_heads else data
 
     def _parts(self, tensor: GGUFTensor) -> Iterator[tuple[str, GGUFTensor]]:
-        """The tensor under its Hugging Face name; one for each expert where it holds all of them (`*` in the name)."""
+        """Yield the tensor under its Hugging Face name; a tensor of all experts (`*` in the name) once per expert."""
         name, shape = self._names.hugging_face_name(tensor.name), tensor.shape
         if name.endswith(_SINGLE_ROW) and len(shape) == 1:
             tensor = tensor._replace(shape=(1, *shape))
@@ -112,7 +112,7 @@ class GGUFWeights:
                 )
 
     def _interleaved_heads(self, name: str) -> int:
-        """Heads of a tensor whose rows are interleaved; 0 for all others."""
+        """Return the number of heads of a tensor whose rows are interleaved; 0 for other tensors."""
         kind = name.split(".")[2] if name.startswith("blk.") else ""
         key = self._names.interleaved.get(kind)
         if key is None:
@@ -120,11 +120,11 @@ class GGUFWeights:
         architecture = self._file.metadata["general.architecture"]
         num_heads = self._file.metadata[f"{architecture}.attention.head_count"]
         found = self._file.metadata.get(f"{architecture}.{key}", num_heads)
-        return int(found[0] if isinstance(found, list) else found)  # a value per layer; the family wants equal ones
+        return int(found[0] if isinstance(found, list) else found)  # a value per layer; the family requires equal ones
 
 
 def _names(file: GGUFFile) -> GGUFNames:
-    """Raises `LoadError`."""
+    """Return the names of the file's family. Raises `LoadError`."""
     try:
         name, found = family_of(file)
         names = found.family.gguf_names
@@ -136,7 +136,7 @@ def _names(file: GGUFFile) -> GGUFNames:
 
 
 def _uninterleave(data: NDArray[np.uint8], tensor: GGUFTensor, num_heads: int) -> NDArray[np.uint8]:
-    """Rows (2i, 2i + 1) of each head become (i, half + i)."""
+    """Move rows (2i, 2i + 1) of each head to (i, half + i)."""
     num_rows = tensor.shape[0]
     rows = data.reshape(num_heads, num_rows // num_heads // 2, 2, -1)
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)

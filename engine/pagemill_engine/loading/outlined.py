@@ -1,8 +1,8 @@
-"""Weights of which only their index is here: names and settings say in what form each matrix of the declaration lies.
+"""Weights of which only the index is present: sizes follow from names and settings.
 
-A `WeightSource` for sizes alone, as `pagemill plan` wants them of a model that this machine does not hold: shapes are
-those that the family declares, and the forms are read from the names by the packed formats (`packed.formats`). An
-engine opens files (`weights`); reading one of these tensors is refused.
+This `WeightSource` is for `pagemill plan` on a machine without the model's files: the family declares the shapes, and
+the packed formats (`packed.formats`) derive the forms from the names. Reading a tensor is refused. An engine opens
+files (`weights`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from pagemill_protocol.safetensors_header import INDEX_FILE, read_index
 
 
 class OutlinedWeights:
-    """Raises `LoadError` where names do not say what a tensor is."""
+    """`WeightSource` without tensors. Raises `LoadError` if the names do not determine the tensors' forms."""
 
     def __init__(self, folder: Path, spec: ModelSpec, settings: Settings, keeps_small_floats: bool) -> None:
-        """`settings`: `quantization_config`. `keeps_small_floats`: as for `weights.open_weights`."""
+        """Read the index of the folder.
+
+        `settings`: `quantization_config`. `keeps_small_floats`: as for `weights.open_weights`.
+        """
         self._folder = folder
         if spec.decoder.by_transformers:
             raise self._absent(f"`{spec.architecture}` is computed by a class that knows its tensors by their files")
@@ -37,7 +40,7 @@ class OutlinedWeights:
         self._kinds = _kinds(names, settings, self._shapes, keeps_small_floats)
         self._kinds |= dict.fromkeys(_mxfp4(names, spec.decoder, self._shapes), CODE_KINDS["MXFP4"])
         self._floats = transposed_weights(spec.decoder) | normalized_weights(spec.decoder)
-        """Read as floats, whatever they lie in."""
+        """Tensors that are read as floats, in whatever form they are stored."""
         self._is_bfloat16 = spec.dtype == "bfloat16"
 
     @property
@@ -67,14 +70,14 @@ class OutlinedWeights:
         raise self._absent("a digest is to be taken")
 
     def _absent(self, why: str) -> LoadError:
-        message = f"`{self._folder}` holds `{INDEX_FILE}` without the files that it names, and {why}. Fetch them."
+        message = f"`{self._folder}` contains `{INDEX_FILE}` without the files that it names, and {why}. Fetch them."
         return LoadError("ModelUnreadable", message)
 
 
 def _kinds(
     names: frozenset[str], settings: Settings, shapes: Shapes, keeps_small_floats: bool
 ) -> dict[str, CodeKind | None]:
-    """Of the matrices that another project's quantizer packed."""
+    """Return the forms of the matrices that another project's quantizer packed."""
     found = FORMATS.get(str(settings.get("quant_method")))
     if found is None:
         return {}
@@ -88,7 +91,7 @@ def _kinds(
 
 
 def _mxfp4(names: frozenset[str], decoder: DecoderSpec, shapes: Shapes) -> set[str]:
-    """Matrices of experts that are stored for all of them at once, in blocks."""
+    """Return the names of expert matrices that are stored in MXFP4 blocks for all experts at once."""
     packed = {
         name.removesuffix(ending) + decoder.stacked[ending]
         for name in names

@@ -1,10 +1,9 @@
-"""Weights quantized while they are read, one tensor at a time: a `WeightSource` over another one.
+"""Quantizes weights while they are read, one tensor at a time: a `WeightSource` over another one.
 
-Matrices become codes, norms and biases stay floats. The embedding and the output head take 8 bits in every mode: they
-are read for every token's meaning and every token's choice, and a few percent of a large model's memory. What stays as
-it is: a matrix whose inputs are not whole groups, and one that is stored in codes of so few bits already. With `w8a8`
-and `fp8` the other matrices are read as floats: who packs them (`pagemill_kernels.scaled_linear`) makes their codes, on
-the device.
+Matrices are quantized; norms and biases stay floats. The embedding and the output head take 8 bits in every mode: every
+token depends on both, and they are a few percent of a large model's memory. Matrices whose inputs are not whole groups,
+and those that are stored in as few bits already, stay as they are. With `w8a8` and `fp8` the other matrices are read as
+floats, and `pagemill_kernels.scaled_linear` quantizes them on the device.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ Quantization = Literal["int8", "int4", "w8a8", "fp8"]
 
 KINDS: dict[Quantization, CodeKind] = {"int8": CodeKind(bits=8), "int4": CodeKind(bits=4, has_offsets=True)}
 SCALED: tuple[Quantization, ...] = ("w8a8", "fp8")
-"""Activations are rounded as well, and products are of 8 bits."""
+"""Modes that round activations as well and multiply 8-bit values."""
 _SCALE_BYTES = 4
 _VERSION = 2
-"""Part of the digest: raise it when the same floats become other codes."""
+"""Part of the digest; raise it when the same floats are rounded to other values."""
 
 
 class QuantizedWeights:
-    """Where nothing computes on codes, `read_into` gives the values that the codes stand for."""
+    """Quantized weights. `read_into` returns dequantized values, for kernels that multiply floats."""
 
     def __init__(self, source: WeightSource, quantization: Quantization, decoder: DecoderSpec) -> None:
         self._source = source
@@ -44,7 +43,7 @@ class QuantizedWeights:
         tables = (decoder.embedding.positions, decoder.embedding.token_types)
         self._floats = {f"{table.name}.weight" for table in tables if table is not None}
         self._floats |= decoder.float_matrices()
-        """Matrices that stay as they are."""
+        """Matrices that are not quantized."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -52,7 +51,7 @@ class QuantizedWeights:
 
     @property
     def rounds_any(self) -> bool:
-        """Something in the files is stored in more bits than are asked for."""
+        """Whether something in the files is stored in more bits than are asked for."""
         return any(self._rounded_kind(name) is not None or self._is_scaled(name) for name in self.shapes)
 
     def read_into(self, name: str, out: Array) -> None:
@@ -90,12 +89,12 @@ class QuantizedWeights:
         return total
 
     def digest(self) -> str:
-        """Another one than the source's: rounded weights compute other keys, values and answers."""
+        """Return a digest that differs from the source's: rounded weights compute other keys, values and answers."""
         text = f"{self._source.digest()}|{self._quantization}|{GROUP_SIZE}|{_VERSION}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _rounded_kind(self, name: str) -> CodeKind | None:
-        """What the tensor is rounded to; `None` where it stays as it is."""
+        """Return the form that the tensor is rounded to; None if it is not rounded."""
         shape, stored = self.shapes[name], self._source.code_kind(name)
         if len(shape) != 2 or shape[1] % GROUP_SIZE or name in self._floats:
             return None
@@ -105,6 +104,6 @@ class QuantizedWeights:
         return kind
 
     def _is_scaled(self, name: str) -> bool:
-        """Given as floats to who makes codes of it."""
+        """Whether the tensor is read as floats for `scaled_linear`, which quantizes it."""
         is_matrix = len(self.shapes[name]) == 2 and name not in self._floats
         return self._quantization in SCALED and is_matrix and self.code_kind(name) is None

@@ -1,7 +1,7 @@
-"""Asks the system for what lies behind the tensor that is being read, so that disks work while processors pack.
+"""Asks the system for the bytes behind the tensor that is being read, so that disks work while processors pack.
 
-Several files count as one, each following the one before. Chunks are asked for once, on a thread, since asking waits
-where a disk's queue is full; what is in the page cache already costs next to nothing.
+Files are read in order, as if they were one. Each chunk is requested once, on a thread, because a request waits while a
+disk's queue is full; a request for cached pages costs next to nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AHEAD_BYTES = 8 * CHUNK_BYTES
 
 class ReadAhead:
     def __init__(self, files: Sequence[int]) -> None:
-        """`files`: descriptors, which stay open as long as there is someone who reads."""
+        """Start the thread. `files`: descriptors, which must stay open while the files are read."""
         self._files = files
         self._sizes = [os.fstat(file).st_size for file in files]
         self._asked: set[tuple[int, int]] = set()
@@ -27,7 +27,7 @@ class ReadAhead:
         self._asking: Future[None] | None = None
 
     def reading(self, file: int, start: int, num_bytes: int) -> None:
-        """These bytes are read next. Never waits: while the thread still asks for something, this is forgotten."""
+        """Record that these bytes are read next. Never waits: while a request is running, this does nothing."""
         if self._asking is not None and not self._asking.done():
             return
         chunks = [chunk for chunk in self._chunks(file, start, num_bytes + AHEAD_BYTES) if chunk not in self._asked]
@@ -36,7 +36,7 @@ class ReadAhead:
             self._asking = self._thread.submit(_ask, self._files, chunks)
 
     def _chunks(self, file: int, start: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-        """Of files and numbers in them; goes on in the file behind."""
+        """Yield (file, chunk number) from `start` on, continuing in the following files."""
         while file < len(self._files) and num_bytes > 0:
             stop = min(start + num_bytes, self._sizes[file])
             yield from ((file, number) for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)))
@@ -48,5 +48,5 @@ def _ask(files: Sequence[int], chunks: list[tuple[int, int]]) -> None:
     try:
         for file, number in chunks:
             os.posix_fadvise(files[file], number * CHUNK_BYTES, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
-    except OSError:  # a file system that knows no such advice, or files that were closed meanwhile
+    except OSError:  # the file system does not support the advice, or the files were closed
         logger.debug("weights are not read ahead", exc_info=True)

@@ -1,6 +1,6 @@
 """Weights in a Hugging Face folder: `model.safetensors`, or shards with `model.safetensors.index.json`.
 
-Tensors are read straight into their destination, converted piece by piece where its type is another one. Only the
+Tensors are read straight into their destination, and converted piece by piece if their type differs. Only the
 safetensors format is read; pickled checkpoints could run code and are refused.
 """
 
@@ -36,7 +36,7 @@ _READ: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "F64": np.dtype(np.float64),
 }
-"""What tensors are as arrays, by the format's names of their types."""
+"""Array types of stored tensors by safetensors' type names."""
 _DIGEST_NAMES = {
     "F64": "float64",
     "F32": "float32",
@@ -50,12 +50,14 @@ _DIGEST_NAMES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-"""Types in the digest are called as torch calls them, as earlier versions did, which still may hold blocks of these
-weights."""
+"""Type names in the digest.
+
+They are torch's, as in earlier versions, whose caches may contain blocks of these weights.
+"""
 _REMEDY = "Fetch the folder again and compare its files with the publisher's."
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the two tensors that hold a matrix in MXFP4."""
+"""Endings of the two tensors of a matrix in MXFP4."""
 
 
 class _Stored(NamedTuple):
@@ -66,14 +68,14 @@ class _Stored(NamedTuple):
 class _Part(NamedTuple):
     stored_name: str
     row: int | None = None
-    """In the tensor's first dimension; `None`: all of it."""
+    """Index in the tensor's first dimension; None: the whole tensor."""
 
 
 class SafetensorsFolder:
     """`WeightSource` over all shards of a folder. Raises `LoadError`."""
 
     def __init__(self, folder: Path, stacked: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`stacked`: as in `DecoderSpec`; what is stored for all experts at once is given for each."""
+        """Open the shards. `stacked`: as in `DecoderSpec`; a tensor of all experts is split into one per expert."""
         self._folder = folder
         try:
             shards, promised = shard_paths(folder), weight_map(folder)
@@ -91,7 +93,7 @@ class SafetensorsFolder:
         return f"`{self._folder}`"
 
     def names(self) -> Iterable[str]:
-        """Of the stored tensors, as `has`, `shape`, `dtype` and `read` know them."""
+        """Return the names of the stored tensors, for `has`, `shape`, `dtype` and `read`."""
         return self._stored.keys()
 
     def has(self, name: str) -> bool:
@@ -163,7 +165,7 @@ class SafetensorsFolder:
         return digest_tensors(tensors, sum(header.num_bytes for _, header in self._stored.values()))
 
     def _parts_of(self, stored_name: str, stacked: Mapping[str, str]) -> Iterator[tuple[str, _Part]]:
-        """What a stored tensor is under the names of single experts; itself where it is of none or of one."""
+        """Yield the parts of a stored tensor under the names of single experts; other tensors unchanged."""
         ending = next((ending for ending in stacked if stored_name.endswith(ending)), None)
         if ending is None:
             if not any(stored_name.endswith(each.removesuffix(BLOCKS) + SCALES) for each in stacked):
@@ -179,13 +181,13 @@ class SafetensorsFolder:
         return (shape[0], shape[1] * shape[2] * 2) if self._is_mxfp4(part) else shape
 
     def _is_mxfp4(self, part: _Part) -> bool:
-        """Anything else under such a name has a shape that no model asks for."""
+        """Whether the part is in MXFP4. Other tensors of that name have a shape that no model uses."""
         if part.row is None or not part.stored_name.endswith(BLOCKS):
             return False
         return self.dtype(part.stored_name) == "U8" and len(self.shape(part.stored_name)) == 4
 
     def _read(self, part: _Part) -> Array:
-        """As it is stored. Raises `LoadError` for types that nothing is made of."""
+        """Return the part as it is stored. Raises `LoadError` for types that are not supported."""
         file, header = self._stored[part.stored_name]
         if header.dtype not in _READ:
             raise self._no_floats(part.stored_name, part)

@@ -1,4 +1,4 @@
-"""What a model's weights look like to whoever fills them in, whatever file they lie in."""
+"""The interface to a model's weights, independent of their file format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WeightSource(Protocol):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor in the files."""
+        """The shapes of all tensors in the files."""
         ...
 
     def read_into(self, name: str, out: Array) -> None:
@@ -23,32 +23,36 @@ class WeightSource(Protocol):
         ...
 
     def code_kind(self, name: str) -> CodeKind | None:
-        """Of the codes that the tensor is stored in; `None` where it is stored otherwise."""
+        """Return the form of a quantized tensor; None if it is not stored quantized."""
         ...
 
     def read_codes(self, name: str) -> GroupCodes | None:
-        """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
+        """Return the tensor's quantized values; None if it is not stored quantized."""
         ...
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
-        """The stored codes as they lie in the file; `None` where they lie otherwise, or are none."""
+        """Return the tensor's stored blocks without conversion; None if kernels cannot use them."""
         ...
 
     def is_bfloat16(self, name: str) -> bool:
-        """The tensor is a matrix that is stored in bfloat16: kept so it takes half the memory and loses nothing."""
+        """Whether the tensor is a matrix stored in bfloat16.
+
+        Kept so, it takes half the memory of float32 and loses nothing.
+        """
         ...
 
     def num_bytes(self, dtype: FloatType, keep_stored: bool) -> int:
-        """Memory that all tensors will take: as `dtype`, or as stored where that is codes or bfloat16."""
+        """Return the memory of all tensors: as `dtype`, or with `keep_stored` quantized or in bfloat16 where stored
+        so."""
         ...
 
     def digest(self) -> str:
-        """Hex digest of the weights' content; see `loading.digest`."""
+        """Return the hex digest of the weights' content; see `loading.digest`."""
         ...
 
 
 def stored_bytes(source: WeightSource, name: str, dtype: FloatType, keep_stored: bool) -> int:
-    """Of one tensor; arguments as for `num_bytes`."""
+    """Return the bytes of one tensor. Arguments: as for `num_bytes`."""
     kind = source.code_kind(name) if keep_stored else None
     kept = NUMPY_TYPES["bfloat16" if keep_stored and source.is_bfloat16(name) else dtype]
     return int(math.prod(source.shapes[name]) * (8 * kept.itemsize if kind is None else kind.stored_bits) / 8)

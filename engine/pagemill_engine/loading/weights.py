@@ -1,4 +1,4 @@
-"""Opens a model's weights, whatever files they lie in. What they look like then is `source`'s."""
+"""Opens a model's weights in any supported file format; `source` is their interface."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def open_weights(
     stacked: Mapping[str, str] = MappingProxyType({}),
     keeps_small_floats: bool = False,
 ) -> WeightSource:
-    """The weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
+    """Open the weights of a `.gguf` file or of a Hugging Face folder. Raises `LoadError`.
 
-    `early_digest`: taken already, perhaps of this file. `stacked`: as in `DecoderSpec`. `keeps_small_floats`: floats of
-    8 bits, and those of a table, are codes, too.
+    `early_digest`: a digest that was computed already, perhaps of this file. `stacked`: as in `DecoderSpec`.
+    `keeps_small_floats`: whether 8-bit floats and floats of a table stay quantized.
     """
     if path.is_dir():
         folder, settings = SafetensorsFolder(path, stacked), _settings(path)
@@ -36,12 +36,12 @@ def open_weights(
 
 
 def outline_weights(folder: Path, spec: ModelSpec, keeps_small_floats: bool = False) -> WeightSource:
-    """For sizes, where the folder has the weights' index alone. Raises `LoadError`."""
+    """Return weights for sizes only, if the folder has nothing but the index. Raises `LoadError`."""
     return OutlinedWeights(folder, spec, _settings(folder), keeps_small_floats)
 
 
 def stored_as(path: Path, quantization: str) -> str:
-    """What the weights in `path` are, in words. `quantization`: as in `ModelSpec`."""
+    """Return a description of the stored weights. `quantization`: as in `ModelSpec`."""
     settings = _settings(path) if path.is_dir() else {}
     return in_words(settings) if settings.get("quant_method") else quantization
 

@@ -1,1 +1,1 @@
-"""The step: schedule -> run -> update, in the engine process. Plain or overlapped."""
+"""The engine process and its loop of steps: schedule, run, update. The loop is plain or overlapped."""

@@ -1,12 +1,12 @@
-"""The engine's loop: schedule -> run -> update, once per step.
+"""The engine's loop: schedule, run, update, once per step.
 
 Two loops share all helpers and differ in one thing: `_step_overlapped` launches step N+1 before it reads the tokens of
 step N, so that the device never waits for Python; `_step_plain` has one step in flight at a time.
 
 A failing request never stops the loop. Sequences that the runner reports as failed end alone. When a whole step raises,
-its sequences are probed one by one until the failing ones are found. When the scheduler raises, the sequences it was
-processing fail and the others continue if the state is still consistent. Knows no sockets (`loop.process` does) and no
-tensors (`runner` does).
+its sequences are probed one by one until the failing ones are found. When the scheduler raises, the sequences that it
+was processing fail and the others continue if the state is still consistent. Sockets are `loop.process`'s part, tensors
+`runner`'s.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Launched(NamedTuple):
     handle: Any
     started_s: float
     error: Exception | None
-    """Raised by the launch; reported when the step is read."""
+    """Exception that the launch raised; it is reported when the step is read."""
 
 
 class EngineCore:
-    """Single-threaded: all calls come from the thread that steps."""
+    """One engine's scheduler and runner. Not thread-safe: all calls must come from the thread that steps."""
 
     def __init__(self, config: EngineConfig, runner: Runner, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds; the simulator passes a virtual one."""
+        """Create the core of a loaded runner. `clock`: returns seconds; the simulator passes a virtual one."""
         self.config = msgspec.structs.replace(config, **step_limits(config, runner.info)._asdict())
         self.runner = runner
         self.scheduler = Scheduler(scheduler_limits(config, runner.info), clock)
@@ -60,10 +60,10 @@ class EngineCore:
         self._step_timer = StepTimer()
         self.overlaps = runner.info.overlaps if config.overlap is None else config.overlap
         self.expected_step_ms = 0.0
-        """Predicted time of the steps that were begun and not reported; 0: none. Read by other threads."""
+        """Predicted time of the steps that were begun and not reported, or 0. Other threads read it."""
         self.num_steps = 0
         self.num_failed_steps_in_a_row = 0
-        """Steps that raised since the last one that succeeded."""
+        """Number of steps that raised since the last one that succeeded."""
         self._clock = clock
         self._in_flight: Launched | None = (
             None  # set while the results of its predecessor are applied; never in the plain loop
@@ -78,7 +78,7 @@ class EngineCore:
         self.forming.add(request)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
-        """Drop a request or one of its choices; each sequence still alive reports `finish_reason="abort"`."""
+        """Abort a request or one of its choices. Each running sequence reports `finish_reason="abort"`."""
         if choice is None:
             self.forming.abort(request_id)
         self.scheduler.abort(request_id, choice)
@@ -92,8 +92,8 @@ class EngineCore:
         return self._step_timer.add_step_times(self.scheduler.load(self._step_ms), self.step_time, plan, self._clock())
 
     def step(self) -> StepOutputs:
-        """Run one step to its end, if there is anything to run. Raises only if the state is inconsistent beyond the
-        step's own requests, or the device is lost."""
+        """Run one step to its end, if there is anything to run, and return its outputs. Raises only if the state is
+        inconsistent beyond the step's own requests, or the device is lost."""
         self.forming.queue_compiled(may_wait=not self.scheduler.has_work and self._in_flight is None)
         return self._step_overlapped() if self.overlaps else self._step_plain()
 
@@ -113,18 +113,18 @@ class EngineCore:
         return self._report(step)
 
     def prefix_snapshot(self) -> list[bytes]:
-        """All prefix chunks that are cached now: the sum of all `StepOutputs.prefixes` so far."""
+        """Return all prefix chunks that are cached now: the sum of all `StepOutputs.prefixes` so far."""
         return self.scheduler.kv.prefix_cache.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise `kv.integrity.IntegrityError` if the state is inconsistent. Not for the hot path."""
+        """Raise `kv.integrity.IntegrityError` if the state is inconsistent. Too slow for every step."""
         check_integrity(self.scheduler.kv)
         faults = self.scheduler.find_inconsistencies()
         if faults:
             raise IntegrityError("; ".join(faults))
 
     def _launch(self) -> Launched | None:
-        """Plan the next step and start it. Returns `None` if nothing can run before the step in flight is read."""
+        """Plan the next step and start it. Returns None if nothing can run before the step in flight is read."""
         try:
             plan = self.scheduler.schedule()
         except BaseException as error:
@@ -171,7 +171,7 @@ class EngineCore:
         self.num_failed_steps_in_a_row = 0
 
     def _wait_out(self) -> None:
-        """After a failed step, wait for the step behind it; its outcome does not matter unless the device is lost."""
+        """Wait for the step behind a failed one. Its outcome does not matter unless the device is lost."""
         following, self._in_flight = self._in_flight, None
         if following is not None and following.error is None:
             try:
@@ -181,13 +181,13 @@ class EngineCore:
                     raise
 
     def _interrupted(self, plan: StepPlan) -> None:
-        """Ctrl-C in a notebook: nothing may stay in flight, or no later step could run."""
+        """Fail the steps in flight after Ctrl-C in a notebook; otherwise no later step could run."""
         self._in_flight = None
         self.scheduler.step_failed(plan, "The step was interrupted.")
 
     def _abandon(self, plan: StepPlan | None, error: BaseException) -> None:
-        """The scheduler raised: fail what it was processing, and continue if the rest is consistent. Ctrl-C is raised
-        again."""
+        """Fail what the scheduler was processing when it raised, and continue if the rest is consistent. Exceptions
+        like KeyboardInterrupt are raised again."""
         logger.error("the scheduler failed", exc_info=error)
         self.num_failed_steps_in_a_row += 1
         self.scheduler.abandon(plan, f"The engine failed on this request's step: {type(error).__name__}.")
@@ -196,7 +196,8 @@ class EngineCore:
             raise error
 
     def _note_time(self, step: Launched) -> None:
-        """While there is work, measure from one read to the next: the time between two steps counts as well."""
+        """Record the step's time. While there is work, it counts from one read to the next, with the time between
+        steps."""
         now_s = self._clock()
         self._step_ms = (now_s - (self._last_read_s if self._goes_on else step.started_s)) * 1000
         self._last_read_s = now_s

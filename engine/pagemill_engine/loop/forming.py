@@ -1,7 +1,7 @@
-"""The door of the scheduler: requests enter it at once, those that prescribe a form when that is compiled.
+"""Requests on their way into the scheduler: those with a form or a reasoning budget enter once it is compiled.
 
-Until then they have been checked and are in no queue, and the loop goes on. The compiler is `pagemill_engine.grammar`'s
-and works on a thread.
+Until then they have been checked and are in no queue, and the loop continues. `pagemill_engine.grammar`'s compiler
+works on a thread.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.005
-"""How long an engine with nothing else to do waits for a grammar before it looks for messages."""
+"""Time that an engine without other work waits for a grammar before it reads messages again."""
 
 
 class FormingRequests:
     def __init__(self, model: str, scheduler: Scheduler, info: RunnerInfo) -> None:
         limits = scheduler.limits
         self.load_tokenizer: Callable[[], Tokenizer] = partial(_tokenizer_of, model)
-        """Called with the first request that prescribes a form, on the compiler's thread; an owner that has the model's
-        tokenizer already sets another one."""
+        """Loads the tokenizer, on the compiler's thread, for the first request with a form.
+
+        An owner that has loaded the model's tokenizer already replaces it.
+        """
         self._scheduler = scheduler
         self._masks_tokens = info.masks_tokens
         self._compiler = GrammarCompiler(lambda: self.load_tokenizer(), limits.eos_token_ids, limits.vocab_size)
@@ -58,7 +60,7 @@ class FormingRequests:
         if not self._masks_tokens:
             _check_restricts_nothing(request.sampling)
             if limited is not None:
-                raise invalid_field("thinking_token_budget", "A simulated device cannot hold a budget. Remove it.")
+                raise invalid_field("thinking_token_budget", "A simulated device enforces no budget. Remove it.")
         if outputs is None and limited is None:
             self._scheduler.add(request)
             return
@@ -69,13 +71,13 @@ class FormingRequests:
         self._forming[request.request_id] = (request, self._compiler.submit(outputs, limited))
 
     def abort(self, request_id: str) -> None:
-        """Drop a request whose form is not compiled yet; ids of others are ignored."""
+        """Abort a request whose form is not compiled yet; other ids are ignored."""
         if request_id in self._forming:
             request, _ = self._forming.pop(request_id)
             self._ends += aborts(request)
 
     def raise_allowance(self, request_id: str, allowance: int) -> None:
-        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids have ended."""
+        """Let each sequence of a request generate up to `allowance` tokens. Ids of ended requests are ignored."""
         self._scheduler.raise_allowance(request_id, allowance)
         if request_id in self._forming:
             request, future = self._forming[request_id]
@@ -83,7 +85,10 @@ class FormingRequests:
                 self._forming[request_id] = (msgspec.structs.replace(request, token_allowance=allowance), future)
 
     def queue_compiled(self, *, may_wait: bool) -> None:
-        """Queue those whose form is compiled, in order of arrival. `may_wait`: a moment for one, if there is none."""
+        """Queue the requests whose form is compiled, in order of arrival.
+
+        `may_wait`: whether to wait up to `POLL_S` for a form.
+        """
         if not self._forming:
             return
         if may_wait:
@@ -97,13 +102,13 @@ class FormingRequests:
                     self._ends += refusals(request, error)
 
     def take_ends(self) -> list[TokensOut]:
-        """Outputs of requests that ended before they were queued, since the last call."""
+        """Return the outputs, since the last call, of requests that ended before they were queued."""
         ends, self._ends = self._ends, []
         return ends
 
 
 def _with_budget(request: GenerateRequest) -> AnswerFormat | None:
-    """The format of an answer whose reasoning has a budget; `None`: it has none."""
+    """Return the request's answer format if its reasoning has a budget, or None."""
     answer_format = request.answer_format
     has_budget = answer_format is not None and answer_format.reasoning_budget is not None
     return answer_format if has_budget else None
@@ -112,11 +117,11 @@ def _with_budget(request: GenerateRequest) -> AnswerFormat | None:
 def _check_restricts_nothing(sampling: SamplingParams) -> None:
     for field in ("structured_outputs", "allowed_token_ids", "bad_words"):
         if getattr(sampling, field):
-            raise invalid_field(field, f"A simulated device cannot hold answers to {field}. Remove it.")
+            raise invalid_field(field, f"A simulated device cannot enforce {field}. Remove it.")
 
 
 def _tokenizer_of(model: str) -> Tokenizer:
-    from pagemill_protocol.sources import resolve_source  # few engines need what these import
+    from pagemill_protocol.sources import resolve_source  # imports libraries that few engines need
     from pagemill_protocol.text.load_bundle import load_bundle
     from pagemill_protocol.text.tokenizer import Tokenizer
 

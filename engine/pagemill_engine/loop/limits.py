@@ -8,12 +8,12 @@ from pagemill_engine.scheduler.limits import SchedulerLimits
 
 
 def step_limits(config: EngineConfig, info: RunnerInfo) -> StepLimits:
-    """What the runner chose for its device, or else what is set."""
+    """Return the step limits that the runner chose for its device, or else the configured ones."""
     return info.step or config.step
 
 
 def scheduler_limits(config: EngineConfig, info: RunnerInfo) -> SchedulerLimits:
-    """The limits of an engine with these settings on this runner."""
+    """Return the scheduler's limits for an engine with these settings on this runner."""
     step = step_limits(config, info)
     whole_prompts = info.pooling is not None and info.pooling.whole_prompts
     return SchedulerLimits(

@@ -1,6 +1,6 @@
 """Computes one token outside all requests, to find out whether the device works when steps keep failing.
 
-`loop.process` decides when, and what follows.
+`loop.process` decides when to probe and what follows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ _NAME = "probe"
 
 
 def probe(core: EngineCore) -> None:
-    """Call with no step in flight. Raises what the runner raises; skipped if no block is free."""
+    """Compute one token. Raises what the runner raises; does nothing if no block is free.
+
+    Call this with no step in flight.
+    """
     pool = core.scheduler.kv.pool
     if pool.num_free == 0:
         return

@@ -1,9 +1,9 @@
-"""The engine process: load the model, prove that it generates, then step until it is shut down.
+"""The engine process: loads the model, generates a first token, then steps until it is shut down.
 
-Started by `ipc.process` as `python -m pagemill_engine.loop.process FOLDER [MODULE ...]`. It imports the modules while
+`ipc.process` starts it as `python -m pagemill_engine.loop.process FOLDER [MODULE ...]`. It imports the modules while
 its settings arrive, then digests the weights in the background. It blocks on its inbox when there is nothing to do, and
-reports at least every second, so that silence means a long step or a fault; heartbeats say that it runs. `loop.core`
-runs the steps.
+sends a report at least every second, so that silence means a long step or a fault; heartbeats show that the process
+runs. `loop.core` runs the steps.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 PROBE_AFTER_FAILED_STEPS = 8
-"""After this many failed steps in a row either the requests or the device are at fault; a probe decides."""
+"""Failed steps in a row after which either the requests or the device are at fault; a probe decides."""
 
 
 class EngineFault(RuntimeError):
-    """The process cannot continue; reported as `Fatal`."""
+    """The process cannot continue. It is reported as `Fatal`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -72,7 +72,7 @@ class EngineLoop:
     """Feeds one `EngineCore` from a link until `Shutdown`."""
 
     def __init__(self, core: EngineCore, link: EngineLink, calibration: Calibration | None = None) -> None:
-        """`calibration`: goes on while nothing is asked."""
+        """Create the loop. `calibration`: continues while there are no requests."""
         self._core = core
         self._link = link
         self._calibration = calibration
@@ -81,24 +81,24 @@ class EngineLoop:
         self._stopped = False
         self._idle_checked = True
         self._wants_sleep = False
-        """Sleep was requested: sleep as soon as nothing runs."""
+        """Whether sleep was requested; the engine sleeps as soon as nothing runs."""
         self._sleeps = False
 
     def run(self) -> None:
         while not self._stopped:
             self._take_messages()
             if self._refused:
-                self._tell(StepOutputs(outputs=self._refused, load=self._core.load()))
+                self._send(StepOutputs(outputs=self._refused, load=self._core.load()))
                 self._refused = []
             if self._core.has_work:
-                self._tell(self._core.step())
+                self._send(self._core.step())
                 self._idle_checked = False
                 self._check_device()
             if self._wants_sleep and not self._core.has_work:
                 self._sleep()
 
     def _take_messages(self) -> None:
-        """All messages that have arrived. Waits only if there is nothing else to do."""
+        """Handle all messages that have arrived. Waits only if there is nothing else to do."""
         message = self._link.receive(0 if self._core.has_work else HEARTBEAT_S)
         if message is None and not self._core.has_work:
             self._idle()
@@ -125,7 +125,7 @@ class EngineLoop:
         self._num_added += 1
         try:
             if self._sleeps:
-                raise unavailable("The engine sleeps: wake it first.", retry_after_s=1, code="not_ready")
+                raise unavailable("The engine is asleep. Wake it up first.", retry_after_s=1, code="not_ready")
             self._core.add(request)
         except PagemillError as error:
             self._refused += refusals(request, error)
@@ -148,12 +148,12 @@ class EngineLoop:
             self._link.send(Slept())
             return
         try:
-            released_bytes, news = fall_asleep(self._core)
+            released_bytes, report = fall_asleep(self._core)
         except SleepError as error:
             self._link.send(Slept(fault=str(error)))
             return
         self._sleeps = True
-        self._link.send(news)
+        self._link.send(report)
         self._link.send(Slept(released_bytes))
 
     def _wake(self) -> None:
@@ -165,7 +165,7 @@ class EngineLoop:
         try:
             wake_up(self._core)
         except Exception as error:
-            raise EngineFault("WakeFailed", f"The engine cannot wake up, a new one is needed: {error}") from error
+            raise EngineFault("WakeFailed", f"The engine cannot wake up and must be replaced: {error}") from error
         self._sleeps = False
         self._link.send(Awake(time.monotonic() - started_s))
 
@@ -174,10 +174,10 @@ class EngineLoop:
             self._core.check_integrity()
             self._idle_checked = True
         learned = self._calibration is not None and not self._sleeps and self._calibration.go_on()
-        self._tell(StepOutputs(load=self._core.load(), step_time=self._core.step_time.params() if learned else None))
+        self._send(StepOutputs(load=self._core.load(), step_time=self._core.step_time.params() if learned else None))
 
-    def _tell(self, news: StepOutputs) -> None:
-        self._link.send(msgspec.structs.replace(news, num_added=self._num_added))
+    def _send(self, report: StepOutputs) -> None:
+        self._link.send(msgspec.structs.replace(report, num_added=self._num_added))
 
     def _check_device(self) -> None:
         failures = self._core.num_failed_steps_in_a_row
@@ -196,7 +196,7 @@ class EngineLoop:
 def start_core(
     config: EngineConfig, progress: Callable[[str, str], None], early_digest: EarlyDigest | None = None
 ) -> tuple[EngineCore, Calibration]:
-    """Load the model and prove that it works. Raises what the runner factory raises, or `SelfTestError`."""
+    """Load the model and generate a first token. Raises what the runner factory raises, or `SelfTestError`."""
     core = EngineCore(config, factory.create_runner(config, progress, early_digest))
     progress("first_token", "generating a first token")
     self_test(core)
@@ -207,7 +207,7 @@ def start_core(
 
 
 def serve(config: EngineConfig, link: EngineLink, early_digest: EarlyDigest | None = None) -> None:
-    """Load, report ready, loop. Returns after `Shutdown`."""
+    """Load the model, report ready, and run the loop until `Shutdown`."""
     started_s, clock = time.monotonic(), StartClock()
 
     def progress(phase: str, detail: str) -> None:
@@ -257,7 +257,7 @@ def _ready(core: EngineCore, load_s: float, start_s: dict[str, float]) -> Ready:
 
 
 def fatal_of(error: Exception) -> Fatal:
-    """The report of a fatal error, with the error's own `reason` if it has one."""
+    """Return the report of a fatal error, with the error's own `reason` if it has one."""
     if isinstance(error, SelfTestError) and "OutOfMemory" in str(error):
         remedy = "Lower maxNumSeqs, maxNumBatchedTokens or kvCacheMemory."
         return Fatal("StepTooLarge", f"The device ran out of memory at the first token. {remedy}")
@@ -272,7 +272,7 @@ def fatal_of(error: Exception) -> Fatal:
 
 
 def import_ahead(modules: list[str]) -> None:
-    """And torch, where it is likely to compute: where there is a GPU."""
+    """Import the modules, and torch if there is a GPU, on which torch is likely to compute."""
     for module in modules:
         importlib.import_module(module)
     if find_driver() is not None and has_torch():
@@ -284,7 +284,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write("usage: python -m pagemill_engine.loop.process FOLDER [MODULE ...]\n")
         return 2
     logs.configure(logging.WARNING, process="engine")
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    # Ctrl-C reaches the whole process group; the parent decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = EngineLink(Path(argv[0]))
     link.start()
@@ -301,7 +301,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         fatal = fatal_of(error)
         if fatal.reason == "EngineFailed":
-            logger.exception("the engine process ends by a fault of its own")
+            logger.exception("the engine process ends because of an internal error")
         link.leave_fatal(fatal)
         return 1
     finally:

@@ -1,4 +1,4 @@
-"""Outputs for a request that ends before it has a sequence."""
+"""Outputs of requests that end before they have a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill_protocol.generate import GenerateRequest
 
 
 def refusals(request: GenerateRequest, error: PagemillError) -> list[TokensOut]:
-    """They end every choice with the reason."""
+    """Return outputs that end every choice with `error`."""
     return [
         TokensOut(
             request_id=request.request_id,

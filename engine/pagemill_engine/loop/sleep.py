@@ -1,4 +1,4 @@
-"""Puts an engine core to sleep and wakes it: the runner frees its memory, the scheduler forgets its prefix cache.
+"""Puts an engine core to sleep and wakes it: frees the runner's memory and empties the prefix cache.
 
 `loop.process` decides when.
 """
@@ -11,10 +11,10 @@ from pagemill_engine.loop.warmup import self_test
 
 
 def fall_asleep(core: EngineCore) -> tuple[int, StepOutputs]:
-    """Free the runner's memory. Call it when there is no work left.
+    """Free the runner's memory. Call this when there is no work left.
 
-    Returns the freed bytes, and the outputs that report the emptied prefix cache. Raises `runner.sleep.SleepError`
-    if the runner cannot sleep; nothing has changed then.
+    Returns the number of freed bytes, and the outputs that report the emptied prefix cache. Raises
+    `runner.sleep.SleepError` if the runner cannot sleep; nothing has changed then.
     """
     num_bytes = core.runner.sleep()
     core.scheduler.kv.reset_prefix_cache()
@@ -22,6 +22,6 @@ def fall_asleep(core: EngineCore) -> tuple[int, StepOutputs]:
 
 
 def wake_up(core: EngineCore) -> None:
-    """Allocate again and generate a first token. Raises what allocating raises, or `SelfTestError`."""
+    """Allocate memory again and generate a first token. Raises what allocating raises, or `SelfTestError`."""
     core.runner.wake()
     self_test(core)

@@ -1,4 +1,4 @@
-"""Measures the phases of a start. A phase ends where the next begins; one that occurs again adds up.
+"""Measures the phases of a start. A phase ends where the next begins; times of a repeated phase are added.
 
 `process` enters the phases; the state stream publishes them, so that cold starts can be analysed by phase.
 """
@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 LOAD, WARM, FIRST_TOKEN = "load", "warm", "first_token"
-_OF_PROGRESS = {"warming": WARM, "first_token": FIRST_TOKEN}
-"""All other progress reports belong to the load phase."""
+_PHASE_OF_PROGRESS = {"warming": WARM, "first_token": FIRST_TOKEN}
+"""Phases of progress reports. All other reports belong to the load phase."""
 
 
 class StartClock:
@@ -21,10 +21,10 @@ class StartClock:
 
     def progress(self, phase: str) -> None:
         """Record a progress report of the start (`LoadProgress`)."""
-        self._enter(_OF_PROGRESS.get(phase, LOAD))
+        self._enter(_PHASE_OF_PROGRESS.get(phase, LOAD))
 
     def seconds(self) -> dict[str, float]:
-        """Phase -> seconds until now."""
+        """Return the seconds spent in each phase until now."""
         self._enter(self._phase)
         return {phase: round(seconds, 3) for phase, seconds in self._seconds.items()}
 

@@ -18,12 +18,12 @@ class StepTimer:
         self._drift = StepDrift()
 
     def observe(self, model: StepTimeModel, plan: StepPlan, ms: float, now_s: float) -> None:
-        """Record that a step of `plan` took `ms`."""
+        """Record that a step of `plan` took `ms` milliseconds."""
         usual_ms = self._drift.observe(predicted_ms(model, plan), ms, now_s, with_prompt=_has_prompt(plan))
         model.observe(plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products, usual_ms)
 
     def add_step_times(self, load: EngineLoad, model: StepTimeModel, plan: StepPlan | None, now_s: float) -> EngineLoad:
-        """`load` with the current drift and the predicted time of `plan`, the step in flight."""
+        """Return `load` with the current drift and the predicted time of `plan`, the step in flight."""
         drift = self._drift.value(now_s)
         in_flight_ms = 0.0
         if plan is not None:

@@ -1,7 +1,8 @@
-"""Before ready: the engine generates a token, then measures how long small steps take, and larger ones once it is idle.
+"""Self-test and calibration before ready: generates a token and measures the times of small steps.
 
-It runs through the whole core, so requests use what was tested here. It leaves nothing behind: no cached prefix, no
-counters. The measurements are the step-time model's prior; requests refine it.
+Larger steps are measured once the engine is idle. Everything runs through the whole core, so requests use what was
+tested here. No cached prefix and no counter remains. The measurements are the step-time model's prior; requests refine
+it.
 """
 
 from __future__ import annotations
@@ -17,59 +18,61 @@ from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.step_time import StepSample, StepTimeModel, default_knots
 
 CPU_LIMIT_S = 0.05
-"""Before ready; the rest is measured while no request has come."""
+"""Time limit before ready on a CPU; the rest is measured while there are no requests."""
 DEVICE_LIMIT_S = 0.8
-"""On a device, whose first step of a size also prepares it."""
+"""Time limit before ready on a device, whose first step of a size also prepares that size."""
 LONGEST_STEP_MS = 300.0
-"""Of one step after ready."""
+"""Longest step that is measured after ready, in milliseconds."""
 SLOW_STEP_MS = 100.0
-FEW = 16
-"""Of the sizes that are always measured the larger one, where native kernels work as for hundreds of tokens."""
+BATCH_SIZE = 16
+"""The larger of the two sizes that are measured first; its native kernels are those of hundreds of tokens."""
 _SKIPPED_SIZES = {4}
 """Between 1 and 8 tokens a line is accurate enough for a prior."""
 _TOKEN_STRIDE = 7919
-"""Spreads probe tokens over the vocabulary."""
+"""Spreads prompt tokens over the vocabulary."""
 
 
 class SelfTestError(RuntimeError):
-    """The engine loaded but cannot generate."""
+    """The engine loaded the model but cannot generate."""
 
 
 def self_test(core: EngineCore) -> None:
-    """Generate one token, or pool one. Raises `SelfTestError` with what happened instead."""
+    """Generate one token, or pool one. Raises `SelfTestError` if that fails."""
     for output in _run_prompts(core, 1, 1).outputs:
         if output.error is not None:
             raise SelfTestError(output.error)
         if any(not 0 <= token_id < core.runner.info.vocab_size for token_id in output.token_ids):
-            raise SelfTestError(f"the model produced token ids {output.token_ids}, which it does not have")
+            raise SelfTestError(f"the model produced token ids {output.token_ids}, which are not in its vocabulary")
         if output.token_ids or output.pooled:
-            _leave_no_trace(core)
+            _reset_side_effects(core)
             return
     raise SelfTestError("the model produced nothing")
 
 
 class Calibration:
-    """Step times by size, from prompts that no client sent, and how much longer as many decodes take: the prior of the
-    step-time model. Sizes larger than what was measured are on a line.
+    """Measures the prior of the step-time model: step times by prompt size, and the extra time of a decode.
 
-    Context costs are learned from requests: prompts without a context cannot separate them from the cost of tokens.
+    Sizes beyond the measured ones are extrapolated on a line. Context costs are learned from requests: prompts without
+    a context cannot separate them from the cost of tokens.
     """
 
     def __init__(self, core: EngineCore) -> None:
         limits = core.scheduler.limits
         self._core = core
         self._largest = largest = min(limits.max_num_batched_tokens, limits.max_total_tokens - 1)
-        sizes = sorted(default_knots(largest), key=lambda size: (size > FEW, size not in (1, FEW), size))
+        sizes = sorted(default_knots(largest), key=lambda size: (size > BATCH_SIZE, size not in (1, BATCH_SIZE), size))
         self._left = deque(size for size in sizes if size not in _SKIPPED_SIZES or size == largest)
         self._sample_ms: dict[int, float] = {}
         self._decode_ms: float | None = None
-        """What one decode takes beyond a prompt's token; `None`: not measured."""
+        """Milliseconds that one decode takes beyond a prompt's token; None: not measured."""
         self._num_steps = 0
-        """Of the core, when the last size was measured."""
+        """The core's step count when the last size was measured."""
 
     def begin(self, limit_s: float | None = None) -> None:
-        """Measure sizes for about `limit_s` seconds (by default what the device is worth); what would take longer is
-        left. At least two are measured: fewer would not show how time grows."""
+        """Measure sizes for about `limit_s` seconds, by default the limit of the device.
+
+        Sizes that would take longer are left. At least two are measured: fewer would not show how time grows.
+        """
         if limit_s is None:
             limit_s = CPU_LIMIT_S if self._core.runner.info.device == "cpu" else DEVICE_LIMIT_S
         end_s = time.monotonic() + limit_s
@@ -78,8 +81,11 @@ class Calibration:
         self._fit()
 
     def go_on(self) -> bool:
-        """Measure one thing more, where the core has no work. False: no more is measured, because all is, because it
-        would keep a request waiting for long, or because there were requests, from which the model learns."""
+        """Measure one more size if the core has no work. Returns whether it did.
+
+        It does not if everything is measured, if the step would keep a request waiting for long, or if there were
+        requests, from which the model learns.
+        """
         if not self._has_more or self._core.num_steps != self._num_steps or self._expected_ms() > LONGEST_STEP_MS:
             return False
         self._measure()
@@ -92,14 +98,20 @@ class Calibration:
 
     @property
     def _decodes_are_next(self) -> bool:
-        return self._decode_ms is None and FEW in self._sample_ms and _most_at_once(self._core) >= FEW
+        return (
+            self._decode_ms is None
+            and BATCH_SIZE in self._sample_ms
+            and _max_prompts_per_step(self._core) >= BATCH_SIZE
+        )
 
     def _expected_ms(self) -> float:
-        return self._sample_ms[FEW] if self._decodes_are_next else _estimated_ms(self._sample_ms, self._left[0])
+        return self._sample_ms[BATCH_SIZE] if self._decodes_are_next else _estimated_ms(self._sample_ms, self._left[0])
 
     def _measure(self) -> None:
         if self._decodes_are_next:
-            self._decode_ms = max(0.0, _measure_ms(self._core, FEW, 1) - self._sample_ms[FEW]) / (FEW - 1)
+            self._decode_ms = max(0.0, _measure_ms(self._core, BATCH_SIZE, 1) - self._sample_ms[BATCH_SIZE]) / (
+                BATCH_SIZE - 1
+            )
             return
         size = self._left.popleft()
         self._sample_ms[size] = _measure_ms(self._core, 1, size)
@@ -108,24 +120,26 @@ class Calibration:
         samples = [StepSample(size, 0, 0, ms) for size, ms in self._sample_ms.items()]
         self._core.step_time = StepTimeModel.from_calibration(samples, self._largest, self._decode_ms or 0.0)
         self._num_steps = self._core.num_steps
-        _leave_no_trace(self._core)
+        _reset_side_effects(self._core)
 
 
 def _measure_ms(core: EngineCore, num_prompts: int, num_tokens: int) -> float:
-    """The faster of two runs; a slow one is not repeated. The first run includes the one-time preparation of its
-    shape."""
+    """Return the faster of two runs, in milliseconds; a slow run is not repeated.
+
+    The first run includes the one-time preparation of its shape.
+    """
     ms = _run_prompts(core, num_prompts, num_tokens).load.step_ms
     return ms if ms > SLOW_STEP_MS else min(ms, _run_prompts(core, num_prompts, num_tokens).load.step_ms)
 
 
-def _most_at_once(core: EngineCore) -> int:
-    """Prompts of one token that one step may hold."""
+def _max_prompts_per_step(core: EngineCore) -> int:
+    """Return how many prompts of one token a step can take."""
     limits, info = core.scheduler.limits, core.runner.info
     return 1 if info.pooling is not None else min(limits.max_num_seqs, limits.max_num_waiting, info.num_blocks // 2)
 
 
 def _estimated_ms(sample_ms: dict[int, float], size: int) -> float:
-    """As the next larger size, or on the line through the two largest."""
+    """Return the time of the next larger measured size, or one extrapolated from the two largest."""
     larger = [known for known in sample_ms if known >= size]
     if larger:
         return sample_ms[min(larger)]
@@ -135,7 +149,7 @@ def _estimated_ms(sample_ms: dict[int, float], size: int) -> float:
 
 
 def _run_prompts(core: EngineCore, num_prompts: int, num_tokens: int) -> StepOutputs:
-    """One step of so many prompts of so many tokens."""
+    """Run one step of `num_prompts` prompts of `num_tokens` tokens each."""
     vocab_size, pooling = core.runner.info.vocab_size, core.runner.info.pooling
     for number in range(num_prompts):
         core.add(
@@ -153,7 +167,7 @@ def _run_prompts(core: EngineCore, num_prompts: int, num_tokens: int) -> StepOut
     return step
 
 
-def _leave_no_trace(core: EngineCore) -> None:
+def _reset_side_effects(core: EngineCore) -> None:
     core.scheduler.kv.prefix_cache.drain_events()
     core.scheduler.num_preemptions = 0
     core.check_integrity()

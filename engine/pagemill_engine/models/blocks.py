@@ -1,6 +1,6 @@
-"""What computes inside a layer: attention over the paged cache, and MLPs.
+"""The blocks of a layer: attention over the paged cache, and MLPs.
 
-A block computes up to its last product (`inner`) and leaves that to who adds it to the residual (`output`).
+A block computes up to its last matmul (`inner`); the layer calls `output`, which adds to the residual.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Output(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += self(x), in place."""
+        """Add self(x) to `out` in place."""
         ...
 
 
@@ -31,17 +31,20 @@ class Block(Protocol):
     def output(self) -> Output: ...
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """x: [tokens, hidden]. Returns what `output` multiplies."""
+        """Compute the input of `output`. x: [tokens, hidden]."""
         ...
 
     def layers(self) -> Iterator[Layer]:
-        """All that holds weights."""
+        """Yield all layers with weights."""
         ...
 
 
 class Attention:
     def __init__(self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, index: int, rotation: int | None) -> None:
-        """`index`: of its KV cache. `rotation`: of its rotary embedding among the model's."""
+        """Build the layer.
+
+        `index`: that of its KV cache. `rotation`: index of its rotary embedding among the model's.
+        """
         self.spec = spec
         self.dtype = dtype
         self.qkv = Linear(spec.qkv, ops, dtype, qkv_order(spec))
@@ -63,7 +66,7 @@ class Attention:
 
     def inner(self, x: Tensor, context: ForwardContext) -> Tensor:
         num_tokens, num_heads = x.shape[0], self._num_heads
-        # A product may come in the type of its weights; from here on the model's own type counts.
+        # A matmul may return the type of its weights; from here on the model's own type is used.
         heads = self.qkv(x).to(self.dtype).view(num_tokens, -1, self._head_dim)
         query = heads[:, :num_heads]
         if self.query_norm is not None:
@@ -109,13 +112,13 @@ def _activation(spec: MLPSpec, ops: Ops) -> Callable[[Tensor], Tensor]:
 
 
 def _head_norm(norm: NormSpec | None, spec: AttentionSpec, ops: Ops, dtype: torch.dtype) -> Norm | None:
-    """Its weight in the order in which the heads' values are wanted."""
+    """Return the norm with its weight in the order of the heads' reordered values, or None."""
     if norm is None:
         return None
     return Norm(norm, ops, dtype, norm_order(spec, norm.size))
 
 
 def _normalize(norm: Norm, heads: Tensor) -> None:
-    """heads: [tokens, heads, head_dim], in place; each alone or all of them as one row, as the norm's size says."""
+    """Normalise heads in place, [tokens, heads, head_dim]: each alone or all as one row, by the norm's size."""
     rows = heads if norm.spec.size == heads.shape[2] else heads.flatten(1)
     heads.copy_(norm(rows).view(heads.shape))

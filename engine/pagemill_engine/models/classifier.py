@@ -1,6 +1,6 @@
-"""A classifier: products with activations and norms between them, over the pooled hidden state of each prompt.
+"""A classifier over the pooled hidden state of each prompt: matmuls with activations and norms between them.
 
-Small, and run once a prompt.
+It is small and runs once per prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Classifier:
             yield from dense.layers()
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """pooled: [prompts, hidden]. Returns float32 [prompts, labels]."""
+        """Classify prompts. pooled: [prompts, hidden]. Returns float32 [prompts, labels]."""
         x = pooled.to(self._dtype)
         for dense in self._dense:
             x = dense(x).to(self._dtype)

@@ -1,7 +1,7 @@
-"""A whole decoder built from its declaration: the face that the runner sees.
+"""A whole decoder built from its declaration, with the interface that runners use.
 
-The residual stream is one tensor that layers add to in place; a layer returns it, or another one where it ends with a
-norm.
+The residual stream is one tensor that layers add to in place. A layer returns that tensor, or another one if it ends
+with a norm.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pagemill_protocol.models.declaration import (
 
 
 class _Builder:
-    """Knows what layers share: the device's operations, the order of their caches, their rotary embeddings."""
+    """Builds layers from what they share: the device's operations, the order of caches, the rotary embeddings."""
 
     def __init__(self, spec: DecoderSpec, ops: Ops, dtype: torch.dtype) -> None:
         self._ops, self._dtype = ops, dtype
@@ -76,7 +76,7 @@ class _Builder:
 
 class Branch:
     def __init__(self, spec: BranchSpec, builder: _Builder, shared: int | None) -> None:
-        """`shared`: the earlier branch whose normalised input is this one's too."""
+        """Build the branch. `shared`: index of the earlier branch whose normalised input it shares."""
         self.block = builder.block(spec.block)
         self.shared = shared
         self.norm = None if shared is not None else builder.norm(spec.norm)
@@ -89,7 +89,7 @@ class Branch:
         yield from self.block.layers()
 
     def add(self, hidden: Tensor, x: Tensor, context: ForwardContext) -> None:
-        """Adds the block's output for x to `hidden` in place."""
+        """Add the block's output for x to `hidden` in place."""
         inner = self.block.inner(x, context)
         if self._adds:
             self.block.output.add_to(hidden, inner)
@@ -118,7 +118,7 @@ class Residual:
             elif branch.norm is not None:
                 inputs.append(branch.norm(hidden))
             else:
-                # What one branch adds, another one must not read.
+                # A branch must not read what another one adds.
                 inputs.append(hidden if len(self.branches) == 1 else hidden.clone())
         for branch, x in zip(self.branches, inputs, strict=True):
             branch.add(hidden, x, context)
@@ -144,28 +144,28 @@ class DecoderLayer:
 
 
 class Model(Protocol):
-    """What a runner computes with."""
+    """The model interface of torch runners."""
 
     spec: ModelSpec
     dtype: torch.dtype
-    """Of what is computed between products."""
+    """Type of the values between matmuls."""
 
     def weight_layers(self) -> Iterator[Held]:
-        """All that holds weights."""
+        """Yield all layers with weights."""
         ...
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
-        """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
+        """Compute normalised hidden states, [tokens, hidden]. token_ids: int64 [tokens]."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
+        """Compute logits, float32 [rows, vocab]. hidden: [rows, hidden]."""
         ...
 
 
 class Decoder:
     def __init__(self, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
-        """With weights that are not loaded yet. `dtype`: of what is computed between products."""
+        """Build the decoder; weights are loaded later. `dtype`: type of the values between matmuls."""
         self.spec = spec
         self.dtype = dtype
         declared = spec.decoder
@@ -183,11 +183,11 @@ class Decoder:
         self.norm = builder.norm(declared.norm)
         self.head_projection = None if head is None else builder.linear(head.projection)
         self.lm_head = builder.linear(declared.head_linear())
-        """`None`: its hidden states are pooled."""
+        """The output head; None if hidden states are pooled."""
         self.classifier = builder.classifier(declared.classifier)
 
     def weight_layers(self) -> Iterator[Layer]:
-        """All that holds weights, the embedding first and the head last."""
+        """Yield all layers with weights, the embedding first and the head last."""
         yield self.embedding
         before = (self.embedding_projection, self.positions, self.token_types, self.embedding_norm)
         yield from (layer for layer in (*before, self.norm, self.head_projection) if layer is not None)
@@ -199,22 +199,22 @@ class Decoder:
             yield self.lm_head
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
-        """token_ids: int64 [tokens]. Returns normalised hidden states [tokens, hidden]."""
+        """Compute normalised hidden states, [tokens, hidden]. token_ids: int64 [tokens]."""
         return self.through(self.layers, token_ids, context)
 
     def through(self, layers: Iterable[DecoderLayer], token_ids: Tensor, context: ForwardContext) -> Tensor:
-        """As a call, with these layers alone."""
+        """Compute hidden states as a call does, but only with these layers."""
         hidden = self._embed(token_ids, context)
         for layer in layers:
             hidden = layer(hidden, context)
         return hidden if self.norm is None else self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden]. Returns float32 [rows, vocab]."""
+        """Compute logits, float32 [rows, vocab]. hidden: [rows, hidden]."""
         return self.raw_logits(hidden).float()
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """As `compute_logits`, in the type that the head's product has."""
+        """Compute logits in the type of the head's matmul."""
         assert self.lm_head is not None, "requests for tokens of a model without a head are refused"
         hidden = hidden if self.head_projection is None else self.head_projection(hidden)
         logits, scale, cap = self.lm_head(hidden), self._scale, self._soft_cap
@@ -237,7 +237,7 @@ class Decoder:
 
 
 def _earlier(spec: ResidualSpec, index: int) -> int | None:
-    """The branch before this one that has the same norm."""
+    """Return the index of the earlier branch with the same norm, or None."""
     norm = spec.branches[index].norm
     earlier = [branch.norm for branch in spec.branches[:index]]
     return earlier.index(norm) if norm is not None and norm in earlier else None

@@ -14,5 +14,5 @@ class DeviceRotations:
         self.tables = [(to_torch(cos).to(device, dtype), to_torch(sin).to(device, dtype)) for cos, sin in tables]
 
     def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """As `ForwardContext.rotations` has them."""
+        """Return cos and sin of the positions for `ForwardContext.rotations`."""
         return [(cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)) for cos, sin in self.tables]

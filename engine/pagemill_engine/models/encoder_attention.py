@@ -1,7 +1,7 @@
-"""Attention of encoders: each token of a prompt attends to all others, those behind it too, and no cache is kept.
+"""Attention of encoders: each token of a prompt attends to all of its tokens, and no cache is kept.
 
-The prompts of a step lie one behind another, without padding. For attention alone they are gathered into rectangles of
-equally long rows; a row's length follows from its own prompt, so that what a prompt gives does not depend on the others
+The prompts of a step follow one another without padding. Only for attention they are gathered into rectangles of
+equally long rows. A row's length follows from its own prompt, so that a prompt's result does not depend on the others
 of its step.
 """
 
@@ -21,18 +21,18 @@ from pagemill_kernels.registry import Ops
 from pagemill_protocol.models.declaration import AttentionSpec
 
 ROW_TOKENS = 16
-"""Rows of a rectangle have a multiple of so many tokens."""
+"""The row length of a rectangle is a multiple of this many tokens."""
 WINDOW_CHUNK = 256
-"""Queries that attend together where attention looks only so far: less is computed that no query sees."""
+"""Queries per piece of windowed attention, which computes fewer scores outside the window."""
 
 
 class Rectangle(NamedTuple):
     """Prompts of nearly one length, as the rows of a matrix."""
 
     tokens: Tensor
-    """int64 [rows * length]: the step's token at each place; padding repeats the first one."""
+    """int64 [rows * length]: index of the step's token at each position; padding repeats the row's first token."""
     places: Tensor
-    """int64 [tokens]: the place of each of their tokens, in the order of the step's."""
+    """int64 [tokens]: position of each token in the rectangle, in the order of the step's tokens."""
     lengths: Tensor
     """int64 [rows, 1]."""
     num_rows: int
@@ -51,11 +51,11 @@ class Rectangle(NamedTuple):
 class EncoderPlan(NamedTuple):
     rectangles: list[Rectangle]
     order: Tensor | None
-    """int64 [tokens]: where each token of the step is found behind the rectangles; `None`: in their order."""
+    """int64 [tokens]: index of each of the step's tokens in the concatenated rectangles; None: they are in order."""
 
 
 def plan_rectangles(lengths: Sequence[int], device: torch.device) -> EncoderPlan:
-    """`lengths`: of the prompts of a step, in the order of their tokens."""
+    """Plan the rectangles of a step. `lengths`: those of the prompts, in the order of their tokens."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
     by_length: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):
@@ -79,7 +79,7 @@ def plan_rectangles(lengths: Sequence[int], device: torch.device) -> EncoderPlan
 
 class EncoderAttention:
     def __init__(self, spec: AttentionSpec, ops: Ops, dtype: torch.dtype, rotation: int | None) -> None:
-        """`rotation`: of its rotary embedding among the model's."""
+        """Build the layer. `rotation`: index of its rotary embedding among the model's."""
         self.spec = spec
         self.dtype = dtype
         self.qkv = Linear(spec.qkv, ops, dtype, qkv_order(spec))
@@ -101,7 +101,7 @@ class EncoderAttention:
         return together if plan.order is None else together[plan.order]
 
     def _attend(self, heads: Tensor, rectangle: Rectangle) -> Tensor:
-        """[tokens of the rectangle, heads * head_dim]."""
+        """Compute attention, [tokens of the rectangle, heads * head_dim]."""
         spec, (rows, length) = self.spec, (rectangle.num_rows, rectangle.length)
         gathered = heads.index_select(0, rectangle.tokens).view(rows, length, -1, spec.head_dim).transpose(1, 2)
         first_value = spec.num_heads + spec.num_kv_heads
@@ -121,7 +121,7 @@ class EncoderAttention:
             seen = torch.arange(first, last, device=query.device)[None]
             near = (at - seen).abs() < window
             real = _padding(rectangle, first, last)
-            # A row of padding alone would see nothing: its values must be finite, since they are gathered too.
+            # Padding positions must see something: their values are gathered too and must be finite.
             mask = near[None, None] if real is None else (near[None, None] & real) | (at == seen)[None, None]
             pieces.append(self._scaled(query[:, :, begin:end], key[:, :, first:last], value[:, :, first:last], mask))
         return torch.cat(pieces, dim=2)
@@ -132,7 +132,7 @@ class EncoderAttention:
 
 
 def _padding(rectangle: Rectangle, first: int, last: int) -> Tensor | None:
-    """Which of the places from `first` to `last` hold tokens, [rows, 1, 1, places]; `None`: all of them."""
+    """Return which positions from `first` to `last` are tokens, [rows, 1, 1, positions]; None: all of them."""
     if not rectangle.is_padded:
         return None
     places = torch.arange(first, last, device=rectangle.lengths.device)[None]
@@ -140,7 +140,7 @@ def _padding(rectangle: Rectangle, first: int, last: int) -> Tensor | None:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """heads: [tokens, heads, head_dim], in place; cos and sin: [tokens, 1, head_dim / 2]."""
+    """Rotate heads in place, [tokens, heads, head_dim]. cos and sin: [tokens, 1, head_dim / 2]."""
     first, second = heads.chunk(2, dim=2)
     turned = first * cos - second * sin
     second.copy_(second * cos + first * sin)

@@ -1,11 +1,11 @@
-"""What is wrong with a model or its weights; the runner turns these into load failures."""
+"""Errors of a model or its weights, which runners turn into load errors."""
 
 from __future__ import annotations
 
 
 class UnsupportedModelError(ValueError):
-    """An architecture or a variant that no definition here computes."""
+    """No definition in this package computes the architecture or variant."""
 
 
 class WeightsError(ValueError):
-    """Tensors that are missing, unexpected, or of the wrong shape; the message names them."""
+    """Tensors are missing, unexpected or of the wrong shape; the message names them."""

@@ -60,12 +60,15 @@ class _SharedExpert:
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """x: [tokens, 1]. torch's own takes other instructions for the last tokens of a batch: not the same bits in all."""
+    """Compute the sigmoid of x, [tokens, 1].
+
+    torch.sigmoid uses other instructions for the last elements of a batch, which would change their bits.
+    """
     return torch.cat([x.float(), torch.zeros_like(x, dtype=torch.float32)], -1).softmax(-1)[:, :1]
 
 
 class MoE:
-    """Its own `output`: what it adds is a sum over experts, not one product."""
+    """A mixture of experts. It is its own `output`, because it adds a sum over experts."""
 
     def __init__(self, spec: MoESpec, ops: Ops, dtype: torch.dtype) -> None:
         self.router = Linear(spec.router, ops, dtype)

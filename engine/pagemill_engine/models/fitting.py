@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint are those that a model's declaration asks for."""
+"""Checks that a checkpoint's tensors are those of a model's declaration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pagemill_protocol.models.declaration import DecoderSpec, Shapes
 
 
 def check_depth(decoder: DecoderSpec, shapes: Shapes) -> None:
-    """Raises `WeightsError` where the files hold nothing of a layer: a model of thousands takes seconds to build."""
+    """Raise `WeightsError` if the files have no tensor of some layer.
+
+    This is checked before building, because building a model of thousands of layers takes seconds.
+    """
     names = [layer.name for layer in decoder.layers]
     depth = names[0].count(".") + 1
     stored = {".".join(name.split(".", depth)[:depth]) for name in shapes}
@@ -17,7 +20,7 @@ def check_depth(decoder: DecoderSpec, shapes: Shapes) -> None:
 
 
 def check_tensors(wanted: Shapes, stored: Shapes) -> None:
-    """Raises `WeightsError` that names missing, unexpected and misshapen tensors."""
+    """Raise `WeightsError` that names missing, unexpected and misshapen tensors."""
     missing, unexpected = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or unexpected:
         problems = [

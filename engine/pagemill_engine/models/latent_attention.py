@@ -1,5 +1,7 @@
-"""Attention over a cache of latents (MLA): the matrix that makes keys and values of them is multiplied into queries and
-outputs, so that a step reads each token's one vector and never computes keys or values of the context.
+"""Attention over a cache of latents (MLA).
+
+The matrix that maps latents to keys and values is multiplied into queries and outputs, so that a step reads one vector
+per token and never computes keys or values of the context.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pagemill_protocol.models.declaration import LatentAttentionSpec, Shapes
 
 
 class _HeadMatrices:
-    """Of each head, the matrix from a latent to its key and the one to its value."""
+    """The matrices from a latent to each head's key and value."""
 
     weight: Tensor
     """[heads, key_dim + value_dim, latent_size]."""
@@ -38,17 +40,20 @@ class _HeadMatrices:
         return self.weight
 
     def to_latents(self, queries: Tensor) -> Tensor:
-        """queries: [tokens, heads, key_dim]. Returns [tokens, heads, latent_size], whose scores are the same."""
+        """Map queries to latents with the same scores.
+
+        queries: [tokens, heads, key_dim]. Returns [tokens, heads, latent_size].
+        """
         return torch.einsum("thk,hkl->thl", queries, self.weight[:, : self._spec.key_dim])
 
     def to_values(self, latents: Tensor) -> Tensor:
-        """latents: [tokens, heads, latent_size]. Returns [tokens, heads, value_dim]."""
+        """Map latents, [tokens, heads, latent_size], to values, [tokens, heads, value_dim]."""
         return torch.einsum("thl,hvl->thv", latents, self.weight[:, self._spec.key_dim :])
 
 
 class LatentAttention:
     def __init__(self, spec: LatentAttentionSpec, ops: Ops, dtype: torch.dtype, index: int, rotation: int) -> None:
-        """`index`: of its cache. `rotation`: of its rotary embedding among the model's."""
+        """Build the layer. `index`: that of its cache. `rotation`: index of its rotary embedding among the model's."""
         self.spec, self.ops, self.dtype = spec, ops, dtype
         self._index, self._rotation = index, rotation
         self.query_down = None if spec.query_down is None else Linear(spec.query_down, ops, dtype)
@@ -79,7 +84,7 @@ class LatentAttention:
         return self.up.to_values(attended[..., : spec.latent_size]).flatten(1)
 
     def _queries(self, x: Tensor) -> Tensor:
-        """[tokens, heads, key_dim + rotary_dim]."""
+        """Return the queries, [tokens, heads, key_dim + rotary_dim]."""
         x = x if self.query_down is None else self.query_down(x)
         if self.query_norm is not None:
             x = self.query_norm(x.to(self.dtype))

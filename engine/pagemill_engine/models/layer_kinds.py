@@ -1,7 +1,7 @@
-"""Which layers of a decoder launch the same: a run of one of each kind prepares all that a run of all of them needs.
+"""Finds the layers of a decoder that launch the same kernels.
 
-Two layers are of a kind when their declarations differ in names alone, and all that they hold in values alone.
-Neighbour: `runner.device_forward` runs them.
+A run of one layer of each kind compiles everything that a run of all layers needs. Two layers are of one kind if their
+declarations differ only in names, and their contents only in values. `runner.device_forward` runs them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill_engine.models.decoder import DecoderLayer
 
 
 def one_of_each(layers: Iterable[DecoderLayer]) -> list[DecoderLayer]:
-    """The first layer of each kind, in order."""
+    """Return the first layer of each kind, in order."""
     return list({_kind(layer): layer for layer in reversed(list(layers))}.values())[::-1]
 
 
@@ -27,7 +27,7 @@ def _kind(layer: DecoderLayer) -> tuple[Any, ...]:
 
 
 def _held(value: Any) -> Any:
-    """What launches can depend on. Triton compiles apart for pointers that 16 divides."""
+    """Return everything that launches can depend on. Triton compiles pointers divisible by 16 separately."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.data_ptr() % 16 == 0
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
@@ -36,5 +36,5 @@ def _held(value: Any) -> Any:
         return type(value), *map(_held, value)
     if fields := getattr(value, "__dict__", None):
         return type(value), *((name, _held(each)) for name, each in fields.items())
-    # Only what is shared is the same.
+    # Other objects are equal only if they are the same object.
     return type(value), id(value)

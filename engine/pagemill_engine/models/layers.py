@@ -1,7 +1,7 @@
-"""What holds weights: products, norms and tables, each built from its declaration and filled from named tensors.
+"""Layers with weights: linear layers, norms and tables, each built from its declaration and filled from named tensors.
 
-Every layer says which tensors it wants (`shapes`) and takes them (`load`), one layer after another, so that a whole
-model is never in memory twice.
+Every layer names its tensors (`shapes`) and loads them (`load`), one layer after another, so that a whole model is
+never in memory twice.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from pagemill_protocol.models.declaration import LinearSpec, MatrixSpec, NormSpe
 
 
 class Held(Protocol):
-    """Something that holds weights."""
+    """An object with weights."""
 
     def held(self) -> Any:
-        """What lies in memory once it is loaded, a tensor or an object of tensors; layers that share it return the
-        same object."""
+        """Return the loaded weights, a tensor or an object of tensors; layers that share weights return the same
+        object."""
         ...
 
 
 class Layer(Held, Protocol):
-    """Something with weights, whatever it computes with them."""
+    """A layer with weights, whatever it computes."""
 
     def shapes(self) -> Shapes:
-        """The tensors that fill it."""
+        """Return the shapes of its tensors by name."""
         ...
 
     def load(self, source: TensorSource) -> None:
-        """Take them, in the type and layout of the device."""
+        """Load its tensors in the type and layout of the device."""
         ...
 
     def held(self) -> PackedLinear | FusedExperts | Tensor: ...
 
 
 class Linear:
-    """A product with one matrix, made of one or several stored ones stacked by rows, in the device's layout."""
+    """A linear layer: one matrix, made of one or several stored ones stacked by rows, in the device's layout."""
 
     packed: PackedLinear
 
     def __init__(self, spec: LinearSpec, ops: Ops, dtype: torch.dtype, order: Order | None = None) -> None:
-        """`order`: the stacked row that each row of the product is, where they are wanted in another order."""
+        """Build the layer. `order`: the stacked row of each output, if it differs from the stored order."""
         self.spec = spec
         self.dtype = dtype
         self.order = stacked_order(spec, order)
@@ -80,7 +80,7 @@ class Linear:
         return self.packed(x)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += self(x), in place."""
+        """Add self(x) to `out` in place."""
         self.packed.add_to(out, x)
 
 
@@ -90,7 +90,7 @@ class Norm:
     weight: Tensor
 
     def __init__(self, spec: NormSpec, ops: Ops, dtype: torch.dtype, order: Order | None = None) -> None:
-        """`order`: the stored value that each value of the weight is."""
+        """Build the norm. `order`: the stored index of each value of the weight."""
         self.spec = spec
         self.eps = spec.eps
         self.bias: Tensor | None = None
@@ -142,7 +142,7 @@ class Vector:
 
 
 class Embedding:
-    """A table of rows; stored as a linear layer's weight, so that a tied head can lend it."""
+    """A table of rows, stored as a linear layer's weight, so that it can share a tied head's matrix."""
 
     rows: PackedLinear
 
@@ -162,7 +162,7 @@ class Embedding:
         return self.rows
 
     def tie(self, head: Linear) -> bool:
-        """Read the loaded head's rows from now on; False where its layout cannot give them back."""
+        """Read the loaded head's rows from now on. Returns False if its layout does not allow that."""
         if head.packed.can_gather:
             self.rows = head.packed
         return head.packed.can_gather
@@ -172,7 +172,7 @@ class Embedding:
 
 
 class Table:
-    """Learned vectors by position, or by which text of a pair a token belongs to."""
+    """Learned vectors by position, or by the text of a pair that a token belongs to."""
 
     table: Tensor
 
@@ -208,7 +208,7 @@ def held_bytes(layer: Held) -> int:
 
 
 def _takes(ops: Ops, dtype: torch.dtype) -> Takes:
-    """The form in which this device holds matrices. `dtype`: of what is computed between products."""
+    """Return the form in which this device stores matrices. `dtype`: type of the values between matmuls."""
     return Takes(
         dtype=float_type_of(ops.weight_dtype or dtype),
         blocks=ops.pack_blocks is not None,
@@ -220,7 +220,7 @@ def _takes(ops: Ops, dtype: torch.dtype) -> Takes:
 def _packed(
     ops: Ops, weight: Weight, bias: Tensor | None, pack: Callable[[Tensor, Tensor | None], PackedLinear]
 ) -> PackedLinear:
-    """`pack`: floats."""
+    """Pack a weight. `pack` packs floats."""
     if isinstance(weight, CodeBlocks):
         assert ops.pack_blocks is not None
         return ops.pack_blocks(weight, bias)

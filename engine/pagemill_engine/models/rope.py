@@ -1,6 +1,6 @@
 """Rotary tables for all positions, scaled as the checkpoint's header says (`pagemill_protocol.rope_scaling`).
 
-Arrays of float32 for every executor; those with a device of their own make tensors of them.
+They are float32 arrays for every executor; executors with a device convert them to tensors.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ Table = tuple[Array, Array]
 class Rotations:
     """cos and sin of all positions, for each rotary embedding of a model, over whole heads.
 
-    What a partial rotary embedding leaves out lies at the end of each half (`row_order`) and does not turn.
+    The dimensions that a partial rotary embedding leaves out are at the end of each half (`row_order`) and are not
+    rotated.
     """
 
     def __init__(self, tables: list[Table]) -> None:
         self.tables = tables
 
     def at(self, positions: NDArray[np.int64]) -> list[Table]:
-        """[tokens, head_dim / 2] each."""
+        """Return cos and sin of the positions, each [tokens, head_dim / 2]."""
         return [(cos[positions], sin[positions]) for cos, sin in self.tables]
 
 
 def decoder_tables(decoder: DecoderSpec, max_positions: int, source: TensorSource) -> list[Table]:
-    """For each of `decoder.ropes()`. `source`: of stored divisors of frequencies."""
+    """Return the tables of `decoder.ropes()`. `source`: contains stored divisors of frequencies."""
     turning_dim = next(decoder.attentions()).turning_dim
     return [_head_tables(rope, turning_dim, max_positions, source) for rope in decoder.ropes()]
 
@@ -58,9 +59,9 @@ def rope_tables(
     scaling: RopeScaling | None,
     freq_divisors: Array | None = None,
 ) -> Table:
-    """cos and sin, each [max_positions, head_dim / 2]; `head_dim`: of what is rotated of a head.
+    """Return cos and sin, each [max_positions, head_dim / 2]. `head_dim`: the rotated dimensions of a head.
 
-    `freq_divisors` [head_dim / 2] divides the frequencies instead of `scaling` (some GGUF files carry it).
+    `freq_divisors` [head_dim / 2] divides the frequencies instead of `scaling` (some GGUF files contain it).
     """
     periods = _periods(head_dim, theta)
     frequencies, factor = 1 / periods, 1.0
@@ -74,7 +75,7 @@ def rope_tables(
 
 def _periods(head_dim: int, theta: float) -> Array:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    # Rounded correctly, unlike all of torch's powers: some frequencies of transformers differ in the last bit.
+    # numpy rounds powers correctly, unlike torch: some frequencies of transformers differ in the last bit.
     periods: Array = np.power(np.float32(theta), exponents)
     return periods
 
@@ -82,9 +83,9 @@ def _periods(head_dim: int, theta: float) -> Array:
 def _scaled(
     periods: Array, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int
 ) -> tuple[Array, float]:
-    """Frequencies and the factor on cos and sin.
+    """Return the scaled frequencies and the factor on cos and sin.
 
-    Rounded in the order of transformers: a last bit of a frequency is much at the end of a long context.
+    The order of operations is that of transformers: the last bit of a frequency matters at the end of a long context.
     """
     frequencies = 1 / periods
     match scaling:
@@ -101,7 +102,7 @@ def _scaled(
 
 
 def _llama3(frequencies: Array, scaling: Llama3Scaling) -> Array:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -110,7 +111,7 @@ def _llama3(frequencies: Array, scaling: Llama3Scaling) -> Array:
 
 
 def _yarn(periods: Array, head_dim: int, theta: float, scaling: YarnScaling) -> Array:
-    """Interpolate dimensions that turn rarely over the original context, keep those that turn often."""
+    """Interpolate dimensions that turn rarely over the original context, and keep those that turn often."""
     original = scaling.original_max_position_embeddings
 
     def dimension(turns: float) -> float:
@@ -120,7 +121,7 @@ def _yarn(periods: Array, head_dim: int, theta: float, scaling: YarnScaling) -> 
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    # Below 0 where the original context is shorter than a turn of every dimension; transformers computes it so too.
+    # Negative if the original context is shorter than one turn of every dimension; transformers computes the same.
     width = high - low or 0.001
     ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(width), 0.0, 1.0)
     kept = 1 - ramp

@@ -1,8 +1,8 @@
-"""Orders of rows: from where files store them to where an executor wants them.
+"""Orders of rows: maps the order in files to that of an executor.
 
-A product's rows are stacked parts; a part may store its own in groups (`RowGroups`). Queries and keys are wanted with
-the values that turn together half a head apart: then one rotation over whole heads serves interleaved and partial
-rotary embeddings, since a score does not change when its query and key are reordered alike.
+The rows of a linear layer are stacked parts; a part may be stored in groups (`RowGroups`). Executors want queries and
+keys with the values that rotate together half a head apart: then one rotation over whole heads serves interleaved and
+partial rotary embeddings, since a score does not change when its query and key are reordered alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Order = NDArray[np.int64]
 
 
 def stacked_order(spec: LinearSpec, order: Order | None) -> Order | None:
-    """The stored row that each row of `spec`'s product is, taken in `order`; `None`: as they are stored."""
+    """Return the stored row of each row of `spec`'s matrix, taken in `order`; None: the stored order."""
     if all(part.groups is None for part in spec.parts):
         return order
     pieces, start = [], 0
@@ -31,14 +31,14 @@ def stacked_order(spec: LinearSpec, order: Order | None) -> Order | None:
 
 
 def _ungrouped(groups: RowGroups) -> Order:
-    """All rows of the groups' first size, then all of the second."""
+    """Return all rows of the groups' first size, then all of the second."""
     rows = np.arange(groups.count * sum(groups.sizes)).reshape(groups.count, -1)
     ends = list(accumulate(groups.sizes))
     return np.concatenate([piece.reshape(-1) for piece in np.split(rows, ends[:-1], axis=1)])
 
 
 def head_order(rope: RopeSpec | None, head_dim: int) -> Order | None:
-    """The stored value of a head that each of its values is; `None`: as they are stored."""
+    """Return the stored index of each value of a head; None: the stored order."""
     if rope is None or (rope.rotary_dim == head_dim and not rope.interleaved):
         return None
     turning, half = np.arange(rope.rotary_dim), rope.rotary_dim // 2
@@ -49,19 +49,19 @@ def head_order(rope: RopeSpec | None, head_dim: int) -> Order | None:
 
 
 def heads_order(order: Order | None, num_heads: int) -> Order | None:
-    """`head_order` for several heads side by side."""
+    """Return the order of several heads side by side."""
     if order is None:
         return None
     return (np.arange(num_heads)[:, None] * len(order) + order).reshape(-1)
 
 
 def norm_order(spec: AttentionSpec, size: int) -> Order | None:
-    """Of a norm's values over queries or keys, `size` of them: each head's alone or all of them."""
+    """Return the order of a norm's `size` values over queries or keys, for one head or all of them."""
     return heads_order(head_order(spec.rope, spec.head_dim), size // spec.head_dim)
 
 
 def qkv_order(spec: AttentionSpec) -> Order | None:
-    """Of the rows of `spec.qkv`: values stay."""
+    """Return the order of the rows of `spec.qkv`. Values keep theirs."""
     order = head_order(spec.rope, spec.head_dim)
     turning = heads_order(order, spec.num_heads + spec.num_kv_heads)
     if turning is None:
@@ -70,12 +70,12 @@ def qkv_order(spec: AttentionSpec) -> Order | None:
 
 
 def latent_query_order(spec: LatentAttentionSpec) -> Order | None:
-    """Of the rows of `spec.query`: in each head those behind `key_dim` turn."""
+    """Return the order of the rows of `spec.query`: in each head those behind `key_dim` are rotated."""
     return heads_order(_behind(spec.key_dim, spec.rope), spec.num_heads)
 
 
 def latent_order(spec: LatentAttentionSpec) -> Order | None:
-    """Of the rows of `spec.down`: those of the shared key turn."""
+    """Return the order of the rows of `spec.down`: those of the shared key are rotated."""
     return _behind(spec.latent_size, spec.rope)
 
 

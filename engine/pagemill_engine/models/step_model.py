@@ -1,4 +1,4 @@
-"""What the CPU runner asks of a model, whatever computes it: `native.decoder`, or torch behind `runner.torch_model`."""
+"""The model interface of the CPU runner, implemented by `native.decoder` and, on torch, by `runner.torch_model`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class StepTokens(NamedTuple):
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    """Of each token in its request."""
+    """Position of each token in its request."""
     slots: NDArray[np.int64]
-    """Where each token's keys and values go: row of the cache * block size + offset."""
+    """Slot of each token's keys and values: row of the cache * block size + offset."""
     attention: AttentionBatch
 
 
@@ -30,22 +30,23 @@ class StepModel(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its weights."""
+        """Bytes of the weights in memory."""
         ...
 
     @property
     def classifier(self) -> Callable[[Array], Array] | None:
-        """From pooled hidden states, float32 [prompts, hidden], to float32 [prompts, labels]; `None`: it has none."""
+        """Maps pooled hidden states, float32 [prompts, hidden], to float32 [prompts, labels]; None if there is no
+        classifier."""
         ...
 
     def use_caches(self, caches: Sequence[Array]) -> None:
-        """One a layer, for all steps until the next call; none: they are gone."""
+        """Use these caches, one per layer, until the next call. An empty sequence releases them."""
         ...
 
     def hidden(self, step: StepTokens) -> Array:
-        """Normalised hidden states, [tokens, hidden] of a float type."""
+        """Return normalised hidden states, [tokens, hidden] of a float type."""
         ...
 
     def logits(self, hidden: Array) -> Array:
-        """hidden: [rows, hidden]. Returns float32 [rows, vocab], the caller's own."""
+        """Return logits, float32 [rows, vocab], in memory of the caller's own. hidden: [rows, hidden]."""
         ...

@@ -1,4 +1,4 @@
-"""What a layer asks of whoever holds the checkpoint's tensors; `loading.source` implements it over files."""
+"""Reads a layer's tensors from a checkpoint, which `loading.source` implements over files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorSource(Protocol):
 
     @property
     def shapes(self) -> Shapes:
-        """Every tensor that is there."""
+        """The shapes of all tensors."""
         ...
 
     def read_into(self, name: str, out: Array) -> None:
@@ -29,35 +29,40 @@ class TensorSource(Protocol):
         ...
 
     def read_codes(self, name: str) -> GroupCodes | None:
-        """The tensor in the codes it is stored in; `None` where it is stored otherwise."""
+        """Return the tensor's quantized values; None if it is not stored quantized."""
         ...
 
     def read_blocks(self, name: str) -> CodeBlocks | None:
-        """The stored codes as they lie in the file; `None` where they lie otherwise, or are none."""
+        """Return the tensor's stored blocks without conversion; None if kernels cannot use them."""
         ...
 
     def is_bfloat16(self, name: str) -> bool:
-        """The tensor is a matrix that is stored in bfloat16: kept so it takes half the memory and loses nothing."""
+        """Whether the tensor is a matrix stored in bfloat16.
+
+        Kept so, it takes half the memory of float32 and loses nothing.
+        """
         ...
 
 
 class Takes(NamedTuple):
-    """In what form an executor packs matrices."""
+    """The forms of matrices that an executor packs."""
 
     dtype: FloatType
-    """Of floats."""
+    """Type of float matrices."""
     blocks: bool = False
     codes: bool = False
     bfloat16: bool = False
-    """As floats, those that are stored in bfloat16 stay so."""
+    """Whether float matrices that are stored in bfloat16 stay in it."""
 
 
 Weight = CodeBlocks | GroupCodes | Array
 
 
 def read_weight(source: TensorSource, shapes: Shapes, takes: Takes, order: Array | None = None) -> Weight:
-    """The named tensors stacked: in the codes they are stored in, or as floats where source or executor has no codes.
-    Row i is the stored row `order[i]`."""
+    """Read the named tensors stacked by rows: quantized as stored, or as floats if source or executor cannot do that.
+
+    Row i of the result is the stored row `order[i]`.
+    """
     names = list(shapes)
     if takes.blocks and (blocks := blocks_stacked(source, names)) is not None:
         return blocks if order is None else blocks.reordered(order)
@@ -69,7 +74,7 @@ def read_weight(source: TensorSource, shapes: Shapes, takes: Takes, order: Array
 
 
 def read_bias(source: TensorSource, spec: LinearSpec, dtype: FloatType, order: Array | None = None) -> Array | None:
-    """Parts without a bias have zeros where others have one."""
+    """Return the stacked bias, or None. Parts without a bias get zeros if others have one."""
     if not any(part.bias for part in spec.parts):
         return None
     bias = np.zeros(spec.out_features, dtype=NUMPY_TYPES[dtype])
@@ -82,8 +87,8 @@ def read_bias(source: TensorSource, spec: LinearSpec, dtype: FloatType, order: A
 
 
 def read_norm(source: TensorSource, spec: NormSpec, name: str, dtype: FloatType, order: Array | None = None) -> Array:
-    """`name`: weight or bias; `order`: the stored value that each value is."""
-    # A sum with an offset is not rounded to a type in which the stored weight was exact.
+    """Return a norm's tensor. `name`: weight or bias. `order`: the stored index of each value."""
+    # A sum with an offset is not rounded to the type in which the stored weight was exact.
     offset = spec.weight_offset if name == "weight" else 0.0
     vector = read_tensor(source, f"{spec.name}.{name}", (spec.size,), "float32" if offset else dtype)
     vector = vector if order is None else vector[order]
@@ -97,7 +102,7 @@ def read_tensor(source: TensorSource, name: str, shape: tuple[int, ...], dtype: 
 
 
 def read_stacked(source: TensorSource, shapes: Shapes, dtype: FloatType) -> Array:
-    """The named tensors one under another."""
+    """Return the named tensors as floats, stacked by rows."""
     sizes = list(shapes.values())
     out = kept((sum(size[0] for size in sizes), *sizes[0][1:]), NUMPY_TYPES[dtype])
     start = 0
@@ -108,19 +113,19 @@ def read_stacked(source: TensorSource, shapes: Shapes, dtype: FloatType) -> Arra
 
 
 def codes_stacked(source: TensorSource, names: list[str]) -> GroupCodes | None:
-    """The named tensors' codes one under another; `None` unless all are stored in codes that lie together."""
+    """Return the named tensors' quantized values stacked by rows; None unless all are stored in one form."""
     parts = _read_all(source.read_codes, names)
     return None if parts is None else stack(parts)
 
 
 def blocks_stacked(source: TensorSource, names: list[str]) -> CodeBlocks | None:
-    """The named tensors' blocks one under another; `None` unless all are stored in blocks of one kind."""
+    """Return the named tensors' blocks stacked by rows; None unless all are stored in blocks of one kind."""
     parts = _read_all(source.read_blocks, names)
     return None if parts is None else stack_blocks(parts)
 
 
 def _read_all(read: Callable[[str], Part | None], names: list[str]) -> list[Part] | None:
-    """`None` as soon as one of them is not there: what was read so far was for nothing."""
+    """Read all parts. Returns None at the first one that is not available."""
     parts: list[Part] = []
     for name in names:
         part = read(name)

@@ -1,4 +1,4 @@
-"""Fills a model from named tensors: every tensor has one place, every place gets its tensor."""
+"""Fills a model from named tensors, each of which is used exactly once."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def load_weights(model: Decoder, source: TensorSource) -> None:
 
 
 def weight_bytes(model: Model) -> int:
-    """Memory of all weights as they lie on the device; what layers share counts once."""
+    """Return the bytes of all weights on the device. Shared weights count once."""
     return sum({id(layer.held()): held_bytes(layer) for layer in model.weight_layers()}.values())
 
 
 def weight_tensors(model: Model) -> Iterator[Tensor]:
-    """All tensors that its layers hold; those that layers share come more than once."""
+    """Yield all tensors of the layers. Shared tensors are yielded more than once."""
     for layer in model.weight_layers():
         yield from held_tensors(layer)

@@ -1,4 +1,5 @@
-"""A classifier without torch: `models.classifier` over packed products and arrays. Small, and run once a prompt."""
+"""A classifier without torch: `models.classifier` over packed matrices and arrays. It is small and runs once per
+prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class NativeClassifier:
         return sum(dense.num_bytes for dense in self._dense)
 
     def __call__(self, pooled: Array) -> Array:
-        """pooled: float32 [prompts, hidden]. Returns float32 [prompts, labels]."""
+        """Classify prompts. `pooled`: float32 [prompts, hidden]. Returns float32 [prompts, labels]."""
         for dense in self._dense:
             pooled = dense(pooled)
         return pooled

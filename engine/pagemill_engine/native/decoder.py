@@ -1,7 +1,7 @@
-"""A whole decoder on the CPU without torch: embedding, all layers in one call, norm and head, over arrays of numpy.
+"""A whole decoder on the CPU without torch, over numpy arrays; all layers are one native call.
 
-Built from its declaration and filled from named tensors; a `models.step_model.StepModel`. Arithmetic is float32, with
-the bits of `models.decoder` over the same kernels.
+It is built from its declaration and filled from named tensors; a `models.step_model.StepModel`. Arithmetic is float32
+and bitwise equal to that of `models.decoder` over the same kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagemill_protocol.models.declaration import EmbeddingSpec, HeadSpec, Linear
 
 class NativeDecoder:
     def __init__(self, spec: ModelSpec, ops: NativeOps, source: TensorSource, rotations: Rotations) -> None:
-        """With its weights. Raises `WeightsError` for tensors that do not fit."""
+        """Build the decoder and load its weights. Raises `WeightsError` for tensors that do not fit."""
         declared = spec.decoder
         check_tensors(declared.shapes(), source.shapes)
         parts = Parts(source, ops)
@@ -35,7 +35,8 @@ class NativeDecoder:
         self._rotations = rotations
         self._plan_attention = ops.plan_attention
         self._windows = declared.windows()
-        # In the order of the files, whose last ones may still be on their way; a tied head has the embedding's matrix.
+        # In the order of the files, the last of which may still be being fetched; a tied head has the embedding's
+        # matrix.
         tied = _Head(declared.head, declared.head_linear(), parts) if declared.head and declared.head.tied else None
         lent = None if tied is None else tied.product
         self.embedding = _Embedding(declared.embedding, declared.hidden_size, parts, lent)
@@ -48,7 +49,7 @@ class NativeDecoder:
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights as they lie in memory; what head and embedding share counts once."""
+        """Bytes of the weights in memory; a matrix shared by head and embedding counts once."""
         held = sum(map(layer_bytes, self.layers)) + norm_bytes(self.norm) + self.embedding.num_bytes
         held += 0 if self.head is None else self.head.num_bytes
         return held + (0 if self.classifier is None else self.classifier.num_bytes)
@@ -57,7 +58,7 @@ class NativeDecoder:
         self._caches = CacheAddresses.of(caches) if caches else None
 
     def hidden(self, step: StepTokens) -> Array:
-        """Normalised, float32 [tokens, hidden]."""
+        """Return normalised hidden states, float32 [tokens, hidden]."""
         assert self._caches is not None, "an engine that sleeps runs no step"
         hidden = self.embedding(step.token_ids, step.positions)
         plans = {window: self._plan_attention(step.attention, window) for window in self._windows}
@@ -65,16 +66,16 @@ class NativeDecoder:
         return normalized(hidden, self.norm)
 
     def logits(self, hidden: Array) -> Array:
-        """float32 [rows, vocab]."""
+        """Return the logits of hidden states, float32 [rows, vocab]."""
         assert self.head is not None, "requests for tokens of a model without a head are refused"
         return self.head(hidden)
 
 
 class _Embedding:
-    """From token ids to the first hidden states."""
+    """Computes the first hidden states from token ids."""
 
     def __init__(self, spec: EmbeddingSpec, hidden_size: int, parts: Parts, lent: Rows | None) -> None:
-        """`lent`: the head's rows, where they are its own."""
+        """Build the embedding. `lent`: the head's matrix, if the embedding shares it."""
         self._spec = spec
         self._is_lent = lent is not None
         self.rows = parts.rows({f"{spec.name}.weight": (spec.num_rows, spec.size)}) if lent is None else lent
@@ -105,7 +106,7 @@ class _Embedding:
 
 
 class _Head:
-    """From hidden states to logits."""
+    """Computes logits from hidden states."""
 
     def __init__(self, spec: HeadSpec, linear: LinearSpec | None, parts: Parts) -> None:
         assert linear is not None

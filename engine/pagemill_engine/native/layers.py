@@ -1,4 +1,4 @@
-"""All layers of a decoder as one native call: which declarations that can compute, and their parts with weights."""
+"""Decides which decoders one native call can compute, and builds the parts of their layers with weights."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pagemill_protocol.models.declaration import (
 
 
 def can_fuse(decoder: DecoderSpec) -> bool:
-    """All layers are what `LayerParts` can say."""
+    """Whether `LayerParts` can describe all layers."""
     return all(map(_has_parts, decoder.layers))
 
 
 def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], parts: Parts) -> LayerParts:
-    """With the weights of a layer of a decoder that can be fused. `ropes`: the decoder's."""
+    """Return the parts of a layer with its weights, for a decoder that can be fused. `ropes`: the decoder's."""
     first, second = _branches(layer)
     attention, mlp = first.block, second.block
     assert isinstance(attention, AttentionSpec)
     assert isinstance(mlp, MLPSpec | MoESpec)
     is_parallel = len(layer.residuals) == 1
-    # Side by side both read the same; the norm of the first serves where the second has the same one.
+    # Parallel branches read the same input; the first norm serves both if they are equal.
     shares_norm = is_parallel and second.norm == first.norm
     return LayerParts(
         qkv=parts.linear(attention.qkv, qkv_order(attention)),
@@ -59,7 +59,7 @@ def layer_parts(layer: LayerSpec, ropes: list[RopeSpec], parts: Parts) -> LayerP
 
 
 def layer_bytes(layer: LayerParts) -> int:
-    """Memory of its weights."""
+    """Return the bytes of a layer's weights."""
     mlp = layer.mlp
     matrices = (layer.qkv, layer.output, *((mlp.up, mlp.down) if isinstance(mlp, MLPParts) else mlp[:2]))
     norms = (layer.attention_norm, layer.mlp_norm, layer.attention_output_norm, layer.mlp_output_norm)
@@ -85,12 +85,13 @@ def _moe_parts(spec: MoESpec, parts: Parts) -> MoEParts:
 
 
 def _has_parts(layer: LayerSpec) -> bool:
-    """Attention, then an MLP or experts, one after the other or side by side, and no norm behind their sum."""
+    """Whether the layer is attention and an MLP or experts, in sequence or parallel, without a norm behind their
+    sum."""
     branches = _branches(layer)
     blocks = [branch.block for branch in branches]
     if len(blocks) != 2 or any(residual.norm is not None for residual in layer.residuals):
         return False
-    # Side by side they must not read what the other has added, so that their input is a copy.
+    # Parallel branches must not read what the other has added, so their input must be a copy.
     if len(layer.residuals) == 1 and any(branch.norm is None for branch in branches):
         return False
     return branches[0].scale == branches[1].scale and _is_plain_attention(blocks[0]) and _is_plain_mlp(blocks[1])
@@ -101,7 +102,7 @@ def _branches(layer: LayerSpec) -> list[BranchSpec]:
 
 
 def _is_plain_attention(block: object) -> bool:
-    """Over keys and values of a cache, perhaps normalised or with sinks, and nothing else."""
+    """Whether it is attention over cached keys and values, with optional norms and sinks, and nothing else."""
     if not isinstance(block, AttentionSpec):
         return False
     return block.causal and block.soft_cap is None and block.alibi_slopes is None

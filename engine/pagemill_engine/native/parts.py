@@ -1,4 +1,4 @@
-"""What holds weights: packed products, norms, tables of rows, each filled from named tensors by its declaration."""
+"""Packed matrices, norms and tables of rows, each filled from named tensors by its declaration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Ids = NDArray[np.int64]
 
 
 class PlainRows:
-    """A table of floats, not packed: nothing multiplies it."""
+    """A table of floats. It is not packed, because it is never multiplied."""
 
     def __init__(self, table: Array) -> None:
         self._table = table
@@ -32,7 +32,7 @@ class PlainRows:
         return self._table.nbytes
 
     def gather(self, ids: Ids) -> Array:
-        """float32 [tokens, size]."""
+        """Return rows as float32 [tokens, size]."""
         return arrays.widened(self._table[ids])
 
 
@@ -40,19 +40,19 @@ Rows = NativeLinear | PlainRows
 
 
 class Parts(NamedTuple):
-    """Makes them, from one source with one set of launchers."""
+    """Builds the parts of a model from one source of tensors with one set of operations."""
 
     source: TensorSource
     ops: NativeOps
 
     def linear(self, spec: LinearSpec, order: Order | None = None) -> NativeLinear:
-        """`order`: the stored row that each row of the product is."""
+        """Return a packed matrix. `order`: the stored row of each output."""
         order = stacked_order(spec, order)
         weight = self._weight(spec.weight_shapes(), order)
         return self._packed(weight, read_bias(self.source, spec, "float32", order))
 
     def rows(self, shapes: Shapes) -> Rows:
-        """A table whose rows are read alone: in its codes, or as floats."""
+        """Return a table whose rows are read one by one, quantized or as floats."""
         weight = self._weight(shapes, None)
         return PlainRows(weight) if isinstance(weight, np.ndarray) else self._packed(weight, None)
 
@@ -79,7 +79,7 @@ class Parts(NamedTuple):
 
 
 def normalized(x: Array, parts: NormParts | None) -> Array:
-    """x: float32 [tokens, size]; itself where there is no norm."""
+    """Normalise x, float32 [tokens, size]; without a norm return x itself."""
     if parts is None:
         return x
     if parts.centered:

@@ -1,1 +1,1 @@
-"""From tokens to client bytes: detokenization, stop strings, SSE events. Runs in the HTTP process."""
+"""Turns tokens into client bytes: detokenization, stop strings, SSE events. It runs in the HTTP process."""

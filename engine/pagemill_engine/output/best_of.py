@@ -1,4 +1,4 @@
-"""`best_of`: which of several candidates the client gets. Knows nothing of texts (`output.choice`) nor of requests."""
+"""`best_of`: decides which of several candidates the client gets. Texts are `output.choice`'s part."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pagemill_engine.ipc.messages import LogprobsOut
 
 
 class MeanLogprob:
-    """The mean log probability of one candidate's tokens, under the model itself."""
+    """The mean log probability of one candidate's tokens under the model."""
 
     def __init__(self) -> None:
         self._total = 0.0
         self._num_tokens = 0
 
     def add(self, entries: Iterable[LogprobsOut]) -> None:
-        """Tokens that count; overshoot behind a stop string must be left out."""
+        """Add tokens. The caller leaves out overshoot behind a stop string."""
         for entry in entries:
             self._total += entry.logprobs[0]
             self._num_tokens += 1
@@ -26,5 +26,5 @@ class MeanLogprob:
 
 
 def best(candidates: Sequence[MeanLogprob], n: int) -> list[int]:
-    """Positions of the `n` most likely candidates, best first; the earlier one of equals."""
+    """Return the positions of the `n` most likely candidates, best first; of equal ones the earlier first."""
     return sorted(range(len(candidates)), key=lambda at: -candidates[at].value)[:n]

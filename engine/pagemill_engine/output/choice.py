@@ -1,7 +1,7 @@
-"""Turns one choice's token ids into text: detokenize, find stop strings, count what was delivered.
+"""Turns one choice's token ids into text: detokenizes, finds stop strings, counts what was delivered.
 
-Fed by `TokensOut` (server) or by the core's step outputs (offline API); it renders nothing. Tokens are processed one at
-a time, so a stop string ends the choice exactly at the token that completed it: tokens that the engine had already
+The server feeds it `TokensOut`, the offline API the core's step outputs; it renders nothing. Tokens are processed one
+at a time, so a stop string ends the choice exactly at the token that completed it: tokens that the engine had already
 sampled beyond it (overshoot) reach neither text, usage nor log probabilities.
 """
 
@@ -20,7 +20,7 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 
 
 class ChoiceDelta(NamedTuple):
-    """What one push brought. Everything defaults to "nothing new"."""
+    """The additions of one push. Every default means "nothing new"."""
 
     text: str = ""
     token_ids: Sequence[int] = ()
@@ -29,11 +29,11 @@ class ChoiceDelta(NamedTuple):
     """One entry per token of `token_ids`, or none at all."""
     finish_reason: FinishReason | None = None
     events: Sequence[Event] | None = None
-    """What `text` means; `None` without an answer format."""
+    """The parsed events of `text`; None without an answer format."""
 
 
 class ChoiceOutput:
-    """State of one choice. `finish_reason` is set once; later pushes are ignored."""
+    """The state of one choice. `finish_reason` is set once; later pushes are ignored."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class ChoiceOutput:
         answer_format: AnswerFormat | None = None,
     ) -> None:
         self.num_tokens = 0
-        """Tokens generated so far, those before a resume included: the sampler's position."""
+        """Number of tokens generated so far, including those before a resume: the sampler's position."""
         self.num_text_chars = 0
-        """Characters delivered so far."""
+        """Number of characters delivered so far."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         """The stop string or stop token that ended the choice."""
         self.stopped_by_text = False
-        """The engine does not know that this choice has ended and must be notified."""
+        """Whether the engine must be notified that a stop string ended this choice."""
         self._sampling = sampling
         self._stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_token_ids)}
         self._detokenizer = tokenizer.detokenizer(prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
@@ -61,7 +61,7 @@ class ChoiceOutput:
         self.num_reasoning_tokens = 0
         self._events: list[Event] = []
         self.delivered: list[Event] = []
-        """What the client had before a resume."""
+        """Events that the client received before a resume."""
         if resume is not None:
             self._replay(resume)
 
@@ -71,7 +71,7 @@ class ChoiceOutput:
         logprobs: Sequence[LogprobsOut] | None = None,
         finish_reason: FinishReason | None = None,
     ) -> ChoiceDelta:
-        """Take the engine's next tokens of this choice, and its verdict when it has one."""
+        """Process the engine's next tokens of this choice, and its finish reason once there is one."""
         if self.finish_reason is not None:
             return ChoiceDelta()
         pieces = [self._backlog]
@@ -92,7 +92,7 @@ class ChoiceOutput:
         return ChoiceDelta(text, token_ids[:taken], (logprobs or ())[:taken], self.finish_reason, self.take_events())
 
     def take_events(self) -> list[Event] | None:
-        """What was read since the last call; `None` without an answer format."""
+        """Return the events since the last call; None without an answer format."""
         if self.parser is None:
             return None
         events, self._events = self._events, []
@@ -116,11 +116,11 @@ class ChoiceOutput:
             self._events += self.parser.finish()
 
     def _may_be_stop_token(self, token_id: int) -> bool:
-        """The last token of an answer that its form ended is text."""
+        """Whether the last token may be a stop token. If the form ended the answer, its last token is text."""
         return self._sampling.structured_outputs is None or token_id in self._stop_ids
 
     def _take_stop_token(self, token_id: int) -> str:
-        """The token that ended the choice is not part of its text unless the client asked for it."""
+        """Return the text of the stop token, which is empty unless the client asked for it."""
         if token_id in self._sampling.stop_token_ids:
             self.stop_reason = token_id
         if not self._sampling.include_stop_str_in_output:
@@ -128,7 +128,7 @@ class ChoiceOutput:
         return self._scan(self._detokenizer.push([token_id]))
 
     def _scan(self, text: str) -> str:
-        """Text safe to deliver. Stop strings count only after `min_tokens` tokens."""
+        """Return the text that is safe to deliver. Stop strings count only after `min_tokens` tokens."""
         if not text or self.num_tokens <= self._sampling.min_tokens:
             return text
         scanned = self._matcher.push(text)
@@ -139,7 +139,7 @@ class ChoiceOutput:
         return scanned.text
 
     def _end(self, finish_reason: FinishReason) -> str:
-        """The engine says that no token follows: what is still held in detokenizer and matcher is text after all."""
+        """End the choice and return the text that detokenizer and matcher held back."""
         text = self._scan(self._detokenizer.flush())
         if self.stopped_by_text:
             self.stopped_by_text = False
@@ -150,7 +150,7 @@ class ChoiceOutput:
         return text
 
     def _replay(self, resume: ChoiceResume) -> None:
-        """Bring detokenizer and matcher to where the broken stream stood; text not yet delivered becomes backlog."""
+        """Restore the state of the interrupted stream; text that was not delivered becomes backlog."""
         text = ""
         num_tokens = len(resume.token_ids)
         for taken, token_id in enumerate(resume.token_ids, start=1):
@@ -175,11 +175,11 @@ class ChoiceOutput:
     def _replay_end(self, finish_reason: FinishReason) -> str:
         if not self.stopped_by_text:
             return self._end(finish_reason)
-        self.stopped_by_text = False  # the engine that runs the others does not have this choice
+        self.stopped_by_text = False  # the engine that runs the other choices does not have this one
         return ""
 
     def take_backlog(self) -> str:
-        """Text of a finished choice that was generated before a resume and not delivered yet."""
+        """Return the undelivered text, from before a resume, of a finished choice."""
         backlog, self._backlog = self._backlog, ""
         self.num_text_chars += len(backlog)
         return backlog

@@ -1,4 +1,4 @@
-"""Collects one request of the offline API: from what the engine reports to its `RequestOutput`.
+"""Collects the engine's outputs of one request of the offline API into its `RequestOutput`.
 
 `LLM` reads it once at the end, `AsyncLLM` whenever its caller is ready for more (`take`). Text and stop strings come
 from `output.choice`, as in the server; `output.processor` is the server's counterpart, which renders bytes.
@@ -20,7 +20,7 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 
 
 class CollectedRequest:
-    """One prompt while it is generated. `output` holds all that there is so far."""
+    """One prompt while it is generated. `output` contains everything generated so far."""
 
     def __init__(self, request: GenerateRequest, text: str | None, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
@@ -30,7 +30,7 @@ class CollectedRequest:
         self._choices = [ChoiceOutput(tokenizer, request.prompt_token_ids, sampling) for _ in reported]
         self._likelihoods = [MeanLogprob() for _ in reported] if len(reported) > sampling.n else []
         self._taken = [(0, 0) for _ in reported]
-        """Characters and tokens of each choice that the caller of `take` has."""
+        """Number of characters and tokens of each choice that `take` has returned."""
         self._metrics = RequestMetrics(time.time())
         self.output = RequestOutput(
             request_id=request.request_id,
@@ -46,7 +46,10 @@ class CollectedRequest:
         return self.output.finished
 
     def push(self, out: TokensOut) -> bool:
-        """Take one engine output. True when a stop string ended the choice, which the engine cannot know."""
+        """Add one engine output.
+
+        Returns whether a stop string ended the choice, which the engine cannot know.
+        """
         choice, output = self._choices[out.choice], self.output.outputs[out.choice]
         if output.finished():
             return False
@@ -71,7 +74,7 @@ class CollectedRequest:
         return choice.stopped_by_text
 
     def take(self) -> RequestOutput | None:
-        """What the caller has not seen, in the request's `output_kind`; `None`: nothing yet."""
+        """Return the output that the caller has not seen, in the request's `output_kind`; None if there is none yet."""
         kind = self._sampling.output_kind
         if not self.finished and (kind is RequestOutputKind.FINAL_ONLY or self._likelihoods):
             return None
@@ -86,7 +89,7 @@ class CollectedRequest:
         return replace(self.output, outputs=shown)
 
     def abort(self) -> None:
-        """No more will come: choices that run end as they are."""
+        """End all running choices as they are."""
         for output in self.output.outputs:
             output.finish_reason = output.finish_reason or "abort"
         self._end_if_complete()

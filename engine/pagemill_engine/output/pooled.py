@@ -1,4 +1,4 @@
-"""The answer to a request whose prompt is pooled: one frame, with the body that its dialect renders of the vector.
+"""The answer to a request whose prompt is pooled: one frame, with the body that its dialect renders.
 
 `output.processor` is the counterpart for text; `processor_of` chooses between them.
 """
@@ -42,7 +42,7 @@ class PooledProcessor:
             return Progress(error=engine_error(out))
         self._num_cached_tokens, self._queue_s = out.num_cached_tokens, out.queue_s
         self._pooled, self.finish_reasons = out.pooled, [out.finish_reason or "abort"]
-        if not out.pooled:  # aborted: the client has left
+        if not out.pooled:  # aborted because the client disconnected
             return Progress(done=True)
         return Progress(frames=[self.last_frame()], done=True)
 

@@ -1,11 +1,11 @@
-"""Turns one request's token ids into the bytes its client reads, with the meta that a gateway keeps.
+"""Turns one request's token ids into the bytes for its client, with the meta for a gateway.
 
-`ChoiceOutput` makes text of tokens, the request's dialect (`pagemill_protocol.dialects`) renders text; this file
-decides which chunk is sent when. Streaming: a frame per output, whose payload is complete events (or nothing while text
-is held back), then a last frame with the end of the stream alone, so that a gateway which merges several prompts can
-replace it. Not streaming: one last frame with the whole body, and before it frames that only report the tokens so far.
-An answer that was begun elsewhere (`resume`) gives the same frames that its first engine would have given from there
-on. It runs in the HTTP process and knows neither sockets nor the engine.
+`ChoiceOutput` turns tokens into text, the request's dialect (`pagemill_protocol.dialects`) renders it, and this module
+decides which chunk is sent when. Streaming: one frame per output, whose payload is complete events (or nothing while
+text is held back), then a last frame that contains only the end of the stream, so that a gateway which merges several
+prompts can replace it. Not streaming: one last frame with the whole body, and before it frames that only report the
+tokens so far. An answer that another engine began (`resume`) continues with the same frames that its first engine would
+have sent. This runs in the HTTP process; it uses neither sockets nor the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 
 
 class Frame(NamedTuple):
-    """One piece of an answer, ready for the client (payload) or a gateway (both)."""
+    """One piece of an answer: the payload for the client, and the meta for a gateway."""
 
     meta: FrameMeta
     payload: bytes
@@ -38,18 +38,18 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """What one engine output led to."""
+    """The result of one engine output."""
 
     frames: list[Frame] = field(default_factory=list)
     stopped_choices: list[int] = field(default_factory=list)
-    """Choices that a stop string in their text has ended: the engine must be notified."""
+    """Choices that a stop string has ended; the engine must be notified."""
     done: bool = False
     error: PagemillError | None = None
-    """The engine failed this request; nothing was rendered."""
+    """The error with which the engine failed this request; nothing was rendered."""
 
 
 class Processor(Protocol):
-    """What becomes of one request's outputs: bytes of an answer, or the offline API's objects."""
+    """Turns one request's outputs into frames, or into the offline API's objects."""
 
     request: GenerateRequest
 
@@ -71,21 +71,21 @@ class _Choice:
     output: ChoiceOutput
     index: int
     started: bool
-    """Its first chunk was sent (by this engine or the one before)."""
+    """Whether its first chunk was sent, by this engine or the previous one."""
     text: list[str] = field(default_factory=list)
-    """Whole text, kept only when not streaming."""
+    """The whole text, kept only when not streaming."""
     events: list[Event] | None = None
-    """Of the whole text, likewise; `None` without an answer format."""
+    """The events of the whole text, kept only when not streaming; None without an answer format."""
     positions: list[logprobs.PositionLogprobs] = field(default_factory=list)
-    """Log probabilities not yet rendered: all of them when not streaming."""
+    """Log probabilities that are not rendered yet; all of them when not streaming."""
     logprob_chars: int = 0
-    """Characters of the choice's text before `positions`."""
+    """Number of characters of the choice's text before `positions`."""
     likelihood: MeanLogprob = field(default_factory=MeanLogprob)
-    """Kept when the client gets the best of several."""
+    """Computed only if the client gets the best of several candidates."""
     unreported: list[int] = field(default_factory=list)
     """Tokens that were in no frame yet; only if not streaming."""
     token_ids: list[int] = field(default_factory=list)
-    """Tokens that the client did not get yet; only if it wants them."""
+    """Tokens that the client did not get yet; only if it asked for token ids."""
 
     def add(self, text: str, events: Sequence[Event] | None) -> None:
         self.text.append(text)
@@ -95,7 +95,7 @@ class _Choice:
 
 
 class OutputProcessor:
-    """State of one `GenerateRequest` on its way out."""
+    """The output state of one `GenerateRequest`."""
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, system_fingerprint: str | None = None) -> None:
         self.request = request
@@ -105,7 +105,7 @@ class OutputProcessor:
         num_reported = request.sampling.num_reported
         self._first = request.prompt_index * num_reported
         self._choices = {index: self._new_choice(index) for index in range(self._first, self._first + num_reported)}
-        """By the engine's index, which is also the client's unless the client gets the best of several."""
+        """Choices by the engine's index, which is also the client's unless the client gets the best of several."""
         self._chooses = num_reported > request.sampling.n
         self._reports_progress = can_be_continued(request) and not request.stream
         self._num_cached_tokens = request.cached_tokens or 0
@@ -118,7 +118,7 @@ class OutputProcessor:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far, of all candidates; overshoot behind a stop string is not among them."""
+        """Tokens of all candidates so far, without overshoot behind stop strings."""
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
             completion_tokens=sum(choice.output.num_tokens for choice in self._choices.values()),
@@ -134,12 +134,12 @@ class OutputProcessor:
 
     @property
     def num_new_tokens(self) -> int:
-        """The part of the completion tokens in `usage` that was not generated before a resume."""
+        """Number of completion tokens in `usage` that were not generated before a resume."""
         return self.usage.completion_tokens - sum(len(resume.token_ids) for resume in self.request.resume)
 
     @property
     def complete(self) -> bool:
-        """Every choice was finished before the resume: `last_frame` is all that is missing."""
+        """Whether every choice was finished before the resume: only `last_frame` is missing."""
         return all(choice.output.finish_reason for choice in self._choices.values())
 
     @property
@@ -147,7 +147,7 @@ class OutputProcessor:
         return [choice.output.finish_reason or "abort" for choice in self._choices.values()]
 
     def push(self, out: TokensOut) -> Progress:
-        """Take what the engine says about one choice."""
+        """Process one engine output."""
         if out.error is not None:
             return Progress(error=engine_error(out))
         choice = self._choices[out.choice]
@@ -167,7 +167,7 @@ class OutputProcessor:
         return progress
 
     def failure(self, error: PagemillError) -> Frame:
-        """The frame that ends the request with `error`."""
+        """Return the frame that ends the request with `error`."""
         payload = self._dialect.error_event(error) if self.request.stream else self._dialect.error_body(error)
         return Frame(failure_meta(error, self.usage), payload)
 
@@ -197,7 +197,7 @@ class OutputProcessor:
             num_text_chars=choice.output.num_text_chars,
             position=choice.output.num_tokens,
             finish_reason=delta.finish_reason,
-            cached_tokens=self._tell_cached(choice),
+            cached_tokens=self._cached_tokens_once(choice),
         )
         if not (delta.text or choice.positions or choice.token_ids or delta.finish_reason):
             return Frame(meta, b"")
@@ -212,13 +212,13 @@ class OutputProcessor:
             token_ids=choice.unreported,
             position=choice.output.num_tokens,
             finish_reason=delta.finish_reason,
-            cached_tokens=self._tell_cached(choice),
+            cached_tokens=self._cached_tokens_once(choice),
         )
         choice.unreported = []
         return [Frame(meta, b"")]
 
-    def _tell_cached(self, choice: _Choice) -> int:
-        """What the prefix cache held, once."""
+    def _cached_tokens_once(self, choice: _Choice) -> int:
+        """Return the number of cached prompt tokens in the first frame of the first choice, and 0 later."""
         if self._cached_is_known or choice.index != self._first:
             return 0
         self._cached_is_known = True
@@ -247,13 +247,13 @@ class OutputProcessor:
         )
 
     def _usage_so_far(self, choice: _Choice) -> Usage | None:
-        """For clients that want it in every chunk: of the prompt and this one choice, as vLLM counts it."""
+        """Return the usage for every chunk, if asked for: of the prompt and this choice, as vLLM counts it."""
         if not self.request.continuous_usage:
             return None
         return Usage(len(self.request.prompt_token_ids), choice.output.num_tokens)
 
     def last_frame(self) -> Frame:
-        """What ends an answer whose choices are all finished."""
+        """Return the frame that ends an answer whose choices are all finished."""
         usage = self.usage
         only = next(iter(self._choices.values())).output
         meta = FrameMeta(
@@ -286,14 +286,14 @@ class OutputProcessor:
         return self._renderer.body(choices, usage)
 
     def _chosen(self) -> list[_Choice]:
-        """What the client gets, in its order."""
+        """Return the choices that the client gets, in order."""
         choices = list(self._choices.values())
         if not self._chooses:
             return choices
         return [choices[at] for at in best([choice.likelihood for choice in choices], self.request.sampling.n)]
 
     def _take_positions(self, choice: _Choice) -> tuple[list[logprobs.PositionLogprobs] | None, int]:
-        """Log probabilities to render now, and the characters of the choice's text before them."""
+        """Return the log probabilities to render now, and the number of characters of the text before them."""
         if not self._reports_logprobs:
             return None, 0
         positions, choice.positions = choice.positions, []
@@ -310,7 +310,7 @@ class OutputProcessor:
         return logprobs.position(self._tokenizer, entry.token_ids, entry.logprobs, num_top)
 
     def _echoed_positions(self) -> list[logprobs.PositionLogprobs]:
-        """Of the prompt, which comes before the answer."""
+        """Return the log probabilities of the echoed prompt."""
         first = logprobs.first_of_prompt(self._tokenizer, self.request.prompt_token_ids[0])
         num_top = self.request.sampling.logprobs or 0
         entries = self._prompt_logprobs
@@ -359,7 +359,7 @@ class OutputProcessor:
 
 
 def failure_meta(error: PagemillError, usage: Usage) -> FrameMeta:
-    """Of the frame that ends a request with `error`."""
+    """Return the meta of the frame that ends a request with `error`."""
     return FrameMeta(
         last=True,
         usage=usage,

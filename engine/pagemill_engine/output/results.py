@@ -1,4 +1,4 @@
-"""What the offline API returns: one `RequestOutput` per prompt, with the field names vLLM users know."""
+"""Return types of the offline API, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Logprob:
 
     logprob: float
     rank: int | None
-    """1 is the most likely token. Only the chosen token's rank is exact; alternatives are counted in order."""
+    """Rank by probability, from 1. Only the chosen token's rank is exact; alternatives are counted in order."""
     decoded_token: str
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds since 1970 as `time.time()`."""
+    """Times of one request, in seconds since 1970 like `time.time()`."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -42,16 +42,16 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    """Sum over `token_ids`; only when log probabilities were asked for."""
+    """Sum of the log probabilities of `token_ids`, if they were asked for."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each position: the chosen token first, then the most likely ones."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the choice; the message when `finish_reason` is "error"."""
     lora_request: None = None
-    """Engines serve no adapters."""
+    """Always None: engines serve no adapters."""
     routed_experts: None = None
-    """Not reported."""
+    """Always None."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -62,13 +62,13 @@ class BeamSearchSequence:
     """One answer of a beam search."""
 
     tokens: list[int]
-    """Prompt and output."""
+    """Prompt and output tokens."""
     logprobs: list[dict[int, Logprob]]
     """For each output position: the chosen token first, then the most likely ones."""
     cum_logprob: float
-    """Sum over the output, before any length penalty."""
+    """Sum over the output tokens, before any length penalty."""
     text: str
-    """Prompt and output."""
+    """Text of prompt and output."""
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
 
@@ -86,15 +86,15 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """As text; `None` when token ids were given."""
+    """The prompt's text; None when token ids were given."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """If asked for: `None` for the first token, then as `CompletionOutput.logprobs`."""
+    """If asked for: None for the first token, then entries like `CompletionOutput.logprobs`."""
     finished: bool = False
-    """Every choice is complete."""
+    """Whether every choice is complete."""
     metrics: RequestMetrics | None = None
     lora_request: None = None
     encoder_prompt: None = None
@@ -114,7 +114,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """Of one prompt of `LLM.embed`."""
+    """Result of `LLM.embed` for one prompt."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -129,10 +129,10 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
-    """Of one pair of `LLM.score`."""
+    """Result of `LLM.score` for one pair."""
 
     request_id: str
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """Of the pair; of the second text where the score is a cosine."""
+    """Tokens of the pair; of the second text if the score is a cosine."""
     finished: bool = True

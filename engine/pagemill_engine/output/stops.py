@@ -1,9 +1,8 @@
-"""Stop strings: find them in text that arrives in pieces, and hold back what may still become one.
+"""Finds stop strings in text that arrives in pieces, and holds back text that may still become one.
 
-Text comes from the detokenizer, goes to the client's renderer; this file knows neither. Each string is matched by its
-Knuth-Morris-Pratt automaton, so the cost is constant per character and stop string however long the strings are, and
-the result depends on the text alone, never on how it was cut: the first match to be complete wins, and among matches
-that end at the same character the longest.
+Each string is matched by its Knuth-Morris-Pratt automaton, so the cost is constant per character and stop string
+however long the strings are, and the result depends only on the text, not on how it was cut: the first match to be
+complete wins, and among matches that end at the same character the longest.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import NamedTuple
 
 
 class Scanned(NamedTuple):
-    """What one piece of text released."""
+    """The result of one piece of text."""
 
     text: str
-    """Safe to deliver now: no stop string can begin in it any more."""
+    """Text that is safe to deliver: no stop string can begin in it any more."""
     stop: str | None
-    """The stop string that is now complete; nothing may follow."""
+    """The stop string that is now complete, or None; no text may follow it."""
 
 
 class StopMatcher:
@@ -31,11 +30,11 @@ class StopMatcher:
 
     @property
     def held(self) -> str:
-        """Text kept back because a stop string may have begun in it."""
+        """Text that is held back because a stop string may have begun in it."""
         return self._held
 
     def push(self, text: str) -> Scanned:
-        """Take the next piece. After a match the matcher must not be used again."""
+        """Process the next piece of text. After a match the matcher must not be used again."""
         if not self._automata:
             return Scanned(text, None)
         pending = self._held + text
@@ -51,7 +50,7 @@ class StopMatcher:
         return Scanned(pending[:keep], None)
 
     def flush(self) -> str:
-        """The text ends here: what was held back is no stop string after all."""
+        """End the text and return what was held back, which is no stop string."""
         held, self._held = self._held, ""
         for automaton in self._automata:
             automaton.state = 0
@@ -66,7 +65,10 @@ class StopMatcher:
 
 
 class _Automaton:
-    """`state` is the length of the longest prefix of `pattern` that is a suffix of the text so far."""
+    """Knuth-Morris-Pratt automaton.
+
+    `state`: length of the longest prefix of `pattern` that the text so far ends with.
+    """
 
     __slots__ = ("_fallback", "pattern", "state")
 
@@ -86,7 +88,8 @@ class _Automaton:
 
 
 def _fallback_table(pattern: str) -> list[int]:
-    """For each prefix the length of its longest proper prefix that is also its suffix (Knuth, Morris, Pratt 1977)."""
+    """Return, for each prefix, the length of its longest proper prefix that is also its suffix (Knuth, Morris, Pratt
+    1977)."""
     table = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):

@@ -1,6 +1,7 @@
-"""What the loop needs of a runner. The loop sees no device, no tensor and no model.
+"""The runner interface of the loop, which sees no device, no tensor and no model.
 
-Implementations: `runner.eager` (on the CPU), `runner.device_runner` (on a GPU), `runner.null` (waits as predicted).
+Implementations: `runner.eager` (on the CPU), `runner.device_runner` (on a GPU), `runner.null` (waits for predicted
+times).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pagemill_protocol.pooling import PoolingSpec
 
 
 class RunnerInfo(NamedTuple):
-    """What a loaded runner offers."""
+    """Properties of a loaded runner."""
 
     num_blocks: int
     block_size: int
@@ -26,27 +27,28 @@ class RunnerInfo(NamedTuple):
     weight_bytes: int
     kv_bytes_per_token: int
     compute: str
-    """Type of float weights and which kernels run, for people."""
+    """Type of float weights and the kernels in use, for people."""
     device: str = "cpu"
     overlaps: bool = False
-    """`launch` returns before the step has run, and overlapping pays: the loop overlaps unless it is configured not
-    to."""
+    """Whether `launch` returns before the step has run and overlapping is faster. The loop then overlaps by default."""
     memory: MemoryBudget | None = None
     step: StepLimits | None = None
-    """What its steps may hold; `None`: what the settings say."""
+    """The step limits that the runner chose; None: the settings apply."""
     masks_tokens: bool = True
-    """It samples only what `StepPlan.token_masks` allow."""
+    """Whether it samples only tokens that `StepPlan.token_masks` allow."""
     pooling: PoolingSpec | None = None
-    """It gives vectors or scores in place of tokens."""
+    """Set if it returns vectors or scores instead of tokens."""
     serves_adapters: bool = False
-    """It takes requests for adapters; none does yet but a simulated one."""
+    """Whether it accepts requests for adapters; only a simulated runner does."""
     jumps_forward: bool = True
-    """Several known tokens of a sequence cost a step less than as many steps. Not where steps of decodes alone are
-    replayed as graphs, which one longer sequence prevents."""
+    """Whether several known tokens of a sequence take less time in one step than in as many steps.
+
+    False where decode steps are replayed as CUDA graphs, which one longer sequence prevents.
+    """
 
 
 class Runner(Sleeps, Protocol):
-    """`launch` starts a step and returns at once where the device allows it; `wait` gives its tokens.
+    """Runs steps. `launch` starts a step, at once where the device allows it, and `wait` returns its tokens.
 
     Steps run in the order of their launch; one more may be launched before the last one was waited for. They are waited
     for in the same order. A step launched behind one that raises is not run and raises as well (`errors`).
@@ -56,9 +58,9 @@ class Runner(Sleeps, Protocol):
     def info(self) -> RunnerInfo: ...
 
     def launch(self, plan: StepPlan) -> Any:
-        """Apply the plan's differences and start its forward pass and sampling; returns an opaque handle."""
+        """Apply the plan's differences and start its forward pass and sampling. Returns an opaque handle."""
 
     def wait(self, handle: Any) -> StepResult:
-        """Block until the step of `handle` is done."""
+        """Block until the step of `handle` is done and return its result."""
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""What a model will take of the memory there is, planned from sizes and shapes before its weights are read.
+"""Plans the memory of a model from sizes and shapes before its weights are read.
 
-Refuses what cannot fit with the setting to change. The figures are printed by `pagemill serve`. Measures nothing itself
-(`runner.memory`); a cheaper look, at the files' headers alone, is `server.fit`.
+It refuses what cannot fit and names the setting to change. `pagemill serve` prints the figures. Measuring memory is
+`runner.memory`'s part; `server.fit` is a cheaper check of the files' headers alone.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from pagemill_protocol.model_spec import ModelSpec
 
 DEFAULT_KV_BYTES = 1024**3
 GPU_SHARE = 0.9
-"""Share of a GPU's free memory that is planned with: libraries and allocator fragmentation take some as well."""
+"""Share of a GPU's free memory that the plan uses: libraries and allocator fragmentation take some as well."""
 SAMPLER_FLOATS = 16
-"""Float32 values per request and vocabulary entry when all candidates of a step must be sorted: logits, raw logits and
-log probabilities, and the sort with its indices, masks and sums."""
+"""Float32 values per request and vocabulary entry when all candidates of a step must be sorted.
+
+They are logits, raw logits and log probabilities, and the sort with its indices, masks and sums.
+"""
 COUNT_BYTES = 5
-"""For every row and token of the vocabulary, once a request has penalties: its count, and whether the prompt has it."""
+"""Bytes per row and vocabulary entry once a request has penalties: a count, and whether the prompt has the token."""
 LOGIT_BYTES = 4
-"""For every row and token of the vocabulary: the copy of the logits that penalties and biases change."""
+"""Bytes per row and vocabulary entry of the copy of the logits that penalties and biases change."""
 SCORE_FLOATS = 4
-"""For every score that attention writes out: the score, what lowers it with distance, and the weight it becomes."""
+"""Float32 values per attention score that is written out: the score, its bias by distance, and its weight."""
 INDEX_BYTES = 128
-"""For every token of a step: ids, positions, slots and the arrays on the way to them."""
+"""Bytes per token of a step: ids, positions, slots, and the arrays from which they are made."""
 
 
 class Sizes(NamedTuple):
@@ -36,22 +38,22 @@ class Sizes(NamedTuple):
     weight_bytes: int
     kv_bytes_per_token: int
     item_bytes: int
-    """Bytes of a computed value."""
+    """Bytes of an activation value."""
     gathers: bool
-    """Attention copies the keys and values of a layer together before it reads them."""
+    """Whether attention copies the keys and values of a layer together before it reads them."""
     writes_scores: bool = False
-    """And it writes its scores out, those of a key/value head of a chunk at a time."""
+    """Whether such attention also writes its scores out, one key/value head of a chunk at a time."""
 
 
 class Measured(NamedTuple):
-    """Measured on a device that holds weights, rows and compiled kernels, but no KV cache yet."""
+    """Measurements on a device with weights, rows and compiled kernels, but without a KV cache."""
 
     free_bytes: int
-    """While nothing runs."""
+    """Free memory while nothing runs."""
     step_bytes: int
-    """What a step took at most, beside them."""
+    """The most memory that a step took in addition."""
     recording_bytes: int
-    """What recorded decodes will take for themselves."""
+    """Memory that recorded decodes will keep."""
 
 
 class MemoryPlan(NamedTuple):
@@ -60,7 +62,7 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> MemoryPlan:
-    """Size the KV cache. Raises `LoadError` when it, the weights and the largest step do not fit together."""
+    """Size the KV cache. Raises `LoadError` if it, the weights and the largest step do not fit together."""
     if sizes.weight_bytes > state.available_bytes:
         more = _more_memory(state)
         raise LoadError(
@@ -86,9 +88,9 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: Memo
 def plan_measured(
     config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, measured: Measured
 ) -> MemoryPlan:
-    """As `plan_memory`, once the steps were run. `before`: the device without the engine.
+    """Size the KV cache from measured steps. `before`: the device's memory without the engine.
 
-    Raises `LoadError` when nothing, or not what is asked for, is left for the KV cache.
+    Raises `LoadError` if nothing, or less than the settings ask for, is left for the KV cache.
     """
     held = before.available_bytes - measured.free_bytes - sizes.weight_bytes
     penalties = config.step.max_num_seqs * spec.vocab_size * (COUNT_BYTES + LOGIT_BYTES)
@@ -106,7 +108,7 @@ def plan_measured(
 def _plan(
     config: EngineConfig, num_blocks: int, sizes: Sizes, state: MemoryState, activations: int, *, measured: bool
 ) -> MemoryPlan:
-    """Raises `LoadError` where it does not fit together."""
+    """Return the plan for `num_blocks`. Raises `LoadError` if it does not fit."""
     budget = MemoryBudget(
         limit_bytes=state.limit_bytes,
         process_bytes=state.process_bytes,
@@ -121,7 +123,7 @@ def _plan(
 
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_tokens: int) -> int:
-    """The most that the largest step holds at a time beside weights and cache, from the model's shapes."""
+    """Return the peak bytes of the largest step, without weights and cache, from the model's shapes."""
     num_tokens = config.step.max_num_batched_tokens
     num_rows = min(config.step.max_num_seqs, num_tokens)
     context_tokens = min(config.max_model_len or spec.max_position_embeddings, cache_tokens)
@@ -143,10 +145,13 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, cache_
 
 
 def _default_kv_bytes(config: EngineConfig, spec: ModelSpec, sizes: Sizes, state: MemoryState) -> int:
-    """A machine's memory is shared with others; a GPU's is the engine's: the cache takes what nothing else needs."""
-    room_bytes = state.available_bytes - sizes.weight_bytes
+    """Return the default size of the KV cache in bytes.
+
+    A machine's memory is shared with other processes. A GPU's belongs to the engine: the cache takes what is left.
+    """
+    left_bytes = state.available_bytes - sizes.weight_bytes
     if not state.is_gpu:
-        return min(DEFAULT_KV_BYTES, room_bytes // 4)
+        return min(DEFAULT_KV_BYTES, left_bytes // 4)
     largest_step = activation_bytes(config, spec, sizes, spec.max_position_embeddings)
     return int(state.available_bytes * GPU_SHARE) - sizes.weight_bytes - largest_step
 
@@ -178,7 +183,7 @@ def _check(config: EngineConfig, budget: MemoryBudget, state: MemoryState) -> No
 
 
 def _step_too_large(config: EngineConfig, sizes_bytes: tuple[int, int, int], state: MemoryState) -> LoadError:
-    """`sizes_bytes`: of the weights, the step and the KV cache."""
+    """Return the error of a step that does not fit. `sizes_bytes`: of the weights, the step and the KV cache."""
     weight_bytes, step_bytes, kv_bytes = sizes_bytes
     step = config.step
     return LoadError(
@@ -191,7 +196,7 @@ def _step_too_large(config: EngineConfig, sizes_bytes: tuple[int, int, int], sta
 
 
 def _more_memory(state: MemoryState) -> str:
-    """A GPU has its own, which no setting of the pod makes larger."""
+    """Return the remedy. A GPU has memory of its own, which no setting of the pod makes larger."""
     return "take a GPU with more memory (resources.gpuProduct)" if state.is_gpu else "raise resources.memory"
 
 
@@ -206,12 +211,14 @@ def _gib(num_bytes: int) -> str:
 
 
 def keeps_nothing(spec: ModelSpec) -> bool:
-    """Prompts are computed whole: no key and no value is read by a later step."""
+    """Whether no later step reads a key or value, because prompts are computed whole."""
     return spec.cache_heads == 0
 
 
 def accounting_blocks(config: EngineConfig, spec: ModelSpec) -> int:
-    """Blocks without memory, for a model that keeps nothing: as many as all prompts under way can have. Scheduler and
-    gateways count tokens in work by them."""
+    """Return the number of blocks of a model without a KV cache: as many as all running prompts can need.
+
+    These blocks take no memory; scheduler and gateways count tokens in work by them.
+    """
     longest = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
     return config.step.max_num_seqs * -(-longest // config.block_size)

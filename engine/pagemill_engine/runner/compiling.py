@@ -1,4 +1,4 @@
-"""Steps of every shape that a GPU's kernels know apart, run once before the first request: none is compiled later."""
+"""Compiles a GPU's kernels before the first request, by running steps of every shape that kernels distinguish."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from pagemill_kernels.paged_attention.batch import DECODE_LIMIT
 from pagemill_protocol.model_spec import ModelSpec
 
 LAUNCH_S = 0.6e-3
-"""What the launches of one layer take: 17 ms for 28 layers beside an H100."""
+"""Time to launch the kernels of one layer: 17 ms for 28 layers on the host of an H100."""
 PRODUCTS_PER_S = 1.8e12
-"""Of a multiprocessor, each with its sum: half of what an H100's peak is, three quarters of an A100's."""
+"""Multiply-adds per second of one multiprocessor: half of an H100's peak, three quarters of an A100's."""
 
 
 def compile_kernels(runner: DeviceRunner, config: EngineConfig) -> None:
-    """Raises `LoadError` where the memory does not suffice for the largest step, or the device for a kernel."""
+    """Compile all kernels.
+
+    Raises `LoadError` if the memory is too small for the largest step or the device for a kernel.
+    """
     with _refused(config):
         for num_requests, num_tokens in step_shapes(config, runner.info.max_model_len):
             runner.compile(num_requests, num_tokens)
@@ -31,18 +34,18 @@ def compile_kernels(runner: DeviceRunner, config: EngineConfig) -> None:
 
 
 def run_largest(runner: DeviceRunner, config: EngineConfig) -> None:
-    """The largest step, beside all that lies on the device. Raises `LoadError` where the memory does not suffice."""
+    """Run the largest step with everything else in the device's memory. Raises `LoadError` if memory is too small."""
     with _refused(config):
         runner.warm_up(*_largest_step(config, runner.info.max_model_len))
 
 
 def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
-    """As CUDA graphs. Raises `LoadError` where the memory does not suffice for the largest."""
+    """Record steps as CUDA graphs. Raises `LoadError` if memory is too small for the largest."""
     shapes = recorded_shapes(*config.step, worth_recording(runner.model.spec))
     try:
         runner.record_steps(shapes, CudaRecorder)
     except RuntimeError as error:
-        # torch has an error of its own for its allocator; while a graph is instantiated the driver runs out.
+        # torch's allocator raises an error class of its own; the driver runs out while a graph is instantiated.
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
         num_tokens, num_requests = largest_recorded(config, runner.model.spec)
@@ -56,8 +59,11 @@ def record_steps(runner: DeviceRunner, config: EngineConfig) -> None:
 
 
 def worth_recording(spec: ModelSpec) -> int:
-    """Tokens up to which launching a step takes longer than computing it: above, padding would cost more than a
-    recording saves. An estimate, of launches on one core and of products of floats."""
+    """Return the most tokens of a step whose launches take longer than its computation.
+
+    In larger steps padding costs more than a recording saves. This is an estimate, for launches on one core and
+    multiplications of floats.
+    """
     layers = spec.decoder.layers
     matrices = sum(math.prod(shape) for layer in layers for shape in layer.shapes().values())
     passed = matrices - sum(each.num_unread_parameters(1) for each in spec.decoder.mixtures())
@@ -65,16 +71,16 @@ def worth_recording(spec: ModelSpec) -> int:
 
 
 def largest_recorded(config: EngineConfig, spec: ModelSpec) -> tuple[int, int]:
-    """The most tokens, and the most requests of a decode, that are recorded."""
+    """Return the most tokens, and the most requests of a decode, that are recorded."""
     shapes = recorded_shapes(*config.step, worth_recording(spec))
     return max(each.num_tokens for each in shapes), max(each.num_requests for each in shapes if each.is_decode)
 
 
 def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int]]:
-    """(requests, tokens of all of them): decodes, prefills, many short prompts, and the largest step that there is.
+    """Return (requests, tokens of all of them) of decodes, prefills, many short prompts, and the largest step.
 
     Launchers choose tiles by the numbers of requests and tokens, in steps of powers of two or more, and attention by
-    whether any request has more than `DECODE_LIMIT` tokens: so every choice is among them.
+    whether any request has more than `DECODE_LIMIT` tokens, so these shapes cover every choice.
     """
     budget = config.step.max_num_batched_tokens
     several = _powers_to(min(config.step.max_num_seqs, budget))
@@ -86,7 +92,7 @@ def step_shapes(config: EngineConfig, max_model_len: int) -> list[tuple[int, int
 
 
 def _largest_step(config: EngineConfig, max_model_len: int) -> tuple[int, int]:
-    """As many tokens as a step may have, of as many requests, each of which samples."""
+    """Return the shape of the most tokens and requests that a step may have; each request samples."""
     budget = config.step.max_num_batched_tokens
     num_requests = min(config.step.max_num_seqs, budget)
     return num_requests, min(budget, num_requests * max_model_len)
@@ -98,7 +104,7 @@ def _powers_to(largest: int) -> list[int]:
 
 @contextmanager
 def _refused(config: EngineConfig) -> Iterator[None]:
-    """What the device has too little of becomes a `LoadError` with the setting to change."""
+    """Turn the errors of a device that is too small into `LoadError`s that name the setting to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -110,7 +116,7 @@ def _refused(config: EngineConfig) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ != "OutOfResources":
             raise
-        # Triton's own, which only a machine with Triton could import.
+        # This is Triton's exception, whose class can be imported only where Triton is installed.
         raise LoadError(
             "SettingsUnsupported",
             f"A multiprocessor of this device is too small for a kernel of this model as `dtype` {config.dtype} and "

@@ -1,5 +1,4 @@
-"""Which device computes, in which type and with which kernels, how keys and values are kept: decided before anything
-loads. Imports torch only where torch will compute."""
+"""Chooses device, data types and kernels before anything loads. Imports torch only where torch will compute."""
 
 from __future__ import annotations
 
@@ -46,30 +45,32 @@ _FEATURE_NAMES: dict[Feature, str] = {
     "soft_cap": "soft caps of scores",
 }
 _WRITING_SCORES: frozenset[Feature] = frozenset({"alibi", "sinks", "soft_cap"})
-"""What torch's fused attention does not have."""
+"""Features that torch's fused attention does not have."""
 
 
 class Compute(NamedTuple):
     backend: Backend
     dtype: FloatType
-    """The effective type of float weights (bfloat16 is kept where it loses nothing) and, unless set otherwise, of keys
-    and values."""
+    """The effective type of float weights and, unless set otherwise, of keys and values.
+
+    bfloat16 is kept where it loses nothing.
+    """
     activation_dtype: FloatType
-    """What is computed between the products: float32 wherever the native kernels run."""
+    """Type of the values between matmuls: float32 wherever the native kernels run."""
     kv_dtype: KVType
     how: str
-    """What runs and why, for people."""
+    """Description of the kernels and the reason for them, for people."""
     attention_gathers: bool
-    """Attention copies keys and values together; the native kernels read them where they lie."""
+    """Whether attention copies keys and values together. The native kernels read them in place."""
     attention_writes_scores: bool = False
-    """And it writes its scores out, for features that torch's fused attention does not have."""
+    """Whether it also writes its scores out, for features that torch's fused attention does not have."""
     batch_invariant: bool = False
     rounds_activations: bool = False
     products: Products = "float"
     torch_attention: bool = False
-    """As for `registry.ops_for`."""
+    """Argument of `registry.ops_for`."""
     is_native: bool = False
-    """The native decoder runs, without torch."""
+    """Whether the native decoder runs, without torch."""
 
     @property
     def holds(self) -> Holds:
@@ -77,7 +78,7 @@ class Compute(NamedTuple):
 
     @property
     def ops(self) -> Ops:
-        """For a model that torch declares."""
+        """Operations for a model that torch runs."""
         from pagemill_kernels.torch_arrays import TORCH_TYPES
 
         weight_dtype = None if self.dtype == self.activation_dtype else TORCH_TYPES[self.dtype]
@@ -103,7 +104,7 @@ class Compute(NamedTuple):
 
 
 def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
-    """The compute settings; whatever they leave open becomes what is fastest here.
+    """Return the compute settings; settings that are left open get the fastest choice on this machine.
 
     Raises `LoadError` if settings ask for what the device, its kernels or this model's shape cannot do.
     """
@@ -119,16 +120,16 @@ def choose_compute(config: EngineConfig, spec: ModelSpec) -> Compute:
 
 
 def _pooled(config: EngineConfig, spec: ModelSpec) -> Compute:
-    """Vectors and scores are computed on the CPU."""
+    """Return the compute settings of a model that pools; it runs on the CPU."""
     check_pooled(config, spec)
     compute = _on_cpu(config, spec)
     if spec.decoder.is_causal:
         return compute
-    return compute._replace(how=f"{compute.how}, whole prompts attended by torch")
+    return compute._replace(how=f"{compute.how}, attention over whole prompts by torch")
 
 
 def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises `LoadError` for settings that pooling does not follow."""
+    """Raise `LoadError` for settings that pooling does not support."""
     if config.device == "cuda":
         raise LoadError(
             "SettingsUnsupported",
@@ -138,7 +139,7 @@ def check_pooled(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises `LoadError` for settings that a class of transformers does not follow."""
+    """Raise `LoadError` for settings that a class of transformers does not support."""
     for field, value, wanted in (
         ("device", config.device, "cpu"),
         ("quantization", config.quantization, "none"),
@@ -147,8 +148,8 @@ def check_by_transformers(config: EngineConfig, spec: ModelSpec) -> None:
         if value != wanted and not (value == "auto" and not _has_gpu()):
             raise LoadError(
                 "SettingsUnsupported",
-                f"`{field}` {value} does not hold for `{spec.architecture}`, which is no family of Pagemill's and runs "
-                f"by its class in transformers, on the CPU and in floats. Set {field} to {str(wanted).lower()}.",
+                f"`{field}` {value} is not supported for `{spec.architecture}`, which is no family of Pagemill's and "
+                f"runs by its class in transformers, on the CPU and in floats. Set {field} to {str(wanted).lower()}.",
             )
 
 
@@ -163,7 +164,10 @@ def _wants_gpu(config: EngineConfig) -> bool:
 
 
 def _has_gpu() -> bool:
-    """One that torch can use. Where there is no driver, or no torch, nothing is imported to say so."""
+    """Whether there is a GPU that torch can use.
+
+    Without a driver or without torch, nothing is imported to find out.
+    """
     if find_driver() is None or not has_torch():
         return False
     import torch
@@ -190,7 +194,7 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
     if config.deterministic:
         raise LoadError(
             "SettingsUnsupported",
-            f"`deterministic` true needs the CPU's kernels, `device` is {config.device}. "
+            f"`deterministic` true needs the CPU's kernels, but `device` is {config.device}. "
             "Turn deterministic off or set device to cpu.",
         )
     if "fp8" in (config.quantization, config.kv_cache_dtype):
@@ -209,7 +213,7 @@ def _on_gpu(config: EngineConfig, spec: ModelSpec) -> Compute:
 
 
 def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises `LoadError` for a model whose attention the Triton kernels do not compute; needs no device."""
+    """Raise `LoadError` for a model whose attention the Triton kernels do not compute; needs no device."""
     if config.quantization in _GPU_ALONE and any(spec.decoder.mixtures()):
         raise LoadError(
             "SettingsUnsupported",
@@ -226,7 +230,7 @@ def check_gpu_features(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def _features(spec: ModelSpec) -> frozenset[Feature]:
-    """What the attention of this model wants beside the usual."""
+    """Return the unusual features of this model's attention."""
     found: set[Feature] = set()
     for attention in spec.decoder.attentions():
         if isinstance(attention, LatentAttentionSpec):
@@ -300,7 +304,7 @@ def _kv_dtype(config: EngineConfig, dtype: FloatType) -> KVType:
 
 
 def _check_torch_attention(config: EngineConfig, lacks: frozenset[Feature]) -> None:
-    """Raises `LoadError` for settings that only the native attention knows."""
+    """Raise `LoadError` for settings that only the native attention supports."""
     for field, wanted, value, remedy in (
         ("kv_cache_dtype", config.kv_cache_dtype == "int8", "int8", "Set kv_cache_dtype to auto"),
         ("deterministic", config.deterministic, "true", "Turn deterministic off"),

@@ -1,6 +1,6 @@
-"""One forward pass over inputs that lie on the device, up to the logits of the tokens that sample.
+"""One forward pass over inputs on the device, up to the logits of the tokens that sample.
 
-Launches only: nothing is read, so that a pass can be recorded (`runner.graphs`) as well as run.
+It only launches kernels and reads nothing, so that a pass can be recorded (`runner.graphs`) as well as run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeviceForward:
         self._kinds: list[DecoderLayer] = []
 
     def empty_inputs(self, num_tokens: int, num_requests: int, table_width: int) -> StepInputs:
-        """For as many requests that sample."""
+        """Return empty inputs for `num_requests` requests, all of which sample."""
         return StepInputs.empty(num_tokens, num_requests, num_requests, table_width, self._ops.device)
 
     def empty_logits(self, num_rows: int) -> Tensor:
@@ -53,8 +53,11 @@ class DeviceForward:
 
     @contextmanager
     def abbreviated(self) -> Iterator[None]:
-        """Passes go through one layer of each kind: whatever a whole pass compiles, loads or tunes they do as well, at
-        a fraction of its launches. Their results are meaningless."""
+        """Run passes through only one layer of each kind.
+
+        They compile, load and tune everything that a whole pass does, at a fraction of its launches. Their results are
+        meaningless.
+        """
         self._layers = self._kinds = self._kinds or one_of_each(self._model.layers)
         try:
             yield
@@ -62,23 +65,23 @@ class DeviceForward:
             self._layers = self._model.layers
 
     def logits(self, inputs: StepInputs, longest: int) -> Tensor:
-        """float32 [sampled, vocab]. longest: tokens of the request that has most of them."""
+        """Return float32 [sampled, vocab]. `longest`: tokens of the request that has most tokens in the step."""
         return self.logits_of(self.hidden(inputs, longest), inputs.last_tokens)
 
     def logits_of(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """float32 [rows, vocab]."""
+        """Return the logits of `rows` of the hidden states, float32 [rows, vocab]."""
         return self._model.compute_logits(self._ops.gather_rows(hidden, rows))
 
     def decode_into(self, logits: Tensor, inputs: StepInputs) -> None:
-        """Decode requests with one token each, all of which sample. logits: float32 [requests, vocab]."""
+        """Decode requests with one token each, all of which sample. `logits`: float32 [requests, vocab]."""
         logits.copy_(self._model.raw_logits(self.hidden(inputs, longest=1)))
 
     def hidden_into(self, hidden: Tensor, inputs: StepInputs) -> None:
-        """Any requests, which may be cut into tokens in any way."""
+        """Run a pass for requests with any numbers of tokens and store the hidden states."""
         hidden.copy_(self.hidden(inputs, longest=len(hidden)))
 
     def hidden(self, inputs: StepInputs, longest: int) -> Tensor:
-        """Normalised, [tokens, hidden]."""
+        """Return normalised hidden states, [tokens, hidden]."""
         plan, num_requests = self._on_device.plan_attention, len(inputs.seq_lens)
         context = ForwardContext(
             positions=inputs.positions,

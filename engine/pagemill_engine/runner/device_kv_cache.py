@@ -1,4 +1,4 @@
-"""The paged KV cache of a device that torch knows: `kv_cache.KVCache`'s counterpart for `runner.device_runner`."""
+"""The paged KV cache of a torch device, for `runner.device_runner`. `kv_cache.KVCache` is the host's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pagemill_protocol.model_spec import ModelSpec
 
 
 class DeviceKVCache:
-    """`layers[i]`: [num_blocks + 1, cache_heads, block_size, token width], contiguous; layout in
-    `pagemill_kernels.kv_store`, quantized ones in its `storage`. Empty between `release` and `allocate`.
+    """Keys and values in blocks. `layers[i]`: [num_blocks + 1, cache_heads, block_size, token width], contiguous.
 
-    The block after the last one is the padding block: padded rows write it and it is never read. Raises `LoadError` if
-    the device does not have the memory.
+    The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `layers` is empty between
+    `release` and `allocate`. The block after the last one is the padding block: padded rows write it and it is never
+    read. Raises `LoadError` if the device does not have the memory.
     """
 
     def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, kind: KVType, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class DeviceKVCache:
         return self.num_blocks
 
     def allocate(self) -> None:
-        """All zeros. Raises `LoadError`."""
+        """Allocate all blocks, filled with zeros. Raises `LoadError` if the memory is too small."""
         if self.device.type == "cpu" and self.num_bytes > memory_limit():
             raise too_large(self.num_blocks, self._block_size, self.num_bytes)
         shape = (self.num_blocks + 1, *self._block_shape)
@@ -55,19 +55,19 @@ class DeviceKVCache:
             raise too_large(self.num_blocks, self._block_size, self.num_bytes) from error
 
     def resize(self, num_blocks: int) -> None:
-        """All zeros. Raises `LoadError`."""
+        """Allocate `num_blocks` blocks instead, filled with zeros. Raises `LoadError` if the memory is too small."""
         self.release()
         self.num_blocks = num_blocks
         self.allocate()
 
     def release(self) -> None:
-        """Give all of its memory back to the device."""
+        """Return all of its memory to the device."""
         self.layers.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """(source, destination) pairs; every source is read before any destination is written."""
+        """Copy blocks by (source, destination) pairs. Every source is read before any destination is written."""
         if not copies:
             return
         sources, destinations = upload(np.array(copies, dtype=np.int64).T, self.device)

@@ -1,4 +1,4 @@
-"""How much memory a device has for this process: the host's (`runner.memory`) for the CPU, its own for a GPU."""
+"""Measures a device's memory: the host's (`runner.memory`) for the CPU, its own for a GPU."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Which row of the device each request has, and what a plan changes there: counters alone, no token and no block id
-stays here.
+"""Assigns each request a row on the device and stages a plan's changes to the rows.
 
-The rows themselves are `pagemill_kernels.request_rows`; `runner.inputs` is the same for runners that keep them on the
-host.
+Only counters are kept here, no token and no block id. The rows themselves are `pagemill_kernels.request_rows`;
+`runner.inputs` is the counterpart for runners that keep rows on the host.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ class DeviceStep(NamedTuple):
     query_start_loc: NDArray[np.int32]
     """[requests + 1]."""
     places: NDArray[np.int32]
-    """[requests]: its place among those that sample, -1 where it does not."""
+    """[requests]: index among the sampling requests; -1 for a request that does not sample."""
     longest: int
-    """Tokens of the request that has most of them."""
+    """Tokens of the request that has most tokens in the step."""
     sampling: NDArray[np.int64]
-    """Indices of those that sample."""
+    """Indices of the requests that sample."""
 
     @property
     def is_decode(self) -> bool:
-        """Each request has one token, and samples the next."""
+        """Whether each request has one token and samples the next."""
         return self.longest == 1 and len(self.sampling) == len(self.rows)
 
     @property
@@ -46,7 +45,10 @@ class DeviceStep(NamedTuple):
         return int(self.query_start_loc[-1])
 
     def padded(self, num_tokens: int, num_requests: int, padding_row: int) -> DeviceStep:
-        """With a padding row for each further request; all further tokens are theirs, as many each as any other."""
+        """Return the step padded to the given numbers of tokens and requests.
+
+        Each further request is a padding row, and further tokens are divided evenly among these.
+        """
         num_real, num_padding = len(self.rows), num_requests - len(self.rows)
         rows, places = (np.full(num_requests, fill, dtype=np.int32) for fill in (padding_row, -1))
         rows[:num_real], places[:num_real] = self.rows, self.places
@@ -70,20 +72,20 @@ class DeviceRows:
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_rows - 1, -1, -1))
         self._decode: DeviceStep | None = None
-        """The latest decode of these rows: nearly always the next step is the same one again."""
+        """The latest decode of these rows; the next step is nearly always the same one."""
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def release(self, request_ids: list[str]) -> list[int]:
-        """Free the rows; ids that hold none are ignored. Returns the freed rows."""
+        """Free the rows of the requests and return them. Ids without a row are ignored."""
         self._decode = None if request_ids else self._decode
         rows = [self._row_of.pop(request_id) for request_id in request_ids if request_id in self._row_of]
         self._free.extend(rows)
         return rows
 
     def apply(self, plan: StepPlan, sampling: SamplingRows, staging: Staging) -> None:
-        """Stage the plan's differences. Raises RuntimeError when it admits more requests than there are rows."""
+        """Stage the plan's differences. Raises RuntimeError if it admits more requests than there are rows."""
         for row in self.release(plan.released):
             sampling.release(row)
         for admitted in plan.admitted:
@@ -96,7 +98,7 @@ class DeviceRows:
             staging.put(self.layout.block(self._row_of[request_id], index), [block_id])
 
     def step(self, plan: StepPlan) -> DeviceStep:
-        """The same object as the one before, where it is the same step of the same rows."""
+        """Return the plan's step; the previous object, if it is the same step of the same rows."""
         request_ids = list(plan.num_scheduled_tokens)
         num_requests = len(request_ids)
         is_decode = len(plan.samples) == num_requests == plan.num_tokens
@@ -114,20 +116,20 @@ class DeviceRows:
         np.cumsum(counts, out=starts[1:])
         longest = int(counts.max(initial=0))
         if len(plan.samples) == num_requests:
-            everyone = np.arange(num_requests)
-            return DeviceStep(request_ids, rows, starts, everyone.astype(np.int32), longest, everyone)
+            all_requests = np.arange(num_requests)
+            return DeviceStep(request_ids, rows, starts, all_requests.astype(np.int32), longest, all_requests)
         samples = np.fromiter((name in plan.samples for name in request_ids), np.bool_, num_requests)
         places = np.where(samples, np.cumsum(samples) - 1, -1).astype(np.int32)
         return DeviceStep(request_ids, rows, starts, places, longest, np.flatnonzero(samples))
 
     def num_generated(self, step: DeviceStep) -> NDArray[np.int64]:
-        """Tokens that each of those that sample has generated before this step."""
+        """Return how many tokens each sampling request has generated before this step."""
         rows = step.rows[step.sampling]
         generated: NDArray[np.int64] = self.num_tokens[rows] - self.num_prompt_tokens[rows]
         return generated
 
     def advance(self, step: DeviceStep) -> None:
-        """The device has appended, or will append, a token to each of those that sample."""
+        """Count the tokens that the device appends to the sampling requests."""
         self.num_tokens[step.rows[step.sampling]] += 1
 
     def _admit(self, admitted: AdmittedSequence, sampling: SamplingRows, staging: Staging) -> None:

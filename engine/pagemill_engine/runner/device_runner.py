@@ -1,9 +1,10 @@
-"""Runs steps on a GPU without ever waiting for it: requests' rows lie on the device, a plan's differences are one copy
-and one launch, inputs are built there, and the token that a step samples is the next step's input unread.
+"""Runs steps on a GPU without waiting for it between steps.
 
-`launch` queues a step, `wait` reads its tokens. Steps run as recordings (`runner.graphs`) where there are some that
-hold them; larger ones are launched piece by piece. With Triton's interpreter the device is the CPU and a launch does
-the work. How an operation is computed is `pagemill_kernels`', where weights come from `runner.load_device`.
+Requests' rows are on the device, a plan's differences are one copy and one launch, inputs are built there, and the
+sampled token is the next step's input without being read by the host. `launch` queues a step, `wait` reads its tokens.
+Steps run as recordings (`runner.graphs`) if one is large enough; others are launched kernel by kernel. With Triton's
+interpreter the device is the CPU and a launch does the work. Operations are `pagemill_kernels`' part, loading
+`runner.load_device`'s.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ class InFlight:
     """A step that was queued."""
 
     request_ids: list[str]
-    """Those that sample."""
+    """Ids of the requests that sample."""
     read: Callable[[], SampledTokens] | None = None
-    """What they sampled, once the device has come so far; `None`: none of them does."""
+    """Waits for the sampled tokens; None if no request samples."""
     reports: Reports | None = None
     read_prompts: Callable[[], dict[str, list[TokenLogprobs]]] | None = None
-    """Log probabilities of prompt tokens, likewise."""
+    """Waits for the log probabilities of prompt tokens; None if there are none."""
     error: Exception | None = None
-    """It could not be queued, or was not, because of `behind`."""
+    """Why the step could not be queued, or was skipped because of `behind`."""
     behind: InFlight | None = None
-    """The step before it that could not be queued."""
+    """The earlier step that could not be queued."""
 
 
 class DeviceRunner:
@@ -85,10 +86,12 @@ class DeviceRunner:
         self._make_recorder: Callable[[], Recorder] | None = None
         self._sleeping = SleepingModel(model, kv_cache, ops.device)
         self._uploaded: tuple[DeviceStep, Shape | None, DeviceStep, StepRows] | None = None
-        """The latest step, what it was padded to, padded, and where its rows lie on the device."""
+        """The latest step, the shape it was padded to, the padded step, and its rows on the device."""
         self._unread_failure: InFlight | None = None
-        """The step that could not be queued, until it, or a step behind it, is waited for: what is launched behind it
-        is not run."""
+        """The step that could not be queued, until it or a step behind it is waited for.
+
+        Steps launched behind it do not run.
+        """
 
     def launch(self, plan: StepPlan) -> InFlight:
         if self._unread_failure is not None:
@@ -115,15 +118,15 @@ class DeviceRunner:
         return result
 
     def compile(self, num_requests: int, num_tokens: int) -> None:
-        """Whatever a step of this size compiles, loads or tunes is so afterwards."""
+        """Compile, load and tune everything that a step of this size needs."""
         with self._forward.abbreviated():
             self.warm_up(num_requests, num_tokens)
 
     def warm_up(self, num_requests: int, num_tokens: int) -> None:
         """Run a step of padding requests with this many tokens. The padding block is zero again afterwards."""
-        everyone = np.arange(num_requests)
+        all_requests = np.arange(num_requests)
         step = self._padding_step(num_tokens, num_requests)
-        step = step._replace(places=everyone.astype(np.int32), sampling=everyone)
+        step = step._replace(places=all_requests.astype(np.int32), sampling=all_requests)
         staging = Staging()
         staging.put(self._rows.layout.record(self._rows.layout.padding_row), [0])
         with torch.inference_mode():
@@ -138,7 +141,7 @@ class DeviceRunner:
                 cache[self.kv_cache.padding_block].zero_()
 
     def warm_up_sampling(self) -> None:
-        """One row that asks for everything."""
+        """Sample one row that uses every sampling feature."""
         asks = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=1.0, logit_bias={0: 1.0}, logprobs=1)
         sampling = SamplingRows(1, self.info.vocab_size, counts_on(self._ops.device))
         sampling.admit(0, AdmittedSequence("", [0], 1, 0, [], asks, 0, 0))
@@ -151,12 +154,12 @@ class DeviceRunner:
             self._on_device.draw_tokens(logits, batch, settings).tokens.cpu()
 
     def recording_bytes(self, num_tokens: int, num_requests: int) -> int:
-        """What recorded steps of up to so many tokens and requests keep beside what a step takes."""
+        """Return the bytes that recorded steps of this size keep in addition to those of a step."""
         of_requests = num_requests * 4 * (self.info.vocab_size + self._rows.layout.table_width)
         return of_requests + num_tokens * self.model.spec.hidden_size * self.model.dtype.itemsize
 
     def resize_cache(self, num_blocks: int, info: RunnerInfo) -> None:
-        """What was recorded, and the cache's content, are lost. info: of the runner from now on."""
+        """Replace the KV cache, whose contents and recordings are lost. `info`: the runner's properties from now on."""
         if self._graphs is not None:
             self._graphs.forget()
         self.kv_cache.resize(num_blocks)
@@ -164,7 +167,7 @@ class DeviceRunner:
         self.info = info
 
     def record_steps(self, shapes: list[Shape], make_recorder: Callable[[], Recorder]) -> None:
-        """From now on steps are padded to the smallest of `shapes` that holds them, and run as recorded."""
+        """Record steps of `shapes`. Later steps are padded to the smallest shape that fits and replayed."""
         with torch.inference_mode():
             self._graphs = StepGraphs(self._forward, shapes, self._rows.layout.table_width, self.info.max_model_len)
         self._make_recorder = make_recorder
@@ -174,7 +177,7 @@ class DeviceRunner:
         num_bytes = self._sleeping.sleep()
         if self._graphs is not None:
             self._graphs.forget()
-            # Once more: what recordings held goes back to the device only now.
+            # Released again: memory of the recordings returns to the device only now.
             self.kv_cache.release()
         return num_bytes
 
@@ -219,7 +222,7 @@ class DeviceRunner:
         return report
 
     def _placed(self, staging: Staging, step: DeviceStep, shape: Shape | None) -> tuple[DeviceStep, StepRows]:
-        """The step padded to the shape, and its rows on the device. What the step before had there is there still."""
+        """Return the step padded to the shape, and its rows on the device, which are reused for the same step."""
         if self._uploaded is not None and self._uploaded[0] is step and self._uploaded[1] == shape:
             _, _, padded, at = self._uploaded
             if staging.is_empty:
@@ -231,17 +234,17 @@ class DeviceRunner:
         return padded, at
 
     def _upload(self, staging: Staging, step: DeviceStep) -> StepRows:
-        """Everything that the step has from the host; the rows change at once."""
+        """Upload the step's differences and apply them to the rows."""
         writes, at = staging.upload(step.rows, step.query_start_loc, step.places, self._ops.device)
         self._on_device.write_rows(self._state, writes)
         return at
 
     def _hidden(self, step: DeviceStep, inputs: StepInputs, recording: Recording | None) -> Tensor:
-        """Normalised hidden states, at least the step's: until the next step."""
+        """Return normalised hidden states of at least the step's tokens, valid until the next step."""
         return self._forward.hidden(inputs, step.longest) if recording is None else recording.run()
 
     def _logits(self, step: DeviceStep, inputs: StepInputs, recording: Recording | None) -> Tensor:
-        """Of the requests that sample."""
+        """Return the logits of the requests that sample."""
         if recording is None:
             return self._forward.logits(inputs, step.longest)
         if recording.shape.is_decode:
@@ -288,24 +291,27 @@ class DeviceRunner:
         self._build(self._upload(Staging(), step), step, inputs)
 
     def _padding_step(self, num_tokens: int, num_requests: int) -> DeviceStep:
-        """A step of padding requests, none of which samples."""
+        """Return a step of padding requests, none of which samples."""
         nothing = np.zeros(0, dtype=np.int32)
         empty = DeviceStep([], nothing, np.zeros(1, dtype=np.int32), nothing, 0, nothing.astype(np.int64))
         return empty.padded(num_tokens, num_requests, self._rows.layout.padding_row)
 
     def _explained(self, error: Exception) -> Exception:
-        """The error, or that the device is lost: then nothing that is asked of it ends well any more."""
+        """Return `error`, or a `DeviceLostError` if the device no longer works."""
         if self._ops.device.type != "cuda":
             return error
         try:
             torch.cuda.synchronize(self._ops.device)
         except Exception as lost:
-            return DeviceLostError(f"The device failed, and this process can use it no more: {_first_line(lost)}")
+            return DeviceLostError(f"The device failed and this process cannot use it any more: {_first_line(lost)}")
         return error
 
 
 def _result(handle: InFlight, found: SampledTokens) -> StepResult:
-    """What a request left that is not finite stays in its blocks: kernels here read no place before it is written."""
+    """Build the step's result.
+
+    Non-finite values of a failed request stay in its blocks: GPU kernels read no slot before it is written.
+    """
     sampled = by_row(found, handle.reports)
     result = StepResult(token_ids=dict(zip(handle.request_ids, sampled.token_ids.tolist(), strict=True)))
     result.logprobs = {handle.request_ids[i]: logprobs for i, logprobs in sampled.logprobs.items()}
@@ -316,7 +322,7 @@ def _result(handle: InFlight, found: SampledTokens) -> StepResult:
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """Behind all that is queued."""
+    """Record an event behind all queued work."""
     if device.type == "cpu":
         return None
     mark = torch.cuda.Event(blocking=_has_one_core())  # type: ignore[no-untyped-call]
@@ -326,7 +332,10 @@ def _mark(device: torch.device) -> torch.cuda.Event | None:
 
 @cache
 def _has_one_core() -> bool:
-    """Then a wait must not spin: the HTTP process needs the core. With more of them spinning answers sooner."""
+    """Whether a wait must not spin, because the HTTP process needs the only core.
+
+    With more cores spinning is faster.
+    """
     return usable_cores() < 2
 
 

@@ -1,8 +1,8 @@
-"""Runs steps on the CPU: applies a plan's differences, one forward pass over the flattened batch, one sampling pass.
+"""Runs steps on the CPU: applies a plan's differences, runs one forward pass over the flattened batch, and samples.
 
-Synchronous: `launch` does the work and `wait` hands over its result; `runner.threaded` makes it overlap, and a GPU has
-`runner.device_runner`. Does not decide what runs (`scheduler`), nor how an operation is computed (`pagemill_kernels`),
-nor where weights come from (`runner.load_cpu`). Arrays are numpy's; what computes is a `step_model.StepModel`.
+It is synchronous: `launch` does the work and `wait` returns its result. `runner.threaded` makes it overlap; a GPU has
+`runner.device_runner`. Scheduling is `scheduler`'s part, operations are `pagemill_kernels`', loading
+`runner.load_cpu`'s. Arrays are numpy's; a `step_model.StepModel` computes.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class EagerRunner:
         self.kv_cache.copy_blocks(plan.block_copies)
 
     def _answer(self, plan: StepPlan, inputs: StepInputs, hidden: Array) -> StepResult:
-        """What the step gives of the hidden states of its tokens."""
+        """Return the step's result from the hidden states of its tokens."""
         prompt_logprobs = self._prompt_logprobs(plan, inputs, hidden) if plan.prompt_targets else {}
         result = self._sample(plan, inputs, self._sampled_rows(inputs, hidden))
         result.prompt_logprobs = prompt_logprobs
         return result
 
     def _sampled_rows(self, inputs: StepInputs, hidden: Array) -> Array:
-        """Normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
+        """Return the normalised hidden states of the tokens that sample, [len(inputs.sampling), hidden]."""
         if len(inputs.sampling) == len(hidden):
             return hidden
         return hidden[inputs.query_start_loc[1:][inputs.sampling] - 1]

@@ -1,7 +1,7 @@
-"""The runner of encoders: a step computes whole prompts, and nothing of it is kept for a later one.
+"""Runs encoders: a step computes whole prompts and keeps nothing for later steps.
 
-So it has no rows that persist and no KV cache; `runner.eager` is the counterpart for decoders. What pooling makes of
-hidden states is `runner.pooling`'s.
+So it has no persistent rows and no KV cache; `runner.eager` is the counterpart for decoders. `runner.pooling` turns
+hidden states into vectors and scores.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class EncoderRunner:
         return result
 
     def sleep(self) -> int:
-        """There is no cache, and the weights stay."""
+        """Return memory to the system. There is no cache, and the weights stay."""
         give_back()
         return 0
 
     def wake(self) -> None:
-        """It holds nothing but weights."""
+        """Do nothing: only weights are in memory."""
 
     def close(self) -> None:
-        """It holds nothing but weights."""
+        """Do nothing: only weights are in memory."""
 
     def _context(self, prompts: list[AdmittedSequence], lengths: list[int]) -> ForwardContext:
         positions = self._upload(np.concatenate([np.arange(length) for length in lengths]))
@@ -83,7 +83,7 @@ class EncoderRunner:
 
 
 def _token_types(prompts: list[AdmittedSequence]) -> NDArray[np.int64]:
-    """1 for the tokens of a pair's second text."""
+    """Return 1 for the tokens of a pair's second text and 0 for others."""
     pieces = []
     for prompt in prompts:
         types = np.zeros(len(prompt.token_ids), dtype=np.int64)

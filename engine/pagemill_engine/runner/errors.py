@@ -1,4 +1,4 @@
-"""What a runner's `wait` may raise that is no fault of the step's requests, and what it says of a request at fault."""
+"""Errors of a runner's `wait` that no request of the step caused, and the message of a request that failed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ NON_FINITE = "The model produced values that are not finite for this request."
 
 
 class StepSkippedError(RuntimeError):
-    """The step before raised, so this one, launched on its account, was not run."""
+    """The step before raised, so this one was not run."""
 
 
 class DeviceLostError(RuntimeError):
-    """Nothing can be computed on the device any more, by this process at least: it ends. After any other error the next
-    steps may go well."""
+    """This process can no longer use the device and ends.
+
+    After any other error the next steps may succeed.
+    """
 
     reason = "DeviceLost"

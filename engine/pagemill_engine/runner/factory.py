@@ -1,6 +1,6 @@
-"""Builds the runner that a configuration asks for: resolves the model, loads its weights, sizes the KV cache.
+"""Builds the configured runner: resolves the model, loads its weights, sizes the KV cache.
 
-The only place where model files, model definitions and devices meet. Imports torch only where torch computes.
+Model files, model definitions and devices meet only here. Imports torch only where torch computes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Progress = Callable[[str, str], None]
 
 
 def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyDigest | None = None) -> Runner:
-    """The runner for `config`, ready to step. `progress(phase, detail)` is called as the start proceeds.
+    """Return the runner for `config`, ready to step. Raises `LoadError`.
 
-    Raises `LoadError`.
+    `progress(phase, detail)` is called as the start proceeds.
     """
     if config.null_runner:
         from pagemill_engine.runner.null import NullRunner
@@ -44,7 +44,7 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
 
 
 def find_model(config: EngineConfig) -> Path:
-    """Its file or folder, perhaps one in which weights are still arriving. Raises `SourceError`."""
+    """Return the model's file or folder, into which weights may still be fetched. Raises `SourceError`."""
     return Path(config.model_folder) if config.model_folder else resolve_source(config.model, field="model")
 
 
@@ -57,7 +57,7 @@ def _load(
         except SourceError as error:
             raise LoadError(error.reason, error.message) from error
     if spec.decoder.by_transformers:
-        wait_for_all(path)  # that library opens the files itself
+        wait_for_all(path)  # transformers opens the files itself
     from pagemill_engine.runner.compute import choose_compute
     from pagemill_engine.runner.preparing import ModelFiles
 

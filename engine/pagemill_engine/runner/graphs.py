@@ -1,9 +1,9 @@
-"""Recorded steps: decodes by padded numbers of requests, steps that hold prompts by padded numbers of tokens and of
-requests, all in one pool of memory.
+"""CUDA graphs of steps, recorded in one memory pool.
 
-A recorded pass reads and writes the same places each time: `StepGraphs` owns those places and knows the shapes. A
-decode is recorded up to the logits; of other steps few tokens sample, and their logits are launched behind the
-recording. Recording itself is `CudaRecorder`'s alone. When a recording is used decides `device_runner`.
+Decodes are recorded by padded numbers of requests, steps with prompts by padded numbers of tokens and of requests. A
+recorded pass always reads and writes the same buffers: `StepGraphs` owns the buffers and knows the shapes. A decode is
+recorded up to the logits; in other steps few tokens sample, and their logits are launched behind the recording.
+`CudaRecorder` alone records. `device_runner` decides when a recording is used.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pagemill_engine.runner.device_rows import DeviceStep
 from pagemill_kernels.request_rows.layout import StepInputs
 
 MOST_REQUESTS = 512
-"""Larger decodes keep the device busy for so long that launching them one by one costs nothing."""
+"""Most requests of a recorded decode. Larger ones compute for so long that their launches cost nothing."""
 MOST_TOKENS = 8192
-"""Of a step that holds prompts: likewise, even of the smallest models."""
+"""Most tokens of a recorded step with prompts, for the same reason, even of the smallest models."""
 _SMALL = (16, 32, 64, 96, 128, *range(192, 513, 64), *range(640, 1025, 128))
 _OCTAVE = (36, 40, 45, 50, 57, 64)
-"""Thirty-seconds of a power of two: no step above 1,024 tokens is padded by more than a seventh."""
+"""Sizes in 32nds of a power of two: no step above 1,024 tokens is padded by more than a seventh."""
 _TOKENS = (*_SMALL, *(part * power // 32 for power in (1024, 2048, 4096) for part in _OCTAVE))
 _REQUESTS = (64,)
-"""Numbers of requests that are recorded beside the largest: attention launches programs for each that there may be."""
+"""Recorded numbers of requests, besides the largest: attention launches programs for every possible request."""
 
 
 class Shape(NamedTuple):
-    """What a recorded step is padded to."""
+    """The padded size of a recorded step."""
 
     num_tokens: int
     num_requests: int
@@ -42,15 +42,21 @@ class Shape(NamedTuple):
 
 
 def decode_shapes(max_num_seqs: int) -> list[Shape]:
-    """Rising: other decodes are padded to the next one, by an eighth of it at most or 8."""
+    """Return the shapes of decodes, rising.
+
+    Other decodes are padded to the next one, by at most 8 or an eighth of it.
+    """
     largest = min(max_num_seqs, MOST_REQUESTS)
     sizes = [1, 2, 4, 8, *range(16, 257, 16), *range(288, MOST_REQUESTS + 1, 32)]
     return [Shape(size, size, is_decode=True) for size in _up_to(largest, sizes)]
 
 
 def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
-    """Rising: of steps that hold prompts, whether or not requests decode in them. There is always room for a padding
-    request, which the padding tokens belong to. None is larger than `most_tokens`, but for those below 1,024."""
+    """Return the shapes of steps with prompts, rising, whether or not requests decode in them.
+
+    There is always a free row for a padding request, which gets the padding tokens. No shape above 1,024 tokens is
+    larger than `most_tokens`.
+    """
     found = []
     largest = max(size for size in _TOKENS if size <= max(most_tokens, _SMALL[-1]))
     for num_tokens in _up_to(min(max_num_batched_tokens, largest), _TOKENS):
@@ -60,20 +66,24 @@ def mixed_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: in
 
 
 def recorded_shapes(max_num_seqs: int, max_num_batched_tokens: int, most_tokens: int = MOST_TOKENS) -> list[Shape]:
-    """All that are recorded; `most_tokens`: of a step that holds prompts."""
+    """Return all shapes to record. `most_tokens`: the largest step with prompts."""
     decodes = decode_shapes(min(max_num_seqs, max_num_batched_tokens))
     return [*decodes, *mixed_shapes(max_num_seqs, max_num_batched_tokens, most_tokens)]
 
 
 class Recorder(Protocol):
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Returns what runs it on the same places whenever it is called. `run` must not wait for the device, and
-        compiles and tunes nothing any more."""
+        """Record `run` and return a function that replays it on the same buffers.
+
+        `run` must not wait for the device, and everything in it must be compiled and tuned.
+        """
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool, since no two of them run at a time. The pool's memory goes with the last of
-    them."""
+    """Records CUDA graphs that share one memory pool, since no two of them run at a time.
+
+    The pool's memory is freed with the last graph.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -91,20 +101,23 @@ class Recording:
 
     shape: Shape
     inputs: StepInputs
-    """To be filled before `run`."""
+    """Inputs; fill them before `run`."""
     out: Tensor
     replay: Callable[[], None]
 
     def run(self) -> Tensor:
-        """A decode's logits, float32 [requests, vocab], else normalised hidden states [tokens, hidden]: until the next
-        run of any."""
+        """Replay the recording.
+
+        Returns a decode's logits, float32 [requests, vocab], or other steps' normalised hidden states [tokens, hidden],
+        valid until any recording's next run.
+        """
         self.replay()
         return self.out
 
 
 class StepGraphs:
     def __init__(self, forward: DeviceForward, shapes: Iterable[Shape], table_width: int, max_model_len: int) -> None:
-        """Holds nothing but buffers until `record`."""
+        """Allocate buffers only; `record` captures the graphs."""
         self._forward, self._max_model_len = forward, max_model_len
         shapes = sorted(shapes)
         # No padding request has more tokens than a row.
@@ -117,35 +130,37 @@ class StepGraphs:
         self._recordings: dict[Shape, Recording] = {}
 
     def record(self, recorder: Recorder, prepare: Callable[[Shape, StepInputs], None]) -> None:
-        """Capture all shapes, the largest first: the others fit into its memory. `prepare` fills the inputs with
-        padding requests."""
+        """Capture all shapes, the largest first, whose memory the others reuse.
+
+        `prepare` fills the inputs with padding requests.
+        """
         for shape in sorted([*self._decodes, *self._mixed], reverse=True):
             inputs = self._inputs.first(shape.num_tokens, shape.num_requests)
             out = (self._logits if shape.is_decode else self._hidden)[: shape.num_tokens]
             run = self._forward.decode_into if shape.is_decode else self._forward.hidden_into
             record = partial(run, out, inputs)
             prepare(shape, inputs)
-            # What is compiled, loaded or tuned once cannot be recorded.
+            # One-time compilation, loading and tuning cannot be recorded.
             with self._forward.abbreviated():
                 record()
             self._recordings[shape] = Recording(shape, inputs, out, recorder.record(record))
 
     def forget(self) -> None:
-        """What they read lies elsewhere from now on."""
+        """Drop the recordings, because the buffers that they read will be replaced."""
         self._recordings.clear()
 
     @property
     def shapes(self) -> list[Shape]:
-        """Those that are recorded now."""
+        """Shapes that are recorded now."""
         return list(self._recordings)
 
     def recording_of(self, step: DeviceStep) -> Recording | None:
-        """The smallest that the step can be padded to; `None`: it is launched piece by piece."""
+        """Return the smallest recording that the step can be padded to, or None."""
         num_tokens, num_requests = step.num_tokens, len(step.rows)
         shapes = self._decodes if step.is_decode else self._mixed
         for shape in shapes[bisect_left(shapes, (num_tokens,)) :] if num_tokens else ():
-            padding, room = shape.num_tokens - num_tokens, shape.num_requests - num_requests
-            if room >= 0 and padding <= room * self._max_model_len:
+            padding, spare = shape.num_tokens - num_tokens, shape.num_requests - num_requests
+            if spare >= 0 and padding <= spare * self._max_model_len:
                 return self._recordings.get(shape)
         return None
 

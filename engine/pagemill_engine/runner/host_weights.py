@@ -1,7 +1,7 @@
 """Keeps a device's weights in the host's memory while the engine sleeps.
 
-Tensors stay the same objects: only the storage under them leaves and returns, at another address. If the weights are in
-the host's memory anyway there is nothing to move.
+Tensors stay the same objects: only their storage is freed and allocated again, at another address. If the weights are
+in the host's memory anyway, nothing is moved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagemill_engine.runner.sleep import SleepError
 
 
 class HostWeights:
-    """Storages, each with its copy."""
+    """Storages of weights, each with a copy while offloaded."""
 
     def __init__(self, storages: list[UntypedStorage]) -> None:
         self._storages = storages
@@ -24,7 +24,7 @@ class HostWeights:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> HostWeights:
-        """What the tensors lie in; views of one storage count once."""
+        """Collect the storages of the tensors; views of one storage count once."""
         storages = (tensor.untyped_storage() for tensor in tensors)
         return cls(list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values()))
 
@@ -33,7 +33,7 @@ class HostWeights:
         return sum(self._sizes)
 
     def offload(self) -> None:
-        """Raises `SleepError` if the host's memory does not suffice; the weights then stay where they were."""
+        """Move the weights to the host. Raises `SleepError`, with nothing moved, if the host's memory is too small."""
         try:
             self._copies = [_copy(storage) for storage in self._storages]
         except (RuntimeError, MemoryError) as error:
@@ -48,20 +48,20 @@ class HostWeights:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Raises what allocating on the device raises."""
+        """Move the weights back. Raises what allocating on the device raises."""
         for storage, size, copy in zip(self._storages, self._sizes, self._copies, strict=True):
             storage.resize_(size)
             _bytes(storage).copy_(copy, non_blocking=True)
         if any(storage.device.type == "cuda" for storage in self._storages):
-            # The copies may go only once they have been read.
+            # The copies may be freed only once they have been read.
             torch.cuda.synchronize()
         self._copies = []
         if any(storage.device.type == "cuda" for storage in self._storages):
-            torch._C._host_emptyCache()  # pinned memory stays with torch's allocator otherwise
+            torch._C._host_emptyCache()  # otherwise torch's allocator keeps the pinned memory
 
 
 def _copy(storage: UntypedStorage) -> Tensor:
-    """Pinned where that makes the way back faster."""
+    """Return a copy, in pinned memory if that makes copying back faster."""
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
     return copy.copy_(_bytes(storage))
 

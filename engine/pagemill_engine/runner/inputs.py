@@ -1,7 +1,7 @@
-"""The persistent rows of the runner: what it remembers of each admitted request, as arrays.
+"""The persistent rows of the CPU runner: arrays with the state of each admitted request.
 
-A plan's differences are applied to the rows; a step's inputs are gathered from them with array operations: no Python
-loop runs over tokens. Block ids and tokens come from the scheduler; nothing here decides.
+A plan's differences are applied to the rows, and a step's inputs are gathered from them with array operations: no
+Python loop runs over tokens. Block ids and tokens come from the scheduler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagemill_engine.scheduler.step import AdmittedSequence, StepPlan
 
 
 class StepInputs(NamedTuple):
-    """One flattened batch. Requests with one token come first, by context length, then the prefill chunks."""
+    """One flattened batch: requests with one token, by context length, followed by the prefill chunks."""
 
     request_ids: list[str]
     rows: NDArray[np.int64]
@@ -33,7 +33,7 @@ class StepInputs(NamedTuple):
     block_tables: NDArray[np.int32]
     """[requests, blocks in use by the longest]."""
     sampling: NDArray[np.int64]
-    """Indices into `request_ids` of those that sample."""
+    """Indices of the sampling requests in `request_ids`."""
 
 
 class RequestRows:
@@ -61,13 +61,13 @@ class RequestRows:
         return self.block_table[row, : self.num_blocks[row]].astype(np.int64)
 
     def release(self, request_ids: list[str]) -> list[int]:
-        """Free the rows; ids that hold none are ignored. Returns the freed rows."""
+        """Free the rows of the requests and return them. Ids without a row are ignored."""
         rows = [self._row_of.pop(request_id) for request_id in request_ids if request_id in self._row_of]
         self._free.extend(rows)
         return rows
 
     def admit(self, admitted: AdmittedSequence) -> int:
-        """Fill a row anew. Raises RuntimeError when the plan admits more requests than there are rows."""
+        """Fill a row and return its index. Raises RuntimeError if there are more requests than rows."""
         row = self._row_of.get(admitted.request_id)
         if row is None:
             if not self._free:
@@ -92,7 +92,7 @@ class RequestRows:
             self.block_table[self._row_of[request_id], index] = block_id
 
     def gather(self, plan: StepPlan) -> StepInputs:
-        """The step's inputs."""
+        """Return the step's inputs."""
         request_ids = list(plan.num_scheduled_tokens)
         num_requests = len(request_ids)
         rows = np.fromiter(map(self._row_of.__getitem__, request_ids), np.int64, num_requests)
@@ -120,7 +120,7 @@ class RequestRows:
         )
 
     def advance(self, inputs: StepInputs, sampled_tokens: NDArray[np.int64]) -> None:
-        """Count the step's tokens as computed and append the sampled ones (in the order of `inputs.sampling`)."""
+        """Count the step's tokens as computed and append the sampled ones, in the order of `inputs.sampling`."""
         self.num_computed_tokens[inputs.rows] = inputs.seq_lens
         rows = inputs.rows[inputs.sampling]
         self.token_ids[rows, self.num_tokens[rows]] = sampled_tokens
@@ -128,7 +128,7 @@ class RequestRows:
 
 
 def _sampling(request_ids: list[str], samples: set[str]) -> NDArray[np.int64]:
-    """Indices of those that sample: all of them, unless some are in the middle of their prompts."""
+    """Return the indices of the requests that sample: all, unless some are in the middle of their prompts."""
     if len(samples) == len(request_ids):
         return np.arange(len(request_ids), dtype=np.int64)
     return np.array([i for i, name in enumerate(request_ids) if name in samples], dtype=np.int64)

@@ -1,6 +1,6 @@
-"""The paged KV cache in the machine's memory: its arrays, copies between blocks, and how long a request it can hold.
+"""The paged KV cache in the machine's memory: its arrays, copies between blocks, and the longest possible request.
 
-That of a device with a memory of its own is `device_kv_cache`'s.
+`device_kv_cache` is the counterpart for a device with memory of its own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pagemill_protocol.model_spec import ModelSpec
 
 
 class KVCache:
-    """`layers[i]`: [num_blocks + 1, cache_heads, block_size, token width]; layout in `pagemill_kernels.kv_store`,
-    quantized ones in its `storage`. `rows[i]`: what kernels take, contiguous, where `rows_of` gives a block's row. Both
-    are empty between `release` and `allocate`.
+    """Keys and values in blocks. `layers[i]`: [num_blocks + 1, cache_heads, block_size, token width].
+
+    The layout is in `pagemill_kernels.kv_store`, that of quantized caches in its `storage`. `rows[i]`: the contiguous
+    array for kernels, in which `rows_of` gives a block's row. Both are empty between `release` and `allocate`.
 
     All layers of a block are adjacent. Memory is touched in pages of up to 2 MiB: the first block costs one such page,
     not one in every layer. The block after the last one is the padding block, which is read and stays zero. Raises
@@ -45,19 +46,19 @@ class KVCache:
         self.allocate()
 
     def allocate(self) -> None:
-        """All zeros. Raises `LoadError`."""
+        """Allocate all blocks, filled with zeros. Raises `LoadError` if the memory is too small."""
         if self.num_bytes > memory_limit():
             raise too_large(self.num_blocks, self._block_size, self.num_bytes)
         num_rows = (self.num_blocks + 1) * self._num_layers
         try:
-            pool = _untouched_zeros((num_rows, *self._head_shape), kinds.NUMPY_TYPES[self._kind])
+            pool = _lazy_zeros((num_rows, *self._head_shape), kinds.NUMPY_TYPES[self._kind])
         except MemoryError as error:
             raise too_large(self.num_blocks, self._block_size, self.num_bytes) from error
         self.rows = [pool[layer:] for layer in range(self._num_layers)]
         self.layers = [pool[layer :: self._num_layers] for layer in range(self._num_layers)]
 
     def release(self) -> None:
-        """Give all of its memory back to the machine."""
+        """Return all of its memory to the machine."""
         self.layers, self.rows = [], []
 
     @property
@@ -68,11 +69,11 @@ class KVCache:
         return block_ids * self._num_layers
 
     def row_slots_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """From block id * block_size + offset to row * block_size + offset."""
+        """Convert slots from block id * block_size + offset to row * block_size + offset."""
         return slots + slots // self._block_size * (self._block_size * (self._num_layers - 1))
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """(source, destination) pairs; every source is read before any destination is written."""
+        """Copy blocks by (source, destination) pairs. Every source is read before any destination is written."""
         if not copies:
             return
         sources, destinations = np.array(copies, dtype=np.int64).T
@@ -80,37 +81,37 @@ class KVCache:
             cache[destinations] = cache[sources]
 
     def scrub(self, block_ids: NDArray[np.int64]) -> None:
-        """Replace non-finite values by 0, so that a failed request leaves nothing that padding could pick up."""
+        """Replace non-finite values by 0, so that padding cannot read a failed request's values."""
         for cache in self.layers:
             cache[block_ids] = _finite(cache[block_ids], self._kind)
 
 
 def _finite(blocks: Array, kind: KVType) -> Array:
-    """The blocks, changed in place; they are contiguous."""
+    """Replace non-finite values of the contiguous blocks in place and return the blocks."""
     if kind in kinds.CODES:
-        # Codes are always finite, their scales are not.
+        # Quantized values are always finite, their scales are not.
         flat = blocks.reshape(*blocks.shape[:2], -1).view(np.uint8)
         scales = flat[..., -blocks.shape[2] * kinds.SCALE_BYTES :].copy().view(np.float32)
-        flat[..., -blocks.shape[2] * kinds.SCALE_BYTES :] = _without_others(scales).view(np.uint8)
+        flat[..., -blocks.shape[2] * kinds.SCALE_BYTES :] = _only_finite(scales).view(np.uint8)
     elif kind == "bfloat16":
         blocks[~np.isfinite(arrays.widened(blocks))] = 0
     else:
-        _without_others(blocks)
+        _only_finite(blocks)
     return blocks
 
 
-def _without_others(values: Array) -> Array:
+def _only_finite(values: Array) -> Array:
     values[~np.isfinite(values)] = 0
     return values
 
 
 def kv_bytes_per_token(spec: ModelSpec, kind: KVType) -> int:
-    """Bytes of keys and values, or latents, that one token takes over all layers, scales included."""
+    """Return the bytes of keys and values, or latents, of one token in all layers, including scales."""
     return spec.num_layers * spec.cache_heads * kinds.token_bytes(kind, spec.head_dim)
 
 
 def _whole_prompts_for(config: EngineConfig, spec: ModelSpec) -> int:
-    """A step computes whole prompts."""
+    """Return the longest request of a model whose steps compute whole prompts. Raises `LoadError`."""
     most, step_tokens = spec.max_position_embeddings, config.step.max_num_batched_tokens
     wanted = config.max_model_len
     if wanted is None:
@@ -126,27 +127,30 @@ def too_large(num_blocks: int, block_size: int, num_bytes: int) -> LoadError:
     return LoadError(
         "KVCacheTooLarge",
         f"The KV cache of {num_blocks} blocks of {block_size} tokens takes {num_bytes / 1024**3:.1f} GiB, "
-        "more memory than this machine, container or device gives. Lower kvCacheMemory.",
+        "more memory than this machine, container or device has. Lower kvCacheMemory.",
     )
 
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
-    """Zeros that cost memory only once they are written, in pages of their own: with the array the memory is gone."""
+def _lazy_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Array:
+    """Return zeros that take memory only once they are written, and whose memory is freed with the array."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if not num_bytes:  # nothing is kept, and no page may be empty
+    if not num_bytes:  # no block is kept, and mmap refuses an empty map
         return np.zeros(shape, dtype=dtype)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes of memory are not given: {error.strerror}") from error
+        raise MemoryError(f"{num_bytes} bytes of memory cannot be allocated: {error.strerror}") from error
     with suppress(OSError, AttributeError):
-        # A hint, as for all large arrays of numpy: not every kernel has them.
+        # A hint, as numpy gives for large arrays: not every kernel supports it.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8).view(dtype).reshape(shape)
 
 
 def max_model_len_for(config: EngineConfig, spec: ModelSpec, num_blocks: int) -> int:
-    """Tokens that one request may have. Raises `LoadError` when the setting asks for more than model or cache hold."""
+    """Return how many tokens one request may have.
+
+    Raises `LoadError` if the setting asks for more than the model or the cache allows.
+    """
     cache_tokens = num_blocks * config.block_size
     wanted = config.max_model_len
     if keeps_nothing(spec):

@@ -1,5 +1,7 @@
-"""Puts a runner for the CPU together: threads, weights, KV cache. The native decoder where it computes the model, which
-needs no torch; else torch, imported here."""
+"""Builds a CPU runner: threads, weights, KV cache.
+
+The native decoder runs without torch; other models run on torch, which is imported here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from pagemill_protocol.model_spec import ModelSpec
 
 
 def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
-    """Raises `LoadError`."""
+    """Return a runner for the CPU. Raises `LoadError`."""
     num_threads = files.config.num_threads or usable_cores()
     launch.set_num_threads(num_threads)
     prepare_thread: Callable[[], object] | None = None
@@ -36,13 +38,12 @@ def load_on_cpu(files: ModelFiles, compute: Compute) -> Runner:
     with refusals(files.path):
         prepared = prepare(files, compute, measure_memory())
         runner = _runner(files, prepared)
-    # torch's OpenMP keeps a team of threads for each thread that computes: from here on it is the runner's alone, this
-    # thread's team sleeps.
+    # torch's OpenMP keeps a team of threads for each computing thread. From here on only the runner's team works.
     return ThreadedRunner(runner, prepare_thread) if files.config.overlap else runner
 
 
 def _torch_threads(compute: Compute, number: int) -> Callable[[], object]:
-    """Sets how many torch takes; torch keeps that for each thread, and the result does it for another one."""
+    """Set torch's number of threads. Returns a function that does so on another thread: torch keeps it per thread."""
     if not has_torch():
         on_torch = compute.how if compute.how.startswith("torch") else f"torch ({compute.how})"
         raise LoadError(

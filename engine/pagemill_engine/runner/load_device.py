@@ -1,5 +1,7 @@
-"""Puts a runner for a GPU together: weights, KV cache, and every kernel compiled that steps will need. With Triton's
-interpreter the device is the CPU."""
+"""Builds a GPU runner: weights, KV cache, and all kernels that steps will need.
+
+With Triton's interpreter the device is the CPU.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ from pagemill_protocol.cgroup import usable_cores
 from pagemill_protocol.malloc import give_back
 
 ANY_NUMBER = 1 << 40
-"""Stands for the number of blocks until it is known."""
+"""Placeholder for the number of blocks until it is known."""
 
 
 def load_on_device(files: ModelFiles, compute: Compute) -> Runner:
-    """Raises `LoadError`."""
+    """Return a runner for the GPU. Raises `LoadError`."""
     num_threads = files.config.num_threads or usable_cores()
     torch.set_num_threads(num_threads)
     launch.set_num_threads(num_threads)
@@ -81,12 +83,15 @@ def _settle(runner: DeviceRunner, files: ModelFiles, prepared: Prepared) -> None
 
 
 def settles_on(device: torch.device) -> bool:
-    """Steps are compiled, measured and recorded before the first request. Triton's interpreter has nothing of it."""
+    """Whether steps are compiled, measured and recorded before the first request.
+
+    Triton's interpreter needs none of this.
+    """
     return device.type == "cuda"
 
 
 def _keep_kernels(folder: str | None) -> str:
-    """What to say while they are compiled. Where they cannot be kept the engine serves all the same."""
+    """Return the progress message of compiling. The engine also works where compiled kernels cannot be kept."""
     if folder is None:
         return "compiling kernels"
     error = keep_compiled(Path(folder))

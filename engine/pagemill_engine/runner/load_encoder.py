@@ -1,4 +1,4 @@
-"""Puts the runner of an encoder together, which torch computes: weights, and no cache."""
+"""Builds the runner of an encoder, which torch computes: weights, and no KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory this process may take, in all and still: the machine's or the cgroup's, whichever is less."""
+"""Measures this process's memory, limit and use: the machine's or the cgroup's, whichever is less."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import psutil
 from pagemill_protocol.cgroup import ROOT, folders, read
 
 _VERSIONS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-"""Cgroups 2 and 1: the files of limit and usage, and how the fields of `memory.stat` begin."""
+"""Cgroups 2 and 1: the files of limit and usage, and the prefix of the fields of `memory.stat`."""
 
 
 class MemoryState(NamedTuple):
-    """All at one moment."""
+    """Memory at one moment."""
 
     limit_bytes: int
     available_bytes: int
     process_bytes: int
-    """What this process alone has written; what lies in files, such as code, can be read from there again."""
+    """Memory that only this process has written. Pages of files, such as code, can be read again and do not count."""
     is_gpu: bool = False
-    """A device's own memory: what weights and steps leave of it is there for the KV cache."""
+    """Whether it is a device's own memory, of which the KV cache may take what weights and steps leave."""
 
 
 def measure_memory(cgroup: Path = ROOT) -> MemoryState:
@@ -31,21 +31,24 @@ def measure_memory(cgroup: Path = ROOT) -> MemoryState:
 
 
 def memory_limit(cgroup: Path = ROOT) -> int:
-    """Bytes that this process could have if nothing else ran."""
+    """Return the bytes that this process could have if nothing else ran."""
     total: int = psutil.virtual_memory().total
     limits = [read(folder / limit) for folder in folders("memory", cgroup) for limit, *_ in _VERSIONS]
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def available_memory(cgroup: Path = ROOT) -> int:
-    """Bytes that are free now, never negative."""
+    """Return the bytes that are free now, never negative."""
     free: int = psutil.virtual_memory().available
-    rooms = [_room(folder, *version) for folder in folders("memory", cgroup) for version in _VERSIONS]
-    return max(0, min([free, *(room for room in rooms if room is not None)]))
+    free_in_groups = [_free_bytes(folder, *version) for folder in folders("memory", cgroup) for version in _VERSIONS]
+    return max(0, min([free, *(each for each in free_in_groups if each is not None)]))
 
 
-def _room(group: Path, limit: str, usage: str, prefix: str) -> int | None:
-    """What the limit leaves; `None` without a limit. Page cache does not count: the kernel gives it back first."""
+def _free_bytes(group: Path, limit: str, usage: str, prefix: str) -> int | None:
+    """Return the bytes that the cgroup's limit leaves; None without a limit.
+
+    Page cache counts as free: the kernel reclaims it first.
+    """
     limit_text, usage_text = read(group / limit), read(group / usage)
     if not limit_text.isdigit() or not usage_text.isdigit():
         return None

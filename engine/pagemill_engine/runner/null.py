@@ -1,9 +1,9 @@
-"""A runner without a device: waits the predicted time and makes up tokens that depend on nothing but the request.
+"""A runner without a device: it waits the predicted time and generates tokens that depend only on the request.
 
-Serves the simulator (with a virtual clock), scheduler benchmarks and tests of everything above the runner. It keeps
+It serves the simulator (with a virtual clock), scheduler benchmarks and tests of everything above the runner. It keeps
 block tables as bookkeeping and refuses plans that break the contract of `scheduler.step`, so that a fault of the
-scheduler shows here before it corrupts a real cache. A token depends on (seed, choice, position) only: batch,
-chunking and preemption do not change the output. Steps queue up behind each other as on a device.
+scheduler shows here before it corrupts a real cache. A token depends on (seed, choice, position) only: batch, chunking
+and preemption do not change the output. Steps queue up behind each other as on a device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_STEP_TIME = StepTimeParams(
     decode_context_ms=1e-5,
     chunk_context_ms=1e-7,
 )
-"""Comparable to an 8B model on one data-centre GPU."""
+"""Step times comparable to an 8B model on one data-centre GPU."""
 DEFAULT_NUM_BLOCKS = 4096
 DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_VOCAB_SIZE = 32000
@@ -65,14 +65,14 @@ class NullRunner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`clock` in seconds; `sleep` is given the seconds left of a step."""
+        """Create a runner. `clock` returns seconds; `sleep` gets the remaining seconds of a step."""
         self._info = info
         self._step_time = StepTimeModel.from_params(step_time)
         self._clock = clock
         self._sleep = sleep
         self._rows: dict[str, _Row] = {}
-        self._telling: set[str] = set()
-        """Those that want log probabilities."""
+        self._with_logprobs: set[str] = set()
+        """Ids of the requests that ask for log probabilities."""
         self._busy_until_s = float("-inf")
         self._sleeps = False
 
@@ -116,7 +116,7 @@ class NullRunner:
             plan.num_tokens, plan.decode_context_tokens, plan.chunk_context_products
         )
         self._busy_until_s = max(self._clock(), self._busy_until_s) + predicted_ms / 1000
-        logprobs = dict(self._logprobs(token_ids)) if self._telling else {}
+        logprobs = dict(self._logprobs(token_ids)) if self._with_logprobs else {}
         prompts = {name: self._of_prompt(targets) for name, targets in plan.prompt_targets.items()}
         return NullHandle(token_ids, logprobs, prompts, self._busy_until_s)
 
@@ -135,12 +135,12 @@ class NullRunner:
 
     def close(self) -> None:
         self._rows.clear()
-        self._telling.clear()
+        self._with_logprobs.clear()
 
     def _apply(self, plan: StepPlan) -> None:
         for name in plan.released:
             self._rows.pop(name, None)
-            self._telling.discard(name)
+            self._with_logprobs.discard(name)
         for admitted in plan.admitted:
             self._admit(admitted)
         for name, block_ids in plan.new_block_ids.items():
@@ -161,10 +161,13 @@ class NullRunner:
             named_tokens=admitted.sampling.logprob_token_ids,
         )
         if admitted.sampling.num_alternatives is not None:
-            self._telling.add(admitted.request_id)
+            self._with_logprobs.add(admitted.request_id)
 
     def _compute(self, plan: StepPlan) -> dict[str, int]:
-        """Tokens of the rows that sample. One loop without calls: simulations spend much of their time here."""
+        """Return the tokens of the rows that sample.
+
+        One loop without calls: simulations spend much of their time here.
+        """
         rows, samples, block_size, vocab_size = self._rows, plan.samples, self._info.block_size, self._info.vocab_size
         token_ids = {}
         for name, num_tokens in plan.num_scheduled_tokens.items():
@@ -189,7 +192,8 @@ class NullRunner:
         return row
 
     def _logprobs(self, token_ids: dict[str, int]) -> Iterator[tuple[str, TokenLogprobs]]:
-        """For rows that want them: the token is the most likely one, the ids after it follow at half the odds each."""
+        """Yield log probabilities: the chosen token is the most likely, each following id half as likely as the one
+        before."""
         for name, token_id in token_ids.items():
             row = self._rows[name]
             if row.named_tokens is not None:

@@ -1,7 +1,7 @@
-"""From the hidden states of prompts to what requests for vectors and scores get.
+"""Pools the hidden states of prompts into vectors and scores.
 
-Pooling itself is of one prompt at a time, so that its result does not depend on the others of the step. Runners say
-which hidden states are whose.
+Each prompt is pooled alone, so that its result does not depend on the others of the step. Runners assign hidden states
+to prompts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pagemill_kernels.arrays import Array, widened
 from pagemill_protocol.pooling import PoolingParams, PoolingSpec
 
 SMALLEST_LENGTH = 1e-12
-"""A vector that is shorter is divided by this."""
+"""The smallest length by which a vector is divided."""
 
 
 class Pooler:
     def __init__(self, spec: PoolingSpec, classifier: Callable[[Array], Array] | None) -> None:
-        """`classifier`: as `StepModel` has it."""
+        """Create a pooler. `classifier`: that of `StepModel`, or None."""
         self.spec = spec
         self._classifier = classifier
 
     def pool(self, hidden: Array) -> Array:
-        """hidden: [tokens, hidden] of one prompt. Returns float32 [hidden]."""
+        """Pool one prompt. `hidden`: [tokens, hidden]. Returns float32 [hidden]."""
         if self.spec.method == "cls":
             return widened(hidden[0])
         if self.spec.method == "last":
@@ -35,7 +35,7 @@ class Pooler:
         return mean
 
     def finish(self, names: Sequence[str], pooled: Array, params: Sequence[PoolingParams]) -> StepResult:
-        """pooled: float32 [prompts, hidden], of the requests `names`."""
+        """Return the result of pooled prompts. `pooled`: float32 [prompts, hidden], in the order of `names`."""
         values = pooled if self._classifier is None else self._classifier(pooled)
         if self.spec.sigmoid:
             values = _sigmoid(values)

@@ -1,6 +1,6 @@
-"""A decoder whose hidden states are pooled: the prompt's tokens run as always, in chunks, and no token follows.
+"""Runs a decoder whose hidden states are pooled: prompts are computed in chunks, and no token follows.
 
-What a chunk adds to a mean is summed as it comes. Everything else is `runner.eager`'s.
+The sum for a mean is updated with every chunk. Everything else is `runner.eager`'s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PoolingRunner(EagerRunner):
         self._pooler = pooler
         self._params: dict[str, PoolingParams] = {}
         self._so_far: dict[str, Array] = {}
-        """Of prompts whose first tokens were computed: their sum, or the first one."""
+        """Partial results of prompts that are partly computed: the sum of hidden states, or the first one."""
 
     def _apply_differences(self, plan: StepPlan) -> None:
         for name in plan.released:
@@ -54,7 +54,7 @@ class PoolingRunner(EagerRunner):
         return result
 
     def _add(self, name: str, hidden: Array) -> Array:
-        """What is pooled of the prompt so far, these tokens included."""
+        """Return the partial result of a prompt including `hidden`."""
         before, method = self._so_far.get(name), self._pooler.spec.method
         if method == "last":
             return widened(hidden[-1])

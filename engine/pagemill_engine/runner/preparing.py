@@ -1,6 +1,6 @@
-"""What is decided and read before a runner is put together, whatever will compute: types, memory, limits of a step.
+"""Decisions before any runner is built: data types, memory, step limits.
 
-`load_cpu` and `load_device` go on from here. Imports no torch by itself.
+`load_cpu` and `load_device` continue from here. Does not import torch itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Progress = Callable[[str, str], None]
 
 
 class ModelFiles(NamedTuple):
-    """What is loaded, and how that is said."""
+    """The model to load, and the callback for progress."""
 
     config: EngineConfig
     path: Path
@@ -46,18 +46,18 @@ class ModelFiles(NamedTuple):
 
 class Prepared(NamedTuple):
     config: EngineConfig
-    """With the limits of a step."""
+    """The configuration with step limits."""
     compute: Compute
     weights: WeightSource
     sizes: Sizes
     before: MemoryState
-    """Of what computes, before the weights."""
+    """Memory of the device before the weights were loaded."""
     num_blocks: int
     budget: MemoryBudget
 
 
 def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepared:
-    """Raises `LoadError`, and what `refusals` catches."""
+    """Choose types, step limits and sizes. Raises `LoadError`, and the errors that `refusals` converts."""
     config, spec = files.config, files.spec
     weights = weights_of(config, files.path, spec, compute.holds.small_floats, files.early_digest)
     if not spec.decoder.by_transformers:
@@ -71,7 +71,7 @@ def prepare(files: ModelFiles, compute: Compute, before: MemoryState) -> Prepare
 
 @contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """What is wrong with a model's files becomes a `LoadError`."""
+    """Turn the faults of a model's files into `LoadError`s."""
     try:
         yield
     except UnsupportedModelError as error:
@@ -105,7 +105,7 @@ def cache_in_words(num_blocks: int, block_size: int, spec: ModelSpec, kind: KVTy
 
 
 def _held(files: ModelFiles, compute: Compute, weights: WeightSource) -> str:
-    """What was found in the files, and what it is in memory."""
+    """Return a description of the weights in the files and in memory."""
     spec, dtype = files.spec, compute.dtype
     parameters = f"{spec.num_parameters / 1e6:.0f} M parameters"
     if spec.quantization is None or files.config.quantization != "none":

@@ -1,7 +1,7 @@
-"""The rows of a step whose logits give log probabilities of prompt tokens, in pieces, so that their memory is bounded.
+"""Selects the rows of a step whose logits give log probabilities of prompt tokens, in pieces of bounded memory.
 
-Which tokens those are is the scheduler's (`scheduler.prompt_logprobs`); logits and log probabilities are the
-runner's, which has the hidden states.
+The scheduler (`scheduler.prompt_logprobs`) decides which tokens those are; the runner, which has the hidden states,
+computes logits and log probabilities.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ MIN_PIECE, MAX_PIECE = 16, 128
 
 
 def piece_rows(max_num_seqs: int) -> int:
-    """As many rows as sample in a step at most: memory is planned for those. A few are always computed together."""
+    """Return the rows of a piece: at most as many as sample in a step, for which memory is planned, but at least a
+    few."""
     return min(max(max_num_seqs, MIN_PIECE), MAX_PIECE)
 
 
 class PromptRows(NamedTuple):
-    """One entry for each target of a step."""
+    """The rows of a step to report, one entry per target."""
 
     rows: NDArray[np.int64]
-    """Its place among the step's tokens."""
+    """Index among the step's tokens."""
     token_ids: NDArray[np.int64]
     num_top: NDArray[np.int64]
 
     @classmethod
     def of(cls, targets: Mapping[str, PromptTargets], starts: Mapping[str, int]) -> PromptRows:
-        """`starts`: by request the place of its first token in the step."""
+        """Collect the rows of `targets`. `starts`: index of each request's first token in the step."""
         rows, token_ids, num_top = [], [], []
         for name, each in targets.items():
             count, first = len(each.token_ids), starts[name] + each.offset
@@ -49,14 +50,14 @@ class PromptRows(NamedTuple):
 
     @property
     def reports(self) -> Reports:
-        """For logits that were computed for these rows alone."""
+        """Report settings for logits that were computed for these rows only."""
         return Reports(np.arange(len(self.rows)), self.num_top)
 
 
 def by_request(
     targets: Mapping[str, PromptTargets], pieces: Sequence[PromptRows], found: Sequence[Logprobs]
 ) -> dict[str, list[TokenLogprobs]]:
-    """`found`: of each piece."""
+    """Group log probabilities by request. `found`: those of each piece."""
     entries = (
         entry
         for piece, logprobs in zip(pieces, found, strict=True)

@@ -1,6 +1,6 @@
-"""Before a GPU's first request: every kernel compiled, the largest steps run, and the KV cache given what they leave.
+"""Memory profiling before a GPU's first request: compiles kernels, runs the largest steps, sizes the KV cache.
 
-`runner.budget` says what follows from the figures; `runner.compiling` which steps are run.
+`runner.budget` computes the sizes from the measurements; `runner.compiling` chooses the steps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pagemill_protocol.model_spec import ModelSpec
 
 class Meter(Protocol):
     def free_bytes(self) -> int:
-        """Free memory of the device, while nothing runs."""
+        """Return the free memory of the device in bytes, while nothing runs."""
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """What `run` takes of the device at most, beside what lies there before."""
+        """Return the most bytes that `run` allocates on the device."""
 
 
 class CudaMeter:
@@ -35,7 +35,7 @@ class CudaMeter:
         return torch.cuda.mem_get_info()[0]
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """The peak that the allocator reserved, so that its fragmentation counts."""
+        """Return the peak that the allocator reserved, so that its fragmentation counts."""
         self.free_bytes()
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_reserved()
@@ -47,7 +47,10 @@ class CudaMeter:
 def settle(
     runner: DeviceRunner, config: EngineConfig, spec: ModelSpec, sizes: Sizes, before: MemoryState, meter: Meter
 ) -> None:
-    """`before`: the device before the weights. The cache that the runner has is lost. Raises `LoadError`."""
+    """Size the KV cache by measured steps. Raises `LoadError`.
+
+    `before`: the device's memory before the weights. The contents of the runner's cache are lost.
+    """
     step_bytes = meter.peak_bytes(lambda: compile_kernels(runner, config))
     recording_bytes = _recording_bytes(runner, config, meter) if config.cuda_graphs else 0
     sizes = sizes._replace(weight_bytes=weight_bytes(runner.model))
@@ -57,12 +60,12 @@ def settle(
     runner.resize_cache(
         num_blocks, runner.info._replace(num_blocks=num_blocks, max_model_len=max_model_len, memory=budget)
     )
-    # What was measured in pieces must also fit in one.
+    # Memory that was measured in pieces must also be available in one step.
     run_largest(runner, config)
 
 
 def _recording_bytes(runner: DeviceRunner, config: EngineConfig, meter: Meter) -> int:
-    """All recordings share the memory of the largest: of those of decodes, or of all others."""
+    """Return the bytes of the recordings, which share the memory of the largest decode or other step."""
     num_tokens, num_requests = largest_recorded(config, runner.model.spec)
 
     def run() -> None:

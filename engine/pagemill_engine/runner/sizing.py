@@ -1,7 +1,7 @@
-"""What a model will take of a device's memory, as the kernels there hold it: from the headers of its files alone.
+"""Computes a model's sizes in a device's memory from the headers of its files.
 
-`preparing` asks for the device that computes; `pagemill plan` also for one that is not there. What the sizes mean for
-the KV cache, and whether they fit, is `budget`'s.
+`preparing` asks for the device that computes; `pagemill plan` also for a device that is not present. `budget` sizes the
+KV cache and decides whether everything fits.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 class Holding(NamedTuple):
-    """How a backend's kernels keep weights, keys and values."""
+    """The storage of weights, keys and values by a backend's kernels."""
 
     dtype: FloatType
-    """Of float weights."""
+    """Type of float weights."""
     activation_dtype: FloatType
     kv_dtype: KVType
     weights: Holds
@@ -60,7 +60,7 @@ def held_by(compute: Compute) -> Holding:
 
 
 def held_by_gpu(config: EngineConfig) -> Holding:
-    """For the Triton kernels of any NVIDIA device; `runner.compute` makes the same choices on a real one."""
+    """Return how Triton kernels store a model on any NVIDIA device; `runner.compute` chooses the same on a real one."""
     dtype: FloatType = "bfloat16" if config.dtype == "auto" else config.dtype
     return Holding(
         dtype=dtype,
@@ -72,12 +72,12 @@ def held_by_gpu(config: EngineConfig) -> Holding:
 
 
 def sizes_here(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
-    """On this machine, as `device` says. Raises `LoadError`."""
+    """Return the sizes on this machine, on the configured device. Raises `LoadError`."""
     return _sizes(config, path, spec, held_by(choose_compute(config, spec)))
 
 
 def sizes_on_gpu(config: EngineConfig, path: Path, spec: ModelSpec) -> Sizes:
-    """On an NVIDIA device, which need not be there. Raises `LoadError`."""
+    """Return the sizes on an NVIDIA device, which need not be present. Raises `LoadError`."""
     on_device = msgspec.structs.replace(config, device="cuda")
     if spec.pooling is not None:
         check_pooled(on_device, spec)
@@ -109,7 +109,7 @@ def sizes_of(config: EngineConfig, weights: WeightSource, spec: ModelSpec, holdi
 def weights_of(
     config: EngineConfig, path: Path, spec: ModelSpec, keeps_small_floats: bool, early_digest: EarlyDigest | None = None
 ) -> WeightSource:
-    """The stored weights, or what they are rounded to while they are read. Raises `LoadError`."""
+    """Return the stored weights, or weights that are quantized while they are read. Raises `LoadError`."""
     stored = open_weights(path, early_digest, spec.decoder.stacked, keeps_small_floats)
     return _rounded(config, path, spec, DeclaredWeights(stored, spec.decoder))
 
@@ -128,7 +128,10 @@ def _rounded(config: EngineConfig, path: Path, spec: ModelSpec, weights: WeightS
 
 
 def _weight_bytes(weights: WeightSource, spec: ModelSpec, holding: Holding, rounded: bool) -> int:
-    """What the weights will take; where a packed head cannot lend its rows, a tied embedding is a second copy."""
+    """Return the bytes of the weights.
+
+    A tied embedding is a second copy where the quantized output head cannot be read row by row.
+    """
     if spec.decoder.by_transformers:
         return weights.num_bytes(holding.activation_dtype, keep_stored=False)
     has_codes = rounded or spec.quantization is not None

@@ -1,4 +1,4 @@
-"""What a runner can do between steps when it is not needed: give its device's memory back, and take it again."""
+"""Sleep interface of a runner: frees its device's memory and allocates it again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Protocol
 
 
 class SleepError(RuntimeError):
-    """It cannot sleep; the message names the remedy."""
+    """The runner cannot sleep; the message names the remedy."""
 
 
 class Sleeps(Protocol):
-    """Only with no step in flight."""
+    """Sleep methods of a runner. Call them only with no step in flight."""
 
     def sleep(self) -> int:
-        """The KV cache is gone, weights wait in the host's memory. Returns how many bytes of the device are free now.
+        """Free the KV cache and move weights to the host. Returns the number of freed bytes of the device.
 
-        Raises `SleepError` when the host has no room: then all is as before.
+        Raises `SleepError` if the host's memory is too small; nothing has changed then.
         """
 
     def wake(self) -> None:
-        """Be able to run steps again; the KV cache is empty. Raises what allocating raises."""
+        """Make the runner ready for steps, with an empty KV cache. Raises what allocating raises."""

@@ -1,4 +1,4 @@
-"""What a device's runner gives up while it sleeps: its KV cache, and weights that lie in the device's own memory."""
+"""Frees a device's memory during sleep: the KV cache, and weights in the device's own memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pagemill_protocol.malloc import give_back
 
 
 class SleepingModel:
-    """Of one model and its cache."""
+    """One model and its KV cache."""
 
     def __init__(self, model: Model, kv_cache: DeviceKVCache, device: torch.device) -> None:
         self._model, self._kv_cache, self._device = model, kv_cache, device
         self._weights: HostWeights | None = None
-        """While it sleeps, of a device with a memory of its own."""
+        """The offloaded weights while asleep, if the device has memory of its own."""
 
     def sleep(self) -> int:
         if self._device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Lets a runner overlap that does its work in `launch`: the steps run on a thread of their own, in order.
+"""Runs the steps of a synchronous runner on a thread, in order, so that they overlap with the loop.
 
-Everything the inner runner touches is touched on that thread only. For the CPU; a device with queues of its own needs
+Everything of the inner runner is used on that thread only. It is for the CPU; a device with queues of its own needs
 none of this.
 """
 
@@ -17,7 +17,7 @@ from pagemill_engine.scheduler.step import StepPlan, StepResult
 
 class ThreadedRunner:
     def __init__(self, inner: Runner, prepare_thread: Callable[[], object] | None = None) -> None:
-        """`prepare_thread` is called on the thread before its first step: torch has settings that hold for a thread."""
+        """Start the thread. `prepare_thread` is called on it before its first step: torch has per-thread settings."""
         self.info = inner.info._replace(overlaps=True)
         self._inner = inner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="runner", initializer=prepare_thread)
@@ -42,7 +42,7 @@ class ThreadedRunner:
         self._thread.submit(self._inner.wake).result()
 
     def close(self) -> None:
-        """Waits for the step that runs."""
+        """Wait for the running step and close the inner runner."""
         self._thread.shutdown(cancel_futures=True)
         self._inner.close()
 

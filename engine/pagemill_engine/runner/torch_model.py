@@ -1,4 +1,4 @@
-"""A model that torch declares (`models`), or one of transformers, as the CPU runner's `StepModel`."""
+"""A torch model (`models`, or a class of transformers) as the CPU runner's `StepModel`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pagemill_protocol.model_spec import ModelSpec
 def load_torch_model(
     path: Path, spec: ModelSpec, compute: Compute, weights: WeightSource, max_model_len: int
 ) -> TorchModel:
-    """Raises `LoadError` and `WeightsError`."""
+    """Load a model with its weights. Raises `LoadError` and `WeightsError`."""
     rotations = rotations_of(spec, compute, weights, max_model_len)
     if not spec.decoder.by_transformers:
         return TorchModel(load_decoder(spec, compute, weights), compute.ops, rotations)
@@ -36,7 +36,7 @@ def load_torch_model(
 
 
 def load_decoder(spec: ModelSpec, compute: Compute, weights: WeightSource) -> Decoder:
-    """Raises `WeightsError`."""
+    """Load a decoder with its weights. Raises `WeightsError`."""
     model = Decoder(spec, compute.ops, TORCH_TYPES[compute.activation_dtype])
     load_weights(model, weights)
     return model
@@ -48,7 +48,7 @@ def rotations_of(spec: ModelSpec, compute: Compute, weights: WeightSource, max_m
 
 
 def classifier_of(model: Model) -> Callable[[Array], Array] | None:
-    """As `StepModel` has it."""
+    """Return the model's classifier as a function of arrays, as in `StepModel`, or None."""
     found: Callable[[Tensor], Tensor] | None = getattr(model, "classifier", None)
     if found is None:
         return None
@@ -63,7 +63,7 @@ def classifier_of(model: Model) -> Callable[[Array], Array] | None:
 
 class TorchModel:
     def __init__(self, model: Model, ops: Ops, rotations: DeviceRotations) -> None:
-        """With its weights."""
+        """Wrap a model whose weights are loaded."""
         self.model = model
         self.spec: ModelSpec = model.spec
         self._ops = ops

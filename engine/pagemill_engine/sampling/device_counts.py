@@ -1,4 +1,4 @@
-"""`rows.TokenCounts` as tensors of a device that torch knows."""
+"""`rows.TokenCounts` as tensors of a torch device."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class DeviceCounts:
 
 
 def counts_on(device: torch.device) -> Callable[[int, int], DeviceCounts]:
-    """As `SamplingRows.make_counts`."""
+    """Return a function for `SamplingRows.make_counts`."""
     return lambda max_rows, vocab_size: DeviceCounts(max_rows, vocab_size, device)

@@ -1,6 +1,7 @@
-"""What each running request asked of the sampler, as arrays indexed by the runner's rows, and a step's part of it.
+"""Sampling parameters as arrays indexed by the runner's rows, and the part of them that a step needs.
 
-Token counts for penalties take memory of rows x vocabulary, so they exist only from the first request that needs them.
+Token counts for penalties take memory of rows x vocabulary, so they are allocated with the first request that needs
+them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pagemill_kernels.sampling import randomness
 from pagemill_kernels.sampling.batch import Draws, Edits, NamedTokens, Penalties, Reports, SamplingBatch
 
 MIN_TEMPERATURE = 1e-5
-"""Anything lower is greedy: dividing by it would leave float32's range."""
+"""Any lower temperature is greedy: dividing by it would leave float32's range."""
 
 
 class TokenCounts(Protocol):
-    """Which tokens a row has seen: the ground of all penalties. Lies where logits are sampled."""
+    """The tokens of each row's prompt and output, for all penalties, in the memory of the device that samples."""
 
     in_prompt: Any
     """bool [rows, vocab]."""
@@ -33,7 +34,7 @@ class TokenCounts(Protocol):
 
 
 class HostCounts:
-    """`TokenCounts` as arrays; `device_counts` has them as tensors of a device."""
+    """`TokenCounts` as numpy arrays; `device_counts` has them as tensors of a device."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.in_prompt = np.zeros((max_rows, vocab_size), dtype=np.bool_)
@@ -47,15 +48,15 @@ class HostCounts:
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Parameters by row. Rows are the runner's; values of rows that are not in use mean nothing."""
+    """Sampling parameters by the runner's row. Values of unused rows are meaningless."""
 
     max_rows: int
     vocab_size: int
     make_counts: Callable[[int, int], TokenCounts] = HostCounts
-    """From the numbers of rows and tokens."""
+    """Creates token counts from the numbers of rows and tokens."""
     temperature: NDArray[np.float32] = field(init=False)
     top_k: NDArray[np.int64] = field(init=False)
-    """vocab_size where all tokens are kept."""
+    """vocab_size if all tokens are kept."""
     top_p: NDArray[np.float32] = field(init=False)
     min_p: NDArray[np.float32] = field(init=False)
     presence_penalty: NDArray[np.float32] = field(init=False)
@@ -63,18 +64,18 @@ class SamplingRows:
     repetition_penalty: NDArray[np.float32] = field(init=False)
     min_tokens: NDArray[np.int64] = field(init=False)
     num_logprobs: NDArray[np.int64] = field(init=False)
-    """-1: none wanted; 0 where tokens are named, too."""
+    """Number of most likely tokens to report; -1: no log probabilities; 0 also if tokens are named."""
     seeds: NDArray[np.uint64] = field(init=False)
     choices: NDArray[np.int64] = field(init=False)
     penalised: NDArray[np.bool_] = field(init=False)
     plain: NDArray[np.bool_] = field(init=False)
-    """Greedy, without penalties, bias, minimum or logprobs: argmax is all there is to do."""
+    """Whether the row is greedy without penalties, bias, minimum or logprobs, so that argmax is enough."""
     logit_bias: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
-    """By row: bias by token id."""
+    """Bias by token id, by row."""
     stop_ids: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """Tokens masked until `min_tokens`; only for rows that have such a minimum."""
+    """Tokens masked until `min_tokens`; only for rows with such a minimum."""
     named: dict[int, list[int]] = field(init=False, default_factory=dict)
-    """By row: tokens whose log probabilities are wanted."""
+    """Tokens whose log probabilities are asked for, by row."""
     counts: TokenCounts | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -113,26 +114,29 @@ class SamplingRows:
             values.pop(row, None)
 
     def batch(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
-        """What these rows ask of a step. num_generated: tokens that each has generated before this one."""
+        """Return the sampling settings of these rows.
+
+        `num_generated`: tokens that each row has generated before this step.
+        """
         if bool(self.plain[rows].all()):
             return SamplingBatch()
         return self.batch_beside_draws(rows, num_generated)._replace(draws=self._draws(rows, num_generated))
 
     def batch_beside_draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> SamplingBatch:
-        """As `batch`, where the device has each row's temperature, filters and seed itself."""
+        """Return the settings as `batch` does, without those that the device has: temperature, filters and seed."""
         return SamplingBatch(
             edits=self._edits(rows, num_generated), penalties=self._penalties(rows), reports=self._reports(rows)
         )
 
     def _draws(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Draws | None:
-        """The position in a row's random sequence is the number of its generated tokens."""
+        """Return the random draws. The position in a row's random sequence is the number of its generated tokens."""
         if not (self.temperature[rows] > 0).any():
             return None
         keys = randomness.keys(self.seeds[rows], self.choices[rows], num_generated)
         return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], keys)
 
     def _edits(self, rows: NDArray[np.int64], num_generated: NDArray[np.int64]) -> Edits | None:
-        """Biases, and no end before `min_tokens` tokens were generated."""
+        """Return the biases, which also forbid stop tokens before `min_tokens` tokens were generated."""
         if not self.logit_bias and not self.stop_ids:
             return None
         found = [(i, *edit) for i, row in enumerate(rows.tolist()) for edit in self._row_edits(row, num_generated[i])]

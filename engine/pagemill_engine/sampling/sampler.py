@@ -25,9 +25,9 @@ class Sampled(NamedTuple):
     token_ids: NDArray[np.int64]
     """[rows]; meaningless where `finite` is false."""
     finite: NDArray[np.bool_]
-    """False: the model's logits hold NaN or infinity."""
+    """[rows]; False if the model's logits contain NaN or infinity."""
     logprobs: dict[int, TokenLogprobs]
-    """By index into the batch, for rows that asked for them."""
+    """Log probabilities by index into the batch, for rows that asked for them."""
 
 
 def sample(
@@ -37,10 +37,10 @@ def sample(
     num_generated: NDArray[np.int64],
     masks: TokenMasks | None = None,
 ) -> Sampled:
-    """One token for each row of the batch, counted for its penalties.
+    """Sample one token for each row of the batch and count it for the row's penalties.
 
-    logits: contiguous [batch, vocab], may be overwritten. rows: [batch], indices into `sampling`.
-    num_generated: [batch], tokens that each row has generated before this one: the position in its random sequence.
+    logits: contiguous [batch, vocab], may be overwritten. rows: [batch], indices into `sampling`. num_generated:
+    [batch], tokens that each row has generated before this one: the position in its random sequence.
     """
     batch = sampling.batch(rows, num_generated)._replace(masks=masks)
     return by_row(host_sampler().sample_tokens(logits, batch), batch.reports)
@@ -49,7 +49,10 @@ def sample(
 def masks_of(
     request_ids: Iterable[str], token_masks: Mapping[str, NDArray[np.int32] | TokenState]
 ) -> TokenMasks | None:
-    """request_ids: of the requests that sample, in the order of the batch. Waits for masks that are being computed."""
+    """Return the masks of a batch, waiting for those that are being computed; None if there are none.
+
+    `request_ids`: ids of the requests that sample, in the order of the batch.
+    """
     if not token_masks:
         return None
     given = ((row, token_masks[name]) for row, name in enumerate(request_ids) if name in token_masks)
@@ -59,7 +62,7 @@ def masks_of(
 
 
 def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
-    """`reports`: of the batch that was sampled."""
+    """Return the results by row. `reports`: those of the sampled batch."""
     logprobs: dict[int, TokenLogprobs] = {}
     if reports is not None and found.logprobs is not None:
         entries = token_logprobs(found.token_ids[reports.rows], reports.widths, found.logprobs)
@@ -69,7 +72,7 @@ def by_row(found: SampledTokens, reports: Reports | None) -> Sampled:
 
 
 def token_logprobs(token_ids: NDArray[np.int64], widths: NDArray[np.int64], logprobs: Logprobs) -> list[TokenLogprobs]:
-    """For each row of `logprobs` its token first, then its own number of alternatives."""
+    """Return for each row of `logprobs` its token first, then its own number of alternatives."""
     columns = zip(
         token_ids.tolist(),
         logprobs.chosen.tolist(),

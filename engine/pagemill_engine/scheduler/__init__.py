@@ -1,1 +1,1 @@
-"""Decides how many tokens of which request each step computes. No torch."""
+"""Continuous batching: decides how many tokens of which request each step computes. Does not import torch."""

@@ -1,4 +1,5 @@
-"""Turns a client request into sequences, or refuses it with the reason. Nothing is queued here."""
+"""Admission of requests: checks a client request and builds its sequences. Queueing them is `scheduler.scheduler`'s
+part."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _SEED_BITS = 63
 
 
 class Admission:
-    """Builds sequences. Counts arrivals, so that their order does not depend on clocks."""
+    """Builds sequences. It numbers arrivals, so that their order does not depend on clocks."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -39,7 +40,7 @@ class Admission:
     def admit(
         self, request: GenerateRequest, grammar: TokenStates | None = None, *, now_s: float, num_waiting: int
     ) -> list[Sequence]:
-        """One sequence per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
+        """Return one sequence per choice that is not finished yet, in order of choice. Raises `PagemillError`."""
         self.check(request, num_waiting)
         sampling = request.sampling
         self._num_arrivals += 1
@@ -66,7 +67,7 @@ class Admission:
         return sequences
 
     def check(self, request: GenerateRequest, num_waiting: int) -> None:
-        """Raise the `PagemillError` that `admit` would raise, without its cost."""
+        """Raise the `PagemillError` that `admit` would raise, without building sequences."""
         if request.adapter_digest and not self._limits.serves_adapters:
             raise _serves_no_adapters()
         _check_priority(request.priority)
@@ -82,15 +83,17 @@ class Admission:
             raise _queue_full(num_waiting, room)
 
     def raise_allowance(self, sequences: Iterable[Sequence], allowance: int) -> None:
-        """Let each sequence generate up to `allowance` tokens, never fewer than before and never more than its request
-        asked for. Beam searches keep their length."""
+        """Let each sequence generate up to `allowance` tokens.
+
+        A limit is never lowered and never exceeds what the request asked for. Beam searches keep their length.
+        """
         for sequence in sequences:
             if sequence.search is None:
                 most = self._most_tokens(sequence.num_prompt_tokens, sequence.sampling, allowance)
                 sequence.max_total_tokens = max(sequence.max_total_tokens, most)
 
     def _search_root(self, request: GenerateRequest, now_s: float) -> Sequence:
-        """The prompt as the only sequence of a beam search; the others fork from it."""
+        """Build the only sequence that a beam search starts with: the prompt. The other beams fork from it."""
         root = self._sequence(request, 0, None, seed=0, now_s=now_s)
         root.search = BeamSearch(root, request.sampling, request.prompt_index * request.sampling.n)
         return root
@@ -124,7 +127,7 @@ class Admission:
         )
 
     def _form(self, sequence: Sequence, grammar: TokenStates) -> None:
-        """Set where the sequence is in its form, after the tokens that another engine generated."""
+        """Set the sequence's grammar state, advanced over the tokens that another engine generated."""
         resumed = sequence.token_ids[sequence.num_prompt_tokens :]
         if resumed and resumed[-1] in sequence.stop_ids:
             resumed.pop()
@@ -134,7 +137,7 @@ class Admission:
         return self._most_tokens(len(request.prompt_token_ids), request.sampling, request.token_allowance)
 
     def _most_tokens(self, num_prompt_tokens: int, sampling: SamplingParams, allowance: int | None) -> int:
-        """Tokens at which a sequence ends by `length`."""
+        """Return the number of tokens, prompt included, at which a sequence ends with reason `length`."""
         bounds = [num_prompt_tokens + each for each in (sampling.max_tokens, allowance) if each is not None]
         return min([self._limits.max_total_tokens, *bounds])
 
@@ -152,8 +155,7 @@ class Admission:
         check_prompt_logprobs([request])
 
     def _check_choosing(self, request: GenerateRequest) -> None:
-        """Refuse what does not go with answers that are chosen at the end: nothing can be streamed or continued
-        before."""
+        """Refuse streaming, resuming and too many blocks for requests whose answers are chosen only at the end."""
         sampling, limits = request.sampling, self._limits
         if sampling.num_sequences == sampling.n and not sampling.use_beam_search:
             return
@@ -190,8 +192,10 @@ class Admission:
 
 
 def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: int) -> SamplingParams:
-    """The sampling parameters of a sequence. Choosing among several sequences needs log probabilities that the client
-    did not ask for."""
+    """Return the sampling parameters of a sequence.
+
+    Choosing among several sequences needs log probabilities even if the client did not ask for them.
+    """
     if sampling.use_beam_search:
         num_top = num_candidates(sampling, num_stop_ids, vocab_size)
         return msgspec.structs.replace(sampling, temperature=0.0, min_tokens=0, logprobs=num_top)
@@ -201,7 +205,7 @@ def _engine_sampling(sampling: SamplingParams, num_stop_ids: int, vocab_size: in
 
 
 def _serves_no_adapters() -> PagemillError:
-    """409: another engine may serve it, so a gateway tries the next one."""
+    """Return a 409: another engine may serve the adapter, so a gateway tries the next one."""
     return PagemillError(
         "This engine serves no adapters. Ask for the model itself, or an engine that has them.",
         status=409,
@@ -219,7 +223,7 @@ def sequence_id(client_request_id: str, choice: int) -> str:
 
 
 def _prompt_param(request: GenerateRequest) -> str:
-    from pagemill_protocol.dialects.registry import dialect_of  # the schemas: only errors need them here
+    from pagemill_protocol.dialects.registry import dialect_of  # imports the dialects' schemas, which only errors need
 
     return dialect_of(request.dialect).prompt_field
 
@@ -236,7 +240,7 @@ def _check_allowance(allowance: int | None) -> None:
 
 
 def _check_vocabulary(token_ids: list[int], param: str, vocab_size: int) -> None:
-    """A token id outside the embedding would fail the whole step."""
+    """Refuse token ids outside the vocabulary, which would fail the whole step."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
@@ -261,7 +265,7 @@ def _larger_than_cache(num_prompt_tokens: int, limits: SchedulerLimits, param: s
 
 
 def _search_too_large(width: int, num_tokens: int, num_blocks: int, limits: SchedulerLimits) -> PagemillError:
-    """400: the sequences of a search advance together, so all of them must fit at once."""
+    """Return a 400: the beams of a search advance together, so all of them must fit into the cache at once."""
     return invalid_field(
         "beam_width",
         f"A search of {width} beams for up to {num_tokens} tokens may need {num_blocks} KV blocks of "
@@ -271,7 +275,7 @@ def _search_too_large(width: int, num_tokens: int, num_blocks: int, limits: Sche
 
 
 def wider_than_queue(param: str, num_choices: int, max_num_waiting: int) -> PagemillError:
-    """400: the request could never be queued."""
+    """Return a 400: the request has more choices than the queue has places, so it could never be queued."""
     return invalid_field(
         param,
         f"This request asks for {num_choices} answers at once; here {max_num_waiting} may wait (max_num_waiting). "

@@ -1,10 +1,10 @@
-"""Runs beam searches on the scheduler's sequences: they wait for each other, then fork, continue or leave as `beams`
-decides.
+"""Runs beam searches on the scheduler's sequences.
 
-A beam that has reported its candidates is in no queue and no batch, but keeps its blocks. Like a fork that has not
-started, it gives them up when memory is short, and its successors compute their tokens again: searches never block each
-other by holding blocks. When the last beam has reported, the best continuation of each sequence continues in it and
-further ones fork from it; the runner sees them in the next step as sequences that start.
+The beams of a search wait for each other; then each forks, continues or leaves, as `scheduler.beams` decides. A beam
+that has reported its candidates is in no queue and no batch, but keeps its blocks. Like a fork that has not started, it
+loses them when memory is short, and its successors compute its tokens again: searches never block each other by keeping
+blocks. When the last beam has reported, the best continuation of each sequence continues in it and further ones fork
+from it; to the runner these are sequences that start in the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pagemill_engine.scheduler.step import TokenLogprobs
 
 
 class BeamSearches:
-    """Works on the scheduler's own collections; `queue` and `leave` are the scheduler's methods."""
+    """Beam searches of one scheduler. It works on the scheduler's own collections and calls its methods `queue` and
+    `leave`."""
 
     def __init__(
         self,
@@ -43,8 +44,10 @@ class BeamSearches:
         self._leave = leave
 
     def take(self, sequence: Sequence, search: BeamSearch[Sequence], candidates: TokenLogprobs | None) -> None:
-        """Record that a sequence has computed its tokens and left the batch. The last one of its search triggers the
-        decision."""
+        """Record that a sequence has computed its tokens and left the batch.
+
+        The last sequence of a search to do so triggers the decision.
+        """
         sequence.state = SequenceState.REPORTED
         if self._kv.has_table(sequence):
             self._forks[sequence.request_id] = sequence
@@ -57,13 +60,14 @@ class BeamSearches:
         if continuations:
             self._go_on(search, continuations)
         elif len(search.pool) < len(search.choices):
-            self._fail(sequence, "The stop tokens leave this search nothing to go on with. Send fewer stop_token_ids.")
+            self._fail(sequence, "All candidates of this beam search are stop tokens. Send fewer stop_token_ids.")
         else:
             self._outputs.search(sequence, search)
             self._leave(sequence)
 
     def left(self, sequence: Sequence) -> None:
-        """Record that a sequence has left. Once the end of the search was reported, the others leave too."""
+        """Record that a sequence has left. If the end of its search was reported, the search's other sequences leave
+        too."""
         if sequence.search is None or not sequence.search.end_reported:
             return
         sequences, sequence.search.beams = sequence.search.sequences, []
@@ -71,21 +75,21 @@ class BeamSearches:
             self._leave(other)
 
     def between_steps(self) -> list[Sequence]:
-        """Beams that hold blocks and are in no batch: they wait only for the next step."""
+        """Return the beams that own blocks and are in no batch: they wait only for the next step."""
         return [sequence for sequence in self._forks.values() if sequence.search is not None]
 
     def ready(self) -> list[Sequence]:
-        """Those of `between_steps` whose search has decided, in the order of service."""
+        """Return the beams of `between_steps` whose search has decided, in the order of service."""
         return sorted(
             (sequence for sequence in self.between_steps() if sequence.state is SequenceState.WAITING), key=serving_key
         )
 
     def num_queued(self) -> int:
-        """The number of `between_steps` that are in the waiting queue."""
+        """Return how many beams of `between_steps` are in the waiting queue."""
         return sum(sequence.state is SequenceState.WAITING for sequence in self.between_steps())
 
     def num_reported(self) -> int:
-        """Beams that wait for other beams of their search."""
+        """Return how many beams wait for other beams of their search."""
         return sum(
             sequence.search is not None and sequence.search.waits_for_others(sequence)
             for sequence in self._sequences.values()
@@ -127,7 +131,10 @@ class BeamSearches:
 
 
 def clash(sequences: Iterable[Sequence], known: Mapping[int, Sequence]) -> bool:
-    """Whether the sequences of a client request have numbers that are in use. A search adds numbers as it continues."""
+    """Whether a client request's new sequences use numbers of its known ones.
+
+    Two parts of a request clash whenever one is a beam search, because a search adds numbers as it continues.
+    """
     return any(sequence.choice in known or (known and sequence.search is not None) for sequence in sequences) or any(
         sequence.search is not None for sequence in known.values()
     )
@@ -136,8 +143,10 @@ def clash(sequences: Iterable[Sequence], known: Mapping[int, Sequence]) -> bool:
 def sequences_to_abort(
     sequences: Iterable[Sequence], choice: int | None, in_flight: Callable[[Sequence], bool]
 ) -> list[Sequence]:
-    """The sequences of one client request that an abort must end. A search ends as a whole, and never while a step uses
-    it."""
+    """Return the sequences of one client request that an abort must end.
+
+    A search ends as a whole: with its sequences in flight if there are any, otherwise with one of them.
+    """
     mine = [sequence for sequence in sequences if sequence.search is not None or choice in (None, sequence.choice)]
     if not mine or mine[0].search is None:
         return mine

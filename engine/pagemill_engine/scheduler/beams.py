@@ -1,12 +1,12 @@
-"""Beam search: which candidates continue, which are complete, and when the search ends.
+"""Beam search: decides which candidates continue, which are complete, and when the search ends.
 
 A search is a group of sequences in lockstep. Each sequence that has computed all its tokens reports its most likely
 next tokens and waits. When all have reported, the search decides: as many candidates as there are beams continue, and
-complete ones among the best enter a pool of answers. Queues and KV blocks belong to `scheduler.scheduler`, which forks
-them as decided here. Selection and ending follow Hugging Face's `generate(num_beams=k)`; tests compare the two.
+complete ones among the best enter a pool of answers. `scheduler.scheduler` owns queues and KV blocks and forks
+sequences as decided here. Selection and ending follow Hugging Face's `generate(num_beams=k)`; tests compare the two.
 
-A running sequence scores the log probability of its output under the model; a complete one that sum divided by its
-length to the power of `length_penalty`.
+The score of a running sequence is the log probability of its output under the model. The score of a complete one is
+that sum divided by its length to the power of `length_penalty`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagemill_protocol.sampling import SamplingParams
 
 
 class BeamSequence(Protocol):
-    """What a search needs of a sequence."""
+    """The attributes of a sequence that a search reads."""
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -39,41 +39,44 @@ S = TypeVar("S", bound=BeamSequence)
 
 @dataclass(slots=True, eq=False)
 class Beam(Generic[S]):
-    """One running sequence."""
+    """A running sequence of a search."""
 
     sequence: S
     score: float = 0.0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One entry per output token, for clients that want them."""
+    """One entry per output token, if the client asked for log probabilities."""
     candidates: TokenLogprobs | None = None
-    """Its possible next tokens; set while it waits for the other sequences."""
+    """Possible next tokens of the sequence; set while it waits for the other sequences."""
 
 
 class Answer(NamedTuple):
     """A complete sequence."""
 
     token_ids: list[int]
-    """Output, the stop token that completed it included."""
+    """Output tokens, including the stop token that completed the sequence."""
     logprobs: list[TokenLogprobs] | None
     score: float
     finish_reason: FinishReason
 
 
 class Continuation(NamedTuple, Generic[S]):
-    """A running sequence with one token more."""
+    """A running sequence extended by one token."""
 
     beam: Beam[S]
     token_id: int
     score: float
     rank: int
-    """The token's rank among its sequence's candidates, from 1."""
+    """Rank of the token among its sequence's candidates, from 1."""
 
 
 class BeamSearch(Generic[S]):
     """One search. The scheduler calls `report` for each sequence, `decide` when all have reported, then `go_on`."""
 
     def __init__(self, root: S, sampling: SamplingParams, first_choice: int) -> None:
-        """`sampling`: as sent by the client. `first_choice`: the index of the best answer."""
+        """Start a search with the sequence `root`.
+
+        `sampling`: the parameters that the client sent. `first_choice`: the index of the best answer.
+        """
         self.beams = [Beam(root)]
         """Running sequences, best first."""
         self.pool: list[Answer] = []
@@ -81,7 +84,7 @@ class BeamSearch(Generic[S]):
         self.choices = range(first_choice, first_choice + sampling.n)
         self.num_sequences_made = 1
         self.end_reported = False
-        """The end of the search was reported to the client."""
+        """Whether the end of the search was reported to the client."""
         self._width = sampling.num_sequences
         self._sampling = sampling
         self._stop_ids = root.stop_ids
@@ -96,7 +99,7 @@ class BeamSearch(Generic[S]):
         return any(beam.sequence is sequence and beam.candidates is not None for beam in self.beams)
 
     def report(self, sequence: S, candidates: TokenLogprobs) -> bool:
-        """Record the candidates of `sequence`. Returns true when every sequence has reported."""
+        """Record the candidates of `sequence`. Returns whether every sequence has reported."""
         all_reported = True
         for beam in self.beams:
             if beam.sequence is sequence:
@@ -105,7 +108,8 @@ class BeamSearch(Generic[S]):
         return all_reported
 
     def decide(self) -> list[Continuation[S]]:
-        """The continuations, best first. Empty: the search is over and `pool` holds its answers."""
+        """Return the continuations, best first. An empty list means that the search is over and `pool` contains its
+        answers."""
         num_tokens = self.beams[0].sequence.num_output_tokens + 1
         last = num_tokens >= self._max_output_tokens
         going_on: list[Continuation[S]] = []
@@ -121,7 +125,7 @@ class BeamSearch(Generic[S]):
         return [] if self._over(going_on, num_tokens) else going_on
 
     def go_on(self, continuations: Collection[Continuation[S]], sequences: Collection[S]) -> None:
-        """Continue with `sequences`, which hold the continuations' tokens."""
+        """Replace the running beams by `sequences`, to which the continuations' tokens were appended."""
         self.beams = [
             Beam(sequence, each.score, [*each.beam.logprobs, *self._client_logprobs(each)])
             for each, sequence in zip(continuations, sequences, strict=True)
@@ -178,12 +182,11 @@ class BeamSearch(Generic[S]):
 
 
 def num_candidates(sampling: SamplingParams, num_stop_ids: int, vocab_size: int) -> int:
-    """How many of its most likely tokens a sequence must report: enough to continue if every stop token is among
-    them."""
+    """Return how many of its most likely tokens a sequence must report to have enough non-stop tokens to continue."""
     return min(max(sampling.num_sequences + num_stop_ids, sampling.logprobs or 0), vocab_size)
 
 
 def most_blocks(sampling: SamplingParams, num_prompt_tokens: int, max_total_tokens: int, block_size: int) -> int:
-    """The most KV blocks that a search can hold: the full blocks of the prompt once, the others per beam."""
+    """Return the most KV blocks that a search can use: the prompt's full blocks once, the others once per beam."""
     shared = num_prompt_tokens // block_size
     return shared + sampling.num_sequences * (-(-(max_total_tokens - 1) // block_size) - shared)

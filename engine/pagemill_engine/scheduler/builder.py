@@ -16,14 +16,16 @@ class StepBuilder:
         """Blocks that running prefills still need after this step."""
 
     def place(self, sequence: Sequence, num_tokens: int, allocation: Allocation) -> None:
-        """Add a sequence that the runner already has."""
+        """Add a sequence that the runner already knows."""
         if allocation is not NOTHING_NEW:
             self.note_blocks(sequence, allocation)
         self._count(sequence, num_tokens, 1)
 
     def finish_decodes(self, num_context_tokens: int) -> None:
-        """Mark all sequences in the plan so far, which are decodes, as sampling. `num_context_tokens`: what they read
-        in total."""
+        """Mark all sequences in the plan so far, which are decodes, as sampling.
+
+        `num_context_tokens`: the context tokens that they read, summed.
+        """
         self.plan.samples.update(self.plan.num_scheduled_tokens)
         self.plan.decode_context_tokens += num_context_tokens
 

@@ -1,8 +1,8 @@
-"""Further choices of one prompt (n > 1): they wait for the first one and then share its KV.
+"""Further choices of one prompt (n > 1), which wait for the first choice and then share its KV.
 
 The first choice, the leader, computes the prompt. When all but the prompt's last token is computed, the held choices
 fork from it. Each computes the last prompt token itself, because it samples from that token's logits. If the leader
-ends earlier, the next choice replaces it.
+ends earlier, the next choice becomes the leader.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class HeldChoices:
         self.num_held += len(held)
 
     def forkable(self, leader: Sequence) -> list[Sequence]:
-        """The choices that can fork from `leader` now; they are no longer held."""
+        """Release and return the choices that can fork from `leader` now, or an empty list."""
         return self._release(leader) if self.fork_is_due(leader) else []
 
     def fork_is_due(self, leader: Sequence) -> bool:
-        """Whether choices wait for `leader` and everything they share is computed, possibly by a step in flight."""
+        """Whether choices wait for `leader` and a step has computed, or is computing, the tokens they share."""
         return leader.num_computed_tokens >= leader.num_prompt_tokens - 1 and leader.request_id in self._groups
 
     def successor(self, leader: Sequence) -> Sequence | None:
-        """The choice that replaces `leader`, which ended before its prompt was computed."""
+        """Return the choice that replaces `leader`, which ended before its prompt was computed, or None."""
         held = self._release(leader)
         if not held:
             return None

@@ -1,6 +1,6 @@
 """Checks a scheduler between two steps: sequences, queues, clients, block tables and counts must agree.
 
-Called after a fault to find out whether the remaining requests can continue. Changes nothing.
+It is called after a fault, to find out whether the remaining requests can continue. It changes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ def inconsistencies(
     holders: Collection[str],
     queued_tokens: tuple[int, int],
 ) -> list[str]:
-    """One message per inconsistency; empty for a consistent scheduler.
+    """Return one message per inconsistency; an empty list means that the scheduler is consistent.
 
-    `places`: the number of sequences in the collection of each state. `num_choices`: of all clients. `holders`:
-    sequences with block tables. `queued_tokens`: the tokens that waiting sequences are due, and the count kept of them.
+    `places`: the number of sequences in the collection of each state. `num_choices`: the sequences of all clients.
+    `holders`: the sequences that have block tables. `queued_tokens`: the tokens that waiting sequences have yet to
+    compute, and the scheduler's count of them.
     """
     states = Counter(sequence.state for sequence in sequences.values())
     faults = [

@@ -1,4 +1,4 @@
-"""Decides when a choice ends by its own tokens. Stop strings are found by the output process and arrive as aborts."""
+"""Decides whether a choice ends with its newest token. Stop strings are not seen here: they arrive as aborts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pagemill_protocol.generate import FinishReason
 
 
 def finish_reason(request: Sequence) -> FinishReason | None:
-    """The reason why the newest output token ends the sequence, if it does. Stop tokens count only after `min_tokens`
-    others; where its form allows nothing more, it ends before."""
+    """Return the reason why the newest output token ends the sequence, or None.
+
+    Stop tokens count only after `min_tokens` others. A form that allows no further token ends the sequence before that.
+    """
     token_ids = request.token_ids
     num_output_tokens = len(token_ids) - request.num_prompt_tokens
     if token_ids[-1] in request.stop_ids and num_output_tokens > request.sampling.min_tokens:

@@ -1,9 +1,9 @@
-"""The steps in flight: launched and not read yet, oldest first. The plain loop has one at a time, the overlapped loop
-two.
+"""The steps in flight: steps that were launched and not read yet, oldest first.
 
-The results of a step are applied when it is read, except for sequences that were discarded in between because they
-ended with an earlier step or start over. `may_follow` decides which sequences must not be launched again before their
-step in flight is read. Knows no blocks (`kv`) and no queue (`scheduler`).
+The plain loop has one at a time, the overlapped loop two. The results of a step are applied when it is read, except for
+sequences that were discarded since its launch because they ended with an earlier step or start over. `may_follow`
+decides which sequences must not be launched again before their step in flight is read. Blocks are `kv`'s part, queues
+`scheduler`'s.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from pagemill_engine.scheduler.step import StepPlan
 class InFlightStep:
     plan: StepPlan
     discarded: set[str] = field(default_factory=set)
-    """Sequences whose results of this step are dropped. Other sequences may have their names by now."""
+    """Ids of sequences whose results of this step are dropped. Other sequences may have reused these ids."""
 
     def sequences(self, known: dict[str, Sequence]) -> list[Sequence]:
-        """Sequences whose results of this step are applied."""
+        """Return the sequences whose results of this step are applied."""
         names = self.plan.num_scheduled_tokens
         return [known[name] for name in names if name in known and name not in self.discarded]
 
     def admitted_sequences(self, known: dict[str, Sequence]) -> list[Sequence]:
-        """Those that started with this step."""
+        """Return the sequences of `sequences` that started with this step."""
         started = {admitted.request_id for admitted in self.plan.admitted}
         return [sequence for sequence in self.sequences(known) if sequence.request_id in started]
 
@@ -47,14 +47,14 @@ class InFlightSteps:
         self._in_flight.append(InFlightStep(plan))
 
     def oldest(self, plan: StepPlan) -> InFlightStep:
-        """The step of `plan`, which must be the next one to be read."""
+        """Return the step of `plan`. Raises RuntimeError if it is not the next one to be read."""
         oldest = self._in_flight[0]
         if oldest.plan is not plan:
             raise RuntimeError(f"step {plan.step} is read before step {oldest.plan.step}, which was launched earlier")
         return oldest
 
     def complete(self, plan: StepPlan) -> InFlightStep | None:
-        """Remove the step: it was read, or never will be. Returns `None` if it was never launched."""
+        """Remove the step of `plan`, which was read or will never be. Returns None if it was never launched."""
         for index, step in enumerate(self._in_flight):
             if step.plan is plan:
                 return self._in_flight.pop(index)
@@ -77,11 +77,11 @@ class InFlightSteps:
 def may_follow(sequence: Sequence, held: HeldChoices) -> bool:
     """Whether a step may include the sequence before the sequence's step in flight is read.
 
-    It may not if the sequence certainly ends with that step, aborted or at its limit; if choices are about to fork from
-    it, because they share its last block, which must not be written meanwhile; if a beam search decides which token it
-    continues with; or if its form or its bad words decide what may follow a token that is not known yet. (Sequences
-    that are probed run alone: `Scheduler.schedule`.) Whether a stop token ends a sequence is known too late: the
-    sequence is computed once too often, and that result is discarded.
+    It may not if the sequence certainly ends with the step in flight: aborted, or at its token limit. It may not if
+    choices are about to fork from it, because they share its last block, which must not be written meanwhile. It may
+    not if the value of its pending token matters: to a beam search, to its form or to its bad words. (Probed sequences
+    run alone: `Scheduler.schedule`.) Whether a stop token ends the sequence is known too late: the sequence is computed
+    once too often, and that result is discarded.
     """
     if sequence.aborted or len(sequence.token_ids) + sequence.num_pending_tokens >= sequence.max_total_tokens:
         return False

@@ -1,4 +1,4 @@
-"""The limits that the scheduler must respect: the device's capacity and the configured settings."""
+"""The limits of the scheduler: the device's capacity and the configured settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SchedulerLimits:
     num_blocks: int
     block_size: int
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """Largest number of tokens of prompt and output together."""
     vocab_size: int
     max_num_seqs: int = CPU_STEP.max_num_seqs
     max_num_batched_tokens: int = CPU_STEP.max_num_batched_tokens
@@ -23,31 +23,32 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int | None = None
-    """Seed for requests that send none; `None`: drawn for each request."""
+    """Seed for requests that send none; None draws one for each request."""
     weights_digest: str = ""
     kv_dtype: str = ""
     pooling: PoolingSpec | None = None
-    """Requests get vectors or scores in place of tokens."""
+    """The result of a pooling model, whose requests get vectors or scores; None: the model generates tokens."""
     serves_adapters: bool = False
     jumps_forward: bool = True
-    """Tokens about which a form leaves no choice are not sampled but taken at once."""
+    """Whether tokens that a form leaves no choice about are taken at once instead of sampled."""
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens that one request can reach. The newest token needs no KV slot: it is sampled but not computed."""
+        """The most tokens that one request can reach. The newest token needs no KV slot: it is sampled but not
+        computed."""
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """A token is generated behind a prompt, unless the prompt is pooled."""
+        """The most tokens of a prompt. At least one token follows it, unless the prompt is pooled."""
         return self.max_model_len - 1 if self.pooling is None else self.max_model_len
 
     @property
     def whole_prompts(self) -> bool:
-        """A prompt is computed in one step."""
+        """Whether every prompt must be computed in one step."""
         return self.pooling is not None and self.pooling.whole_prompts
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks kept free when another request starts, so that the running ones can continue for a while."""
+        """Blocks that stay free when another request starts, so that the running ones can continue for a while."""
         return max(1, self.num_blocks // 100)

@@ -1,4 +1,4 @@
-"""Computes the scheduler's load for routers and autoscalers; published after every step."""
+"""Computes the scheduler's load for routers and autoscalers; it is published after every step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def engine_load(
     num_giving_way: int,
     step_ms: float,
 ) -> EngineLoad:
-    """`queued_tokens`: tokens that waiting sequences have yet to compute."""
+    """Return the load of an engine. `queued_tokens`: tokens that waiting sequences have yet to compute."""
     running_tokens, prefilling_tokens, prefilled_tokens, num_prefilling = 0, 0, 0, 0
     for sequence in running:
         running_tokens += sequence.num_computed_tokens

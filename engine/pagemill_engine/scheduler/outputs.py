@@ -1,4 +1,4 @@
-"""Collects the outputs of a step for clients, in the wire's own type so that nothing is copied twice."""
+"""Collects a step's outputs for clients as wire messages, so that nothing is copied twice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OutputQueue:
         logprobs: TokenLogprobs | None,
         finish_reason: FinishReason | None,
     ) -> None:
-        if sequence.reported and logprobs is None:  # nearly always: it runs for every sequence of every step
+        if sequence.reported and logprobs is None:  # nearly always; this runs for every sequence of every step
             output = TokensOut(
                 request_id=sequence.client_request_id,
                 choice=sequence.choice,
@@ -54,7 +54,7 @@ class OutputQueue:
         self._outputs.append(output)
 
     def pooled(self, sequence: Sequence, vector: bytes) -> None:
-        """Queue what was made of the sequence's prompt, which ends it."""
+        """Queue the pooled vector of the sequence's prompt as its last output."""
         self._outputs.append(
             TokensOut(
                 request_id=sequence.client_request_id,
@@ -114,7 +114,7 @@ class OutputQueue:
 
 
 def _choices_to_end(sequence: Sequence) -> Collection[int]:
-    """A search ends as a whole and once, whichever of its sequences it ends with."""
+    """Return the choices to end, once: a search ends as a whole, whichever of its sequences ends first."""
     if sequence.search is None:
         return (sequence.choice,)
     choices = () if sequence.search.end_reported else sequence.search.choices

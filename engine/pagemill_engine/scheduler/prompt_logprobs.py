@@ -1,8 +1,8 @@
-"""Log probabilities of prompts: which ones a step still has to report, and what was reported so far.
+"""Log probabilities of prompts: decides which ones a step has to report.
 
 Positions that an earlier step reported are not reported again when they are computed again (after a preemption, or by
-another choice that takes over); those that were not have to be computed, whatever the prefix cache holds. The values
-are the runner's.
+another choice that takes over). Positions that were not reported have to be computed, whatever the prefix cache
+contains. The runner computes the values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pagemill_engine.scheduler.step import PromptTargets, StepPlan
 
 
 def reusable_blocks(sequence: Sequence, block_size: int) -> int | None:
-    """How many cached blocks the sequence may use; `None`: all there are."""
+    """Return how many cached blocks the sequence may reuse; None means all of them."""
     if sequence.reads_all:
         return 0
     report = sequence.prompt_report
@@ -24,7 +24,10 @@ def reusable_blocks(sequence: Sequence, block_size: int) -> int | None:
 
 
 def prompt_targets(plan: StepPlan, reporting: Mapping[str, Sequence]) -> dict[str, PromptTargets]:
-    """What `plan` has to report. Call this before its tokens count as computed."""
+    """Return the prompt tokens that `plan` has to report, by request id.
+
+    Call this before the plan's tokens count as computed.
+    """
     found = {}
     for name, sequence in reporting.items():
         num_tokens = plan.num_scheduled_tokens.get(name)

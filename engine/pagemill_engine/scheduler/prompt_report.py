@@ -1,4 +1,4 @@
-"""Log probabilities of one request's prompt that steps have reported so far."""
+"""The log probabilities of one request's prompt that steps have reported so far."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pagemill_engine.scheduler.step import PromptTargets, TokenLogprobs
 
 @dataclass(slots=True, eq=False)
 class PromptReport:
-    """Of one client request; its choices share it."""
+    """The prompt report of one client request; its choices share it."""
 
     num_top: int
     entries: list[LogprobsOut] = field(default_factory=list)
-    """Not sent yet."""
+    """Entries that were not sent yet."""
     num_reported: int = 0
-    """Tokens from the prompt's second on."""
+    """Number of reported tokens, counted from the prompt's second token."""
 
     def add(self, targets: PromptTargets, entries: Iterable[TokenLogprobs]) -> None:
-        """What a step found; what was reported before is dropped."""
+        """Add the entries that a step computed. Entries that were reported before are dropped."""
         assert targets.first <= self.num_reported, "a step reports behind tokens that none has reported"
         new = list(entries)[self.num_reported - targets.first :]
         self.entries += [LogprobsOut(each.token_ids, each.logprobs, each.rank) for each in new]

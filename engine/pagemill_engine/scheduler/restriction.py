@@ -1,4 +1,4 @@
-"""`allowed_token_ids` and `bad_words` as a mask of tokens. With a form they are put together by `token_masks`."""
+"""`allowed_token_ids` and `bad_words` of a request as a token mask. `token_masks` combines it with the form's mask."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Mask: TypeAlias = NDArray[np.int32]
-    """A bit for each token, 32 a word, the lowest first; 1: it may follow."""
+    """Token mask: one bit per token, 32 per word, lowest bit first; 1 means that the token may follow."""
 
 
 class Restriction:
-    """`allowed_token_ids` and `bad_words` of a request; its sequences share it."""
+    """The token restriction of a request (`allowed_token_ids`, `bad_words`); its sequences share it."""
 
     def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
         words = sampling.bad_word_token_ids
@@ -25,10 +25,13 @@ class Restriction:
         self._words = [word for word in words if len(word) > 1]
         self.depends_on_output = bool(self._words)
         self.num_read = max(map(len, self._words), default=1) - 1
-        """Tokens of an output that `mask` depends on: the last ones."""
+        """Number of the last output tokens that `mask` depends on."""
 
     def mask(self, tail: list[int]) -> Mask:
-        """`tail`: the last `num_read` tokens of the output, or all of a shorter one."""
+        """Return the mask of the next token.
+
+        `tail`: the last `num_read` tokens of the output, or all of a shorter one.
+        """
         ends = [word[-1] for word in self._words if tail[max(0, len(tail) - len(word) + 1) :] == word[:-1]]
         return without(self._mask, ends) if ends else self._mask
 
@@ -48,7 +51,7 @@ def _bits(token_ids: Sequence[int], vocab_size: int) -> Mask:
 
 
 def without(mask: Mask, token_ids: Iterable[int]) -> Mask:
-    """A copy."""
+    """Return a copy of `mask` that forbids `token_ids`."""
     import numpy as np
 
     left = mask.copy()

@@ -3,7 +3,7 @@
 There is one rule: a sequence's `num_computed_tokens` catches up with its tokens. Prefix hits, chunked prefill and
 decode are that rule with different numbers. A step takes decodes first, then running and waiting prefills in the order
 of the policy. When blocks run out, the newest sequence of the lowest priority is preempted: it loses its blocks and is
-computed again later. The scheduler executes nothing (`loop.core` does) and knows no tensors (`runner` does).
+computed again later. The scheduler executes nothing (`loop.core` does) and uses no tensors (`runner` does).
 
 Life of a sequence: `add` -> waiting -> `schedule` admits it -> `update` appends its tokens -> finished. Preemption
 moves it back to waiting; `abort` ends it at any point.
@@ -78,7 +78,7 @@ class Scheduler:
         self._probing: list[Sequence] = []
         """Sequences of a step that failed as a whole. Each runs alone until it is cleared or blamed."""
         self._forks: dict[str, Sequence] = {}
-        """Sequences that hold blocks but are in no batch: forks that wait to start, beams that wait for each other."""
+        """Sequences that own blocks but are in no batch: forks that wait to start, beams that wait for each other."""
         self._num_queued_tokens = 0
         """Tokens that waiting sequences have yet to compute."""
         self._beams = BeamSearches(
@@ -88,8 +88,8 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, grammar: TokenStates | None = None) -> None:
-        """Queue a request, whose answers have the form of `grammar`. Raises `PagemillError` if it can never run or too
-        many requests are waiting."""
+        """Queue a request, whose answers have the form of `grammar`, if given. Raises `PagemillError` if the request
+        can never run or too many requests are waiting."""
         seqs = self._admission.admit(request, grammar, now_s=self._clock(), num_waiting=self.num_waiting)
         known = self._clients.get(request.request_id, {})
         if clash(seqs, known):
@@ -113,11 +113,12 @@ class Scheduler:
             self._held.hold(live[0], live[1:])
 
     def check(self, request: GenerateRequest, num_more: int = 0) -> None:
-        """Raise the `PagemillError` that `add` would raise. `num_more`: sequences that are about to wait here."""
+        """Raise the `PagemillError` that `add` would raise. `num_more`: sequences that will be waiting before this
+        request."""
         self._admission.check(request, self.num_waiting + num_more)
 
     def abort(self, client_request_id: str, choice: int | None = None) -> None:
-        """Drop a client request or one of its choices, in any state. Unknown ids are ignored: they have ended."""
+        """Abort a client request or one of its choices, in any state. Ids of ended requests are ignored."""
         seqs = self._clients.get(client_request_id, {})
         for seq in sequences_to_abort(seqs.values(), choice, self._in_flight.includes):
             if self._in_flight.includes(seq):
@@ -126,7 +127,7 @@ class Scheduler:
                 self._finish(seq, "abort")
 
     def raise_allowance(self, client_request_id: str, allowance: int) -> None:
-        """Let each sequence of a request generate up to `allowance` tokens. Unknown ids have ended."""
+        """Let each sequence of a request generate up to `allowance` tokens. Ids of ended requests are ignored."""
         self._admission.raise_allowance(self._clients.get(client_request_id, {}).values(), allowance)
 
     @property
@@ -177,11 +178,12 @@ class Scheduler:
         self._in_flight.launch(plan)
 
     def _begin_masks(self, names: Iterable[str]) -> None:
-        """While the step runs, the masks are computed that its sampling needs. One alone is faster without a thread."""
+        """Start computing, in a thread, the masks that the step's sampling needs. One mask alone is faster without a
+        thread."""
         states = (self._sequences[name].grammar for name in names)
         due = [found for state in states if state is not None and (found := state.due) is not None]
         if len(due) > 1:
-            from pagemill_engine.grammar import masks  # llguidance: only requests that have a form need it
+            from pagemill_engine.grammar import masks  # imports llguidance, which only requests with a form need
 
             masks.begin_masks(due)
 
@@ -237,15 +239,13 @@ class Scheduler:
                 return
 
     def _make_way(self) -> None:
-        """Where no place in the batch is free, sequences that give way are preempted for those that wait.
-
-        What they computed stays in the prefix cache as long as there is space. They start again after all others.
-        """
+        """Preempt low-priority sequences for waiting ones of higher priority if the batch is full. Their computed
+        tokens stay in the prefix cache as long as there is space. They start again after all others."""
         most = self.limits.max_num_seqs
         if len(self._running) < most or not self._running.last_except(None).is_unhurried:
             return
-        num_hurried = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
-        for _ in range(num_hurried):
+        num_higher = sum(1 for seq in islice(self._waiting, most) if not seq.is_unhurried)
+        for _ in range(num_higher):
             if not (self._running and (last := self._running.last_except(None)).is_unhurried):
                 return
             self._preempt(last)
@@ -269,7 +269,7 @@ class Scheduler:
         step.reserved_blocks -= len(allocation.new_block_ids)
 
     def _allocate(self, seq: Sequence, num_tokens: int, step: StepBuilder) -> Allocation | None:
-        """Open the write, preempting others until it fits. Returns `None` if the sequence itself was preempted."""
+        """Open the sequence's KV write, preempting others until it fits. Returns None if it was itself preempted."""
         spared = seq if self._probing else None
         while (allocation := self.kv.allocate_slots(seq, num_tokens)) is None:
             victim, fork = self._running.last_except(spared), self._last_fork()
@@ -282,7 +282,8 @@ class Scheduler:
         return allocation
 
     def _start(self, seq: Sequence, step: StepBuilder, *, alone: bool = False) -> bool:
-        """Admit a waiting sequence if enough blocks are free. If no other sequence runs, they always are."""
+        """Admit a waiting sequence if enough blocks are free; if no other sequence runs, they are. Returns whether it
+        started."""
         kv = self.kv
         while True:
             reusable = reusable_blocks(seq, kv.block_size)
@@ -308,10 +309,10 @@ class Scheduler:
         return True
 
     def _headroom(self) -> int:
-        """Blocks to keep free when a sequence starts: one per running sequence, so that these do not preempt it at
-        once.
+        """Return how many blocks to keep free when a sequence starts.
 
-        On a mixed simulated workload this reduces 49 preemptions to 19, at the same throughput.
+        One per running sequence, so that these do not preempt the new one at once. On a mixed simulated workload this
+        reduces 49 preemptions to 19, at the same throughput.
         """
         return max(self.limits.watermark_blocks, len(self._running))
 
@@ -329,10 +330,8 @@ class Scheduler:
     # -- taking blocks back --------------------------------------------------------------------------------------
 
     def _preempt(self, seq: Sequence, step: StepBuilder | None = None) -> None:
-        """Return the sequence to the queue with nothing computed. Its generated tokens are kept as known tokens.
-
-        So is the token that a step in flight samples for it: that step still uses the blocks.
-        """
+        """Return the sequence to the queue with nothing computed. Its generated tokens are kept as known tokens. The
+        token that a step in flight samples for it is kept too: that step still uses the blocks."""
         if step is not None:
             step.withdraw(seq)
         self.kv.free(seq)
@@ -346,11 +345,11 @@ class Scheduler:
         self._released.append(seq.request_id)
 
     def _last_fork(self) -> Sequence | None:
-        """The sequence in `_forks` that gives up its blocks first."""
+        """Return the sequence in `_forks` that loses its blocks first, or None."""
         return max(self._forks.values(), key=serving_key, default=None)
 
     def _drop_fork(self, seq: Sequence) -> None:
-        """Free its blocks; it will compute its tokens itself."""
+        """Free the blocks of a fork, which will compute its tokens itself."""
         del self._forks[seq.request_id]
         self._num_queued_tokens += seq.num_computed_tokens if seq.state is SequenceState.WAITING else 0
         self.kv.free(seq)
@@ -361,7 +360,7 @@ class Scheduler:
         self._num_queued_tokens += seq.num_due_tokens
 
     def _unqueue(self, seq: Sequence) -> None:
-        """Call this before the sequence's block table changes."""
+        """Remove a sequence from the queue. Call this before its block table changes."""
         self._waiting.remove(seq)
         self._forks.pop(seq.request_id, None)
         self._num_queued_tokens -= seq.num_due_tokens
@@ -380,7 +379,7 @@ class Scheduler:
         token_ids, logprobs, discarded, samples = result.token_ids, result.logprobs, in_flight.discarded, plan.samples
         seqs, kv, held, running = self._sequences, self.kv, self._held, SequenceState.RUNNING
         targets, commit, take_token = plan.prompt_targets, kv.commit, self._take_token
-        # As hot as `_schedule_decodes`.
+        # This loop runs as often as that of `_schedule_decodes`.
         for name, num_tokens in plan.num_scheduled_tokens.items():
             seq = seqs.get(name)
             if seq is None or (discarded and name in discarded):
@@ -401,16 +400,14 @@ class Scheduler:
         self._in_flight.complete(plan)
 
     def step_failed(self, plan: StepPlan, message: str) -> None:
-        """Handle a step that raised as a whole. A sequence that ran alone is blamed; several are probed one by one.
-
-        A step that was launched behind the failed one read incomplete KV: its sequences start over.
-        """
+        """Handle a step that raised as a whole: blame a sequence that ran alone, probe several one by one. A step that
+        was launched behind the failed one read incomplete KV, so its sequences start over."""
         dropped = self._in_flight.drop_all()
         self._released = [*(name for in_flight in dropped for name in in_flight.plan.released), *self._released]
         seqs = next(in_flight.sequences(self._sequences) for in_flight in dropped if in_flight.plan is plan)
         for seq in self._sequences.values():
             self._discard(seq)
-        if seqs and len(plan.num_scheduled_tokens) == 1:  # unless the blamed one was discarded in between
+        if seqs and len(plan.num_scheduled_tokens) == 1:  # not if the only sequence was discarded since the launch
             self.kv.invalidate(seqs[0])
             self._fail(seqs[0], message)
             if len(dropped) == 1:
@@ -423,11 +420,10 @@ class Scheduler:
         self._probing = [seq for seq in seqs if seq.state is not SequenceState.FINISHED]
 
     def abandon(self, plan: StepPlan | None, message: str) -> None:
-        """Handle an `update` (or, without a plan, a `schedule`) that raised half-way: fail every sequence it may have
-        left inconsistent.
+        """Handle an `update` (or, without a plan, a `schedule`) that raised half-way.
 
-        This may raise in turn, or leave inconsistencies for `find_inconsistencies`; then the scheduler cannot be
-        trusted.
+        Fails every sequence that may be inconsistent. This may raise in turn, or leave inconsistencies for
+        `find_inconsistencies`; then the scheduler cannot be trusted.
         """
         if plan is not None:
             seqs = (self._in_flight.complete(plan) or InFlightStep(plan)).sequences(self._sequences)
@@ -443,10 +439,10 @@ class Scheduler:
                 self._fail(seq, message)
 
     def _void(self, in_flight: InFlightStep, broken: dict[str, str]) -> None:
-        """Fail the broken sequences. Sequences of steps in flight that read blocks which those were writing start
-        over."""
+        """Fail the broken sequences. Sequences of steps in flight that read the blocks which the broken ones were
+        writing start over."""
         failed = [seq for seq in in_flight.sequences(self._sequences) if seq.request_id in broken]
-        # What a sequence was writing is unknown if it was preempted since: then no reader is trusted.
+        # If a broken sequence was preempted since, the blocks it was writing are unknown: then no reader is trusted.
         blind = any(seq.state is not SequenceState.RUNNING for seq in failed)
         untrusted: set[int] = set()
         for seq in failed:
@@ -489,7 +485,7 @@ class Scheduler:
         if seq.needs_last_token:
             num_tokens = len(seq.token_ids)
             if fault := advance(seq) or self._jump(seq):
-                self._fail(seq, f"The answer was broken off: {fault}.")
+                self._fail(seq, f"The answer was cut off: {fault}.")
                 return
             taken += seq.token_ids[num_tokens:]
         reason = finish_reason(seq)
@@ -505,8 +501,8 @@ class Scheduler:
         self._leave(seq)
 
     def _jump(self, seq: Sequence) -> str:
-        """Take the tokens that follow without a choice; the next step computes them together. Not where log
-        probabilities of each are reported."""
+        """Append the tokens that the form leaves no choice about; the next step computes them together. Returns the
+        fault that ends the sequence, or "". Does nothing where log probabilities of each token are reported."""
         if not self.limits.jumps_forward or seq.sampling.num_alternatives is not None:
             return ""
         if seq.state is not SequenceState.RUNNING or self._probing or self._held.fork_is_due(seq):
@@ -533,8 +529,8 @@ class Scheduler:
         self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        """The only way out: release everything the sequence holds."""
-        if seq.state is SequenceState.FINISHED:  # with the other beams of its search
+        """Release everything that the sequence owns. Every sequence ends here."""
+        if seq.state is SequenceState.FINISHED:  # ended with another beam of its search
             return
         if seq.state is SequenceState.RUNNING:
             self._leave_batch(seq)
@@ -561,20 +557,19 @@ class Scheduler:
             self._queue(successor)
 
     def swap_released(self, following: list[str]) -> list[str]:
-        """For a plan made outside `schedule`: returns the sequences it must release, and sets those of the next
-        plan."""
+        """Return the sequences that a plan made outside `schedule` must release, and set those of the next plan."""
         released, self._released = self._released, following
         return released
 
-    # -- what others see -----------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------
 
     def take_outputs(self) -> list[TokensOut]:
-        """All outputs for clients since the last call."""
+        """Return all outputs for clients since the last call."""
         return self._outputs.take()
 
     def find_inconsistencies(self) -> list[str]:
-        """Contradictions between sequences, queues and block tables between two steps; empty in a consistent scheduler.
-        O(sequences)."""
+        """Return the contradictions between sequences, queues and block tables; empty if consistent. Call this between
+        two steps. O(sequences)."""
         counts = len(self._running), len(self._waiting), self._held.num_held, self._beams.num_reported()
         places = dict(zip(QUEUED_STATES, counts, strict=True))
         num_choices = sum(len(choices) for choices in self._clients.values())

@@ -1,8 +1,8 @@
-"""A sequence: one choice or beam of a client request, as counters. A request of n choices has n sequences, a beam
-search one per beam.
+"""A sequence: one choice or beam of a client request, as counters.
 
-Everything a step needs follows from `num_computed_tokens` catching up with `num_tokens`. `kv.manager` changes the KV
-counters and `scheduler.scheduler` the others.
+A request of n choices has n sequences, a beam search one per beam. Everything that a step needs follows from
+`num_computed_tokens` catching up with `num_tokens`. `kv.manager` changes the KV counters, `scheduler.scheduler` the
+others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SequenceState(IntEnum):
 @dataclass(slots=True, eq=False)
 class Sequence:
     request_id: str
-    """Unique in the engine: client request id and choice."""
+    """Id that is unique in the engine: client request id and choice."""
     client_request_id: str
     choice: int
     """Index among all choices of the client request."""
@@ -43,7 +43,7 @@ class Sequence:
     arrival_s: float
     priority: int
     token_ids: list[int]
-    """Prompt, then output."""
+    """Prompt tokens, followed by output tokens."""
     num_prompt_tokens: int
     sampling: SamplingParams
     seed: int
@@ -52,51 +52,54 @@ class Sequence:
     stop_ids: frozenset[int]
     """End-of-sequence tokens (unless ignored) and the request's own stop tokens."""
     eos_token_ids: list[int]
-    """End-of-sequence tokens that apply to the sequence."""
+    """End-of-sequence tokens, unless ignored."""
     cache_root: bytes
     num_resumed_tokens: int = 0
-    """Output tokens that another engine generated before."""
+    """Number of output tokens that another engine generated."""
     num_computed_tokens: int = 0
-    """Tokens whose KV is in the cache once all launched steps have run."""
+    """Number of tokens whose KV is in the cache once all launched steps have run."""
     num_pending_tokens: int = 0
-    """Tokens that steps in flight sample: their values are not known yet."""
+    """Number of tokens that steps in flight sample; their values are not known yet."""
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at first scheduling."""
+    """Prompt tokens found in the prefix cache when the sequence was first scheduled."""
     num_preemptions: int = 0
     state: SequenceState = SequenceState.WAITING
     aborted: bool = False
-    """Aborted while a step was in flight; it ends with that step."""
+    """Whether it was aborted while a step was in flight; it ends with that step."""
     reported: bool = False
-    """Its first output was sent."""
+    """Whether its first output was queued for the client."""
     first_scheduled_s: float | None = None
     search: BeamSearch[Sequence] | None = None
     """The beam search that the sequence belongs to."""
     grammar: TokenState | None = None
-    """Where it is in what its request prescribes: a form, a budget of reasoning."""
+    """State of the request's grammar: its form, and its budget of reasoning tokens."""
     restriction: Restriction | None = None
-    """Which tokens its request allows beside that."""
+    """The request's `allowed_token_ids` and `bad_words`."""
     token_mask: Mask | TokenState | None = None
-    """What may follow its known tokens, by both; the state alone computes its mask later. `None`: any token."""
+    """The tokens that may follow, by `grammar` and `restriction`; None: any token.
+
+    A grammar state computes its mask later.
+    """
     needs_last_token: bool = False
-    """What may follow depends on tokens of the output."""
+    """Whether the tokens that may follow depend on the output."""
     was_jumped: bool = False
-    """It has tokens that no step sampled, so that the runner does not know them."""
+    """Whether it has tokens that no step sampled and that the runner therefore does not know."""
     prompt_report: PromptReport | None = None
-    """What the client request reports of its prompt."""
+    """Log probabilities of the client request's prompt, if it asked for them."""
     pooling: PoolingParams | None = None
-    """It ends with its prompt, of which a vector or a score is made."""
+    """Set if the prompt is pooled into a vector or a score instead of continued."""
     reads_all: bool = False
-    """Every token of its prompt is computed for it, whatever the prefix cache holds."""
+    """Whether every prompt token must be computed for it, whatever the prefix cache contains."""
 
     @property
     def is_unhurried(self) -> bool:
-        """It gives way to every sequence that is not."""
+        """Whether every sequence of higher priority goes before it."""
         return gives_way(self.priority)
 
     @property
     def num_tokens(self) -> int:
-        """Known and pending tokens."""
+        """Number of known and pending tokens."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -105,5 +108,5 @@ class Sequence:
 
     @property
     def num_due_tokens(self) -> int:
-        """Tokens that no step has computed so far: 1 while decoding."""
+        """Number of tokens that no step has computed so far: 1 while decoding."""
         return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens

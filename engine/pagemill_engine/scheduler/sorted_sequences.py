@@ -1,6 +1,7 @@
 """A sorted set of sequences: the waiting queue and the running batch.
 
-Sizes are bounded (at most a few thousand), so a sorted list beats any tree: insertion is a memory move, iteration free.
+Sizes are bounded (at most a few thousand), so a sorted list beats a tree: insertion is one memory move, and iteration
+costs nothing extra.
 """
 
 from __future__ import annotations
@@ -15,22 +16,24 @@ OrderKey = Callable[[Sequence], tuple[int, ...]]
 
 
 def serving_key(request: Sequence) -> tuple[int, ...]:
-    """Order of the running sequences, by priority first. The last one, the newest of the lowest priority, is preempted
-    first."""
+    """Return the key that orders running sequences, by priority first.
+
+    The last sequence, the newest of the lowest priority, is preempted first.
+    """
     return (request.priority, request.arrival, request.choice)
 
 
 def unhurried_last(rank: OrderKey) -> OrderKey:
-    """The order `rank`, with sequences that give way to all others behind those."""
+    """Return the order `rank`, with low-priority sequences behind all others."""
     return lambda seq: (int(seq.is_unhurried), *rank(seq))
 
 
 UNHURRIED_SERVING, UNHURRIED_WAITING = (UNHURRIED_PRIORITY,), (1,)
-"""Where sequences that give way begin: by `serving_key`, and by an order of `unhurried_last`."""
+"""The first possible keys of low-priority sequences: by `serving_key`, and by an order of `unhurried_last`."""
 
 
 class SortedSequences:
-    """Keys must be unique; `arrival` and `choice` of each sequence make them so."""
+    """Sequences sorted by a unique key; `arrival` and `choice` of each sequence make keys unique."""
 
     def __init__(self, key: OrderKey) -> None:
         self._key = key
@@ -51,12 +54,12 @@ class SortedSequences:
         return self._sequences[0]
 
     def last_except(self, spared: Sequence | None) -> Sequence:
-        """The last sequence that is not `spared`; `spared` itself when it is alone."""
+        """Return the last sequence that is not `spared`, or `spared` if there is no other."""
         last = self._sequences[-1]
         return self._sequences[-2] if last is spared and len(self._sequences) > 1 else last
 
     def num_from(self, least: tuple[int, ...]) -> int:
-        """How many have a key that is not before `least`."""
+        """Return how many sequences have a key that is not before `least`."""
         return len(self._keys) - bisect_left(self._keys, least)
 
     def add(self, request: Sequence) -> None:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class AdmittedSequence:
-    """A sequence that starts, or restarts after preemption: its batch row is filled from the beginning."""
+    """A sequence that starts, or restarts after preemption. The runner fills its batch row from the beginning."""
 
     request_id: str
     token_ids: list[int]
-    """All known tokens: prompt, then tokens generated before a preemption or migration."""
+    """All known tokens: the prompt, then tokens generated before a preemption or migration."""
     num_prompt_tokens: int
     num_computed_tokens: int
     """Tokens whose KV is already in `block_ids` (prefix-cache hit or fork)."""
@@ -34,30 +34,30 @@ class AdmittedSequence:
     """Blocks for all tokens up to and including this step's."""
     sampling: SamplingParams
     choice: int
-    """Index among the n choices of its client request: part of the random counter."""
+    """Index among the n choices of its client request; it is part of the random counter."""
     seed: int
     pooling: PoolingParams | None = None
-    """It samples nothing: a vector or a score is made of its prompt."""
+    """Set if the prompt is pooled into a vector or a score; the sequence then samples nothing."""
     eos_token_ids: list[int] = field(default_factory=list)
-    """End-of-sequence tokens that apply to the sequence (none with `ignore_eos`): together with
-    `sampling.stop_token_ids` they are masked until `min_tokens` tokens were generated."""
+    """End-of-sequence tokens of the sequence (none with `ignore_eos`). Together with `sampling.stop_token_ids` they are
+    masked until `min_tokens` tokens were generated."""
 
 
 @dataclass(slots=True, frozen=True)
 class PromptTargets:
-    """Prompt tokens whose log probabilities a step reports: each follows a token that the step computes."""
+    """Prompt tokens whose log probabilities a step reports; each follows a token that the step computes."""
 
     first: int
-    """Index of the first one among the prompt's tokens that have one, which are all but the first token."""
+    """Index of the first target, counted from the prompt's second token."""
     offset: int
-    """Index among the request's tokens of this step of the one that the first target follows."""
+    """Index of the token that the first target follows, among the request's tokens of this step."""
     token_ids: list[int]
     num_top: int
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step's work. Order of `num_scheduled_tokens` is the order of sequences in the batch.
+    """One step's work. The order of `num_scheduled_tokens` is the order of sequences in the batch.
 
     A sequence may be admitted with blocks that another sequence of the same step fills (a prefix hit on work in
     flight): the runner writes the KV of the whole batch before attention reads it, in every layer.
@@ -65,29 +65,32 @@ class StepPlan:
 
     step: int
     num_scheduled_tokens: dict[str, int]
-    """The decision. A request samples one token, or is pooled, exactly when the step catches up with all its tokens."""
+    """The decision. A request samples a token, or is pooled, exactly when the step catches up with all its tokens."""
     admitted: list[AdmittedSequence] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)
     """Blocks appended to sequences that were already admitted."""
     replaced_blocks: list[tuple[str, int, int]] = field(default_factory=list)
-    """(request_id, index in its block table, new block id): the entry after a copy-on-write. An admitted sequence's
-    `block_ids` have it already."""
+    """(request id, index in its block table, new block id): the entry after a copy-on-write. An admitted sequence's
+    `block_ids` contain the new block already."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, destination) copied before the forward pass; every source is read before any destination is written."""
+    """(source, destination) pairs, copied before the forward pass; all sources are read before a destination is
+    written."""
     released: list[str] = field(default_factory=list)
-    """Sequences that left since the step before: finished, aborted or preempted. Applied first. A sequence may be
-    released and admitted in one plan (it starts over); after a failed step a released sequence may be unknown to the
-    runner."""
+    """Sequences that were finished, aborted or preempted since the last step. The runner applies this first.
+
+    A sequence may be released and admitted in one plan (it starts over). After a failed step a released sequence may be
+    unknown to the runner.
+    """
     samples: set[str] = field(default_factory=set)
-    """Requests that sample a token in this step, or whose prompt is pooled. The runner appends the token to its
+    """Requests that sample a token in this step, or whose prompt is pooled. The runner appends the sampled token to its
     sequence itself."""
     token_masks: dict[str, NDArray[np.int32] | TokenState] = field(default_factory=dict)
-    """For requests that sample and may not take every token: a bit for each that may follow, 32 a word, or the state
-    that has it. Read it after the forward pass is under way and before `wait` returns."""
+    """Masks of the sampling requests that may not take every token: one bit per token, 32 per word, or a grammar state.
+    The runner reads a grammar state's mask after the forward pass is under way and before `wait` returns."""
     prompt_targets: dict[str, PromptTargets] = field(default_factory=dict)
-    """For requests that report log probabilities of their prompts."""
+    """Prompt tokens to report, of requests that ask for log probabilities of their prompts."""
     decode_context_tokens: int = 0
-    """Context tokens that the step's decodes read, summed; for the step-time model."""
+    """Sum of the context tokens that the step's decodes read; for the step-time model."""
     chunk_context_products: int = 0
     """Sum over prefill chunks of chunk tokens x context tokens; for the step-time model."""
 
@@ -103,19 +106,19 @@ class TokenLogprobs:
     token_ids: list[int]
     logprobs: list[float]
     rank: int
-    """Rank of the chosen token, 1 is the most likely."""
+    """Rank of the chosen token; 1 is the most likely."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What the runner returns for a `StepPlan`."""
+    """The runner's result for a `StepPlan`."""
 
     token_ids: dict[str, int] = field(default_factory=dict)
     """One sampled token for each request in `StepPlan.samples` that did not fail and is not pooled."""
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    """One for each token of `StepPlan.prompt_targets`."""
+    """One entry for each token of `StepPlan.prompt_targets`."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Requests that this step broke (non-finite logits and the like), with the reason; the others go on."""
+    """Requests that failed in this step (non-finite logits and the like), with the reason; the others continue."""
     pooled: dict[str, bytes] = field(default_factory=dict)
-    """The vector, or the score, of each request in `StepPlan.samples` that is pooled: float32, little-endian."""
+    """The vector or the score of each request in `StepPlan.samples` that is pooled: float32, little-endian."""

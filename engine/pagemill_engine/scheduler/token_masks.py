@@ -1,6 +1,6 @@
-"""Which tokens may follow in a sequence: by its form, `allowed_token_ids` and `bad_words` together, as one mask.
+"""Token masks of sequences: combines form, `allowed_token_ids` and `bad_words` into one mask.
 
-The grammar of a form is `pagemill_engine.grammar`'s; what is applied to logits is the runner's.
+The grammar of a form is `pagemill_engine.grammar`'s part; the runner applies masks to logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pagemill_protocol.errors import invalid_field
 
 
 def begin(sequence: Sequence) -> None:
-    """Set what may follow the tokens that a new sequence has. Raises `PagemillError` if nothing may."""
+    """Set the mask of a new sequence's next token. Raises `PagemillError` if no token may follow."""
     restriction, grammar = sequence.restriction, sequence.grammar
     if restriction is None and grammar is None:
         return
@@ -25,7 +25,10 @@ def begin(sequence: Sequence) -> None:
 
 
 def advance(sequence: Sequence) -> str:
-    """Set what may follow the sequence's newest token. Returns why it cannot go on; empty: it can, or has ended."""
+    """Set the mask after the sequence's newest token.
+
+    Returns why the sequence cannot continue; "" if it can or has ended.
+    """
     token_id = sequence.token_ids[-1]
     if token_id in sequence.stop_ids:
         return ""
@@ -38,11 +41,10 @@ def advance(sequence: Sequence) -> str:
 
 
 def take_forced(sequence: Sequence) -> str:
-    """Append the tokens about which the sequence's form leaves no choice: steps would sample the same ones. Returns why
-    it cannot go on, as `advance`.
+    """Append the tokens that the form leaves no choice about: steps would sample the same ones.
 
-    Source: jump-forward decoding, SGLang (arXiv 2312.07104); here of whole tokens, so that the text's tokens stay the
-    same.
+    Returns why the sequence cannot continue, like `advance`. Source: jump-forward decoding, SGLang (arXiv 2312.07104);
+    here it works on whole tokens, so that the text's tokens stay the same.
     """
     while finish_reason(sequence) is None and (forced := _forced(sequence)):
         for token_id in forced:
@@ -54,7 +56,7 @@ def take_forced(sequence: Sequence) -> str:
 
 
 def _forced(sequence: Sequence) -> list[int]:
-    """Up to the request's own stop tokens, which count only after `min_tokens` others."""
+    """Return the forced tokens before the request's own stop tokens, which count only after `min_tokens` others."""
     if sequence.grammar is None or sequence.restriction is not None:
         return []
     return list(takewhile(lambda token_id: token_id not in sequence.stop_ids, sequence.grammar.forced))

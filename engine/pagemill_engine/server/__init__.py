@@ -1,1 +1,1 @@
-"""The HTTP process: data port, control port. No torch."""
+"""The engine's HTTP process, with a data port and a control port. Does not import torch."""

@@ -1,6 +1,7 @@
-"""`python -m pagemill_engine.server --settings FILE`: one engine pod's processes, or one replica on a laptop.
+"""`python -m pagemill_engine.server --settings FILE`: runs the two processes of one engine.
 
-Speaks JSON lines: what listens and every phase on stdout, the termination message as the last line on stderr.
+It writes events (ports, phases, readiness) to stdout as JSON lines, and the termination message as the last line to
+stderr.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 after a signal, 1 with a termination message on stderr, 2 for a wrong command line."""
-    # A container's first process ignores the signal unless it says what to do, and imports take a while.
+    """Run the server and return the exit code.
+
+    0: ended by a signal. 1: failed, with a termination message on stderr. 2: wrong command line.
+    """
+    # A container's first process ignores SIGTERM unless it sets a handler, and imports take a while.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from pagemill_engine.ipc.process import EngineProcess
     from pagemill_engine.server.failure import KUBERNETES_LOG, StartupError, disk_full, write_termination
@@ -45,8 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         failure = disk_full(error) or StartupError("ServerFailed", f"{type(error).__name__}: {error}")
         if failure.termination.reason == "ServerFailed":
-            # A fault of our own is reported in the object's status as well.
-            logging.getLogger(__name__).exception("the server ends by a fault of its own")
+            # The termination message carries no traceback.
+            logging.getLogger(__name__).exception("the server ends because of an internal error")
         sys.stderr.write(write_termination(failure.termination, termination_log) + "\n")
         return 1
     return 0
@@ -69,7 +73,7 @@ def _say_ready(ready: Ready) -> None:
 
 
 def _say(**fields: Any) -> None:
-    """A closed pipe is no reason to stop serving."""
+    """Write one event line to stdout. A closed pipe is ignored, because serving can continue."""
     import orjson
 
     try:

@@ -1,8 +1,8 @@
-"""The answer to one HTTP request's prompts: frames from the engine client's loop to the task that sends them.
+"""The answer to one HTTP request: a buffer of frames between the engine client and the task that sends them.
 
-`output.processor` renders before frames get here, so the buffer holds finished bytes. A slow reader never blocks the
-engine: the engine client checks `too_far_behind` before it adds a frame, and ends a stream whose reader is. Only the
-engine client adds frames; only the request's task takes them, or the link that the request came over.
+`output.processor` renders before frames get here, so the buffer contains finished bytes. A slow reader never blocks the
+engine: the engine client checks `too_far_behind` before it adds a frame, and ends the stream of such a reader. Only the
+engine client adds frames. Only the request's task, or the link that the request came over, takes them.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pagemill_engine.server.metrics import RequestTiming
 from pagemill_protocol.errors import PagemillError
 
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
-"""Unread bytes at which a stream is ended: minutes of an ordinary one, seconds of 128 choices with logprobs."""
+"""Unread bytes at which a stream is ended: minutes of an ordinary stream, seconds of 128 choices with logprobs."""
 
 
 class Part(NamedTuple):
-    """One prompt, as far as its answer has come."""
+    """The answer to one prompt so far."""
 
     processor: Processor
     timing: RequestTiming
 
 
 class Answer:
-    """Ends when every prompt's last frame was put, or when one of them failed."""
+    """The answer to one HTTP request. It ends when every prompt's last frame was added, or when one prompt failed."""
 
     def __init__(self, num_prompts: int = 1) -> None:
         self.error: PagemillError | None = None
-        """The failure behind a frame with `meta.error`."""
+        """The error that the last frame reports in the client's dialect."""
         self.engine_ids: list[str] = []
-        """Its prompts' names inside the engine."""
+        """Ids of the request's prompts inside the engine."""
         self.parts: list[Part] = []
-        """Of the prompts that the engine took."""
+        """One part for each prompt that the engine accepted."""
         self.on_change: Callable[[], None] | None = None
-        """Called when frames have come, for a reader that waits in no task."""
+        """Callback for added frames, for a reader that does not wait in a task."""
         self._num_unfinished = num_prompts
         self._closed = False
         self._frames: list[Frame] = []
@@ -46,17 +46,17 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Nothing more will be put."""
+        """Whether no more frames will be added."""
         return self._num_unfinished == 0 or self.error is not None or self._closed
 
     @property
     def is_read(self) -> bool:
-        """Ended, and all frames were taken."""
+        """Whether the answer has ended and all frames were taken."""
         return self.ended and not self._frames
 
     @property
     def too_far_behind(self) -> bool:
-        """More waits for the reader than a stream may hold."""
+        """Whether more than `MAX_UNREAD_BYTES` wait for the reader."""
         return self._num_unread_bytes > MAX_UNREAD_BYTES
 
     def put(self, frames: list[Frame]) -> None:
@@ -68,7 +68,7 @@ class Answer:
         self._changed()
 
     def fail(self, error: PagemillError, frame: Frame) -> None:
-        """The last frame: `error` in the client's dialect."""
+        """End the answer with `frame`, which is `error` in the client's dialect."""
         if self.ended:
             return
         self.error = error
@@ -76,13 +76,13 @@ class Answer:
         self._changed()
 
     def close(self) -> None:
-        """The client is gone: drop all frames and wake the waiting task."""
+        """Drop all frames and wake the waiting task, because the client has disconnected."""
         self._closed = True
         self._frames.clear()
         self._arrived.set()
 
     async def take(self) -> list[Frame]:
-        """All frames that have arrived since the last call; waits for one. Empty once the answer has ended."""
+        """Wait for frames and return all that have arrived. Returns an empty list once the answer has ended."""
         while not self._frames:
             if self.ended:
                 return []
@@ -91,7 +91,7 @@ class Answer:
         return self.take_now()
 
     def take_now(self) -> list[Frame]:
-        """All frames that are there."""
+        """Return all frames that have arrived, without waiting."""
         frames, self._frames = self._frames, []
         self._num_unread_bytes = 0
         return frames

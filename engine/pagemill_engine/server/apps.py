@@ -1,4 +1,4 @@
-"""The two apps as data: a route table for the data port and one for the control port, behind the shared door."""
+"""The ASGI apps of the data port and the control port: their route tables and the middleware around them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def show_metrics(request: Request) -> Response:
 
 
 async def show_version(request: Request) -> Response:
-    """And what computes, once that is known: an operator sees here which models run slower than they could."""
+    """Show the versions and, once known, the kernels: an operator sees here which models run slower than they could."""
     context: ServerContext = request.app.state.context
     ready = None if context.client is None else context.client.ready_info
     compute = {"compute": ready.compute} if ready is not None and ready.compute else {}
@@ -56,7 +56,7 @@ async def show_docs(request: Request) -> Response:
 
 
 async def show_load(request: Request) -> Response:
-    """Requests inside the engine, running or waiting."""
+    """Show the number of requests inside the engine, running or waiting."""
     client = request.app.state.context.client
     return JSONResponse({"server_load": 0 if client is None else client.num_requests})
 
@@ -114,7 +114,10 @@ CONTROL_ROUTES = [
 
 
 def data_app(context: ServerContext) -> ASGIApp:
-    """What gateways call guards itself: all other routes are for clients."""
+    """Build the app of the data port.
+
+    Only the client routes need guards here: routes for gateways check the internal token themselves.
+    """
     server = context.settings.server
     is_open = context.keys.open and not server.only_gateways and is_loopback_address(server.host)
     app = _app(
@@ -150,7 +153,7 @@ def _app(
 
 
 class _CountRequests:
-    """Counts answers by route and status; unknown paths are one label, so callers cannot grow the series."""
+    """Counts answers by route and status. All unknown paths share one label, so that callers cannot grow the series."""
 
     def __init__(self, app: ASGIApp, context: ServerContext, paths: set[str]) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Everything the routes share: one value, made by `main`, reached as `request.app.state.context`."""
+"""The state that all routes share. `main` creates it; routes read it from `request.app.state.context`."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ T = TypeVar("T")
 class ServerContext:
     settings: Settings
     names: list[str]
-    """Names clients may use; the first is the model's own."""
+    """Model names that clients may use; the first is the model's own."""
     created_unix_s: int
     lifecycle: Lifecycle
     publisher: StatePublisher
     metrics: ServerMetrics
     tokens: ControlTokens
-    """What opens `/internal/*` and the control port."""
+    """Internal tokens, which authorize `/internal/*` and the control port."""
     keys: KeyRing
-    """Who may use the OpenAI routes."""
+    """API keys, which authorize the OpenAI routes."""
     draining: Draining
     sleeping: Sleeping
     tracing: Tracing
     client: EngineClient | None = None
-    """Set when the tokenizer is loaded and the engine process starts."""
+    """None until the model's headers were read and the engine process starts."""
     tokenizer: Tokenizer | None = None
     _threads: PreparationThreads = field(default_factory=lambda: PreparationThreads(NUM_THREADS))
 
     async def off_loop(self, work: Callable[[], T], body_bytes: int = 0) -> T:
-        """Run CPU work (parsing, rendering, tokenizing) on a thread, so streams of others go on meanwhile."""
+        """Run CPU work (parsing, rendering, tokenizing) on a thread, so that other streams continue meanwhile."""
         return await self._threads.run(work, body_bytes)
 
     def loaded_tokenizer(self) -> Tokenizer:
@@ -58,7 +58,7 @@ class ServerContext:
         return self.tokenizer
 
     def ready_engine(self) -> tuple[EngineClient, Ready]:
-        """The client and what it loaded. Raises 503 while there is none."""
+        """Return the engine client and its ready message. Raises 503 until the engine is ready."""
         if self.client is None or self.client.ready_info is None:
             raise self._not_ready()
         return self.client, self.client.ready_info
@@ -81,7 +81,7 @@ class ServerContext:
         return self.client.num_requests if self.client is not None else 0
 
     def drain(self) -> None:
-        """Unready from now on; what runs goes on. When requests are refused is `draining`'s decision."""
+        """Make the server unready. Running requests continue; `draining` decides when new ones are refused."""
         self.draining.announce(self.num_requests)
 
     def close(self) -> None:

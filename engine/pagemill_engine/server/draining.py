@@ -1,8 +1,8 @@
-"""The way out of service: announce it, wait until no gateway sends any more, only then refuse.
+"""Draining: announces it, waits until no gateway sends requests any more, then refuses them.
 
-Between the announcement and the last acknowledgement requests are still taken: a request that a gateway sent before it
-knew is served, not refused. Readiness is gone from the first moment. Which gateways there are is known from the state
-streams that are open. Running requests are none of its business: `main` waits for them.
+Between the announcement and the last acknowledgement requests are still accepted: a request that a gateway sent before
+it learned of the drain is served. The server is unready from the announcement on. The open state streams show which
+gateways exist. Waiting for running requests is `main`'s part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ACKNOWLEDGE_TIMEOUT_S = 5.0
 
 
 class Gateways(NamedTuple):
-    """Readers of the state stream now, and how many of them have acknowledged."""
+    """Number of gateways that read the state stream, and how many of them have acknowledged the drain."""
 
     connected: int
     acknowledged: int
@@ -30,7 +30,7 @@ class Draining:
         self._lifecycle = lifecycle
         self._publisher = publisher
         self._readers: Counter[str] = Counter()
-        """Open streams by reader."""
+        """Number of open state streams by reader."""
         self._acknowledged: set[str] = set()
         self._changed = asyncio.Event()
 
@@ -39,12 +39,12 @@ class Draining:
         return Gateways(len(self._readers), len(self._acknowledged & self._readers.keys()))
 
     def announce(self, num_requests: int) -> None:
-        """Unready from now on. There is no way back."""
+        """Make the server unready for good and publish that it drains."""
         self._lifecycle.enter("draining", f"{num_requests} requests are still running")
         self._publisher.set_draining()
 
     async def settle(self, timeout_s: float) -> None:
-        """Return when every reader has acknowledged, or left, or after `timeout_s`; requests are refused then."""
+        """Wait until every reader has acknowledged or left, at most `timeout_s`; then refuse requests."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._readers.keys() - self._acknowledged:
@@ -52,7 +52,7 @@ class Draining:
                     await self._changed.wait()
         except TimeoutError:
             pass
-        self._lifecycle.close_door()
+        self._lifecycle.refuse_requests()
 
     def reader_came(self, gateway: str) -> None:
         self._readers[gateway] += 1
@@ -64,7 +64,7 @@ class Draining:
         self._changed.set()
 
     def acknowledge(self, gateway: str) -> None:
-        """The gateway sends nothing more. Said before there is a drain, it means nothing."""
+        """Record that the gateway sends no more requests. Before a drain this has no effect."""
         if self._lifecycle.ending:
             self._acknowledged.add(gateway)
             self._changed.set()

@@ -1,7 +1,7 @@
-"""The HTTP process's half of the engine: requests in, answers out, over one channel to the engine process.
+"""The HTTP process's end of the channel to the engine process: sends requests, receives outputs.
 
-`run` is the only reader of the channel; `submit` and `abort` are called by request tasks on the same event loop. Each
-output goes through its request's `OutputProcessor` right here, so a stop string found in the text reaches the scheduler
+`run` is the only reader of the channel; request tasks on the same event loop call `submit` and `abort`. Each output
+goes through its request's `OutputProcessor` at once, so that a stop string found in the text reaches the scheduler
 before its next step, however slowly the client reads. A fault while one output is processed fails that request alone.
 """
 
@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 
 class _Running(NamedTuple):
     request_id: str
-    """As the front door named it."""
+    """Id that the HTTP middleware or the gateway assigned."""
     processor: Processor
     answer: Answer
     timing: RequestTiming
 
 
 class EngineClient:
-    """Owns the requests that are inside the engine process."""
+    """Client of the engine process; it keeps track of the requests inside the engine."""
 
     def __init__(
         self,
@@ -68,10 +68,12 @@ class EngineClient:
         sleeping: Sleeping,
     ) -> None:
         self.ready_info: Ready | None = None
-        """What the engine loaded; set once it is ready."""
+        """Properties of the loaded engine; None until it is ready."""
         self.last_message_s = time.monotonic()
-        """When the engine process last reported; it does at least every second, also when idle. Heartbeats do not
-        count: a process whose loop hangs sends them too."""
+        """Time at which the engine process last sent a report, which it does at least every second, also when idle.
+
+        Heartbeats do not count: a process whose loop hangs sends them too.
+        """
         self._config = config
         self._admission: Admission | None = None
         self._channel = channel
@@ -80,37 +82,41 @@ class EngineClient:
         self._metrics = metrics
         self._sleeping = sleeping
         self._running: dict[str, _Running] = {}
-        """By the request's name inside the engine, which is never reused: late messages about an aborted request cannot
-        reach another one with the same id."""
+        """Requests by their id inside the engine.
+
+        That id is never reused: late messages about an aborted request cannot reach another one with the same request
+        id.
+        """
         self._engine_ids: dict[str, str] = {}
-        """Names inside the engine of the requests in `_running`, by request id."""
+        """Ids inside the engine of the requests in `_running`, by request id."""
         self._num_accepted = 0
         self._num_sequences = 0
-        """Choices of all requests inside the engine."""
+        """Number of choices of all requests inside the engine."""
         self._num_sequences_running = 0
-        """As of the engine's latest report."""
+        """Number of running sequences in the engine's latest report."""
         self._starting: asyncio.Future[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def num_requests(self) -> int:
-        """Requests inside the engine, running or waiting."""
+        """Number of requests inside the engine, running or waiting."""
         return len(self._running)
 
     def check_room(self, requests: list[GenerateRequest]) -> None:
-        """Raise `PagemillError` 400 when all prompts of one HTTP request could never be here together."""
+        """Raise `PagemillError` 400 if all prompts of one HTTP request together exceed the queue's limit."""
         num_sequences = sum(request.sampling.num_sequences for request in requests)
         if len(requests) > 1 and num_sequences > self._config.max_num_waiting:
             raise wider_than_queue("prompt", num_sequences, self._config.max_num_waiting)
 
     def submit(self, request: GenerateRequest, processor: Processor, answer: Answer) -> None:
-        """Hand a request to the engine, or refuse it now. Once accepted, `answer` gets everything up to its end.
+        """Send a request to the engine, or refuse it. Once accepted, `answer` gets all its frames.
 
-        The engine's own admission rules are applied here too, so that a refusal is known before any status is sent.
-        The name that `abort` takes is added to `answer.engine_ids`.
+        The engine's own admission rules are applied here too, so that a refusal is known before any status is sent. The
+        id that `abort` uses is added to `answer.engine_ids`.
 
-        Raises `PagemillError`: 503 when not ready, draining or full, 400 when the request can never fit.
+        Raises `PagemillError`: 503 when not ready, draining or full, 409 for other weights, 400 when the request can
+        never fit.
         """
         self._refuse_unless_serving()
         assert self._admission is not None
@@ -135,14 +141,17 @@ class EngineClient:
         self._idle.clear()
 
     def abort(self, answer: Answer) -> None:
-        """The client left: free its requests' blocks at once. Finished ones are ignored."""
+        """Abort the requests of an answer whose client has disconnected, so that their blocks are freed at once.
+
+        Finished requests are ignored.
+        """
         for engine_id in answer.engine_ids:
             if self._forget(engine_id) is not None:
                 self._channel.send(Abort(engine_id))
                 self._metrics.request_aborted("client_left")
 
     def raise_allowance(self, request_id: str, allowance: int) -> bool:
-        """Let each sequence of a request generate up to `allowance` tokens; whether the request is here."""
+        """Let each sequence of a request generate up to `allowance` tokens. Returns whether the request is here."""
         engine_id = self._engine_ids.get(request_id)
         if engine_id is None:
             return False
@@ -150,25 +159,25 @@ class EngineClient:
         return True
 
     def fail_all(self, error: PagemillError) -> None:
-        """End every request with `error`, as its client's dialect shows errors."""
+        """End every request with `error` in its client's dialect."""
         for engine_id in list(self._running):
             self._fail(engine_id, error)
 
     async def wait_idle(self) -> None:
-        """Return when no request is inside the engine."""
+        """Wait until no request is inside the engine."""
         await self._idle.wait()
 
-    def tell(self, message: ToEngine) -> None:
-        """To the engine process, behind all that was sent before."""
+    def send(self, message: ToEngine) -> None:
+        """Send a message to the engine process, in order behind all earlier ones."""
         self._channel.send(message)
 
     async def start(self) -> None:
-        """Let the engine process load; what it says waits for `run`."""
+        """Let the engine process load the model. Its messages are read by `run`."""
         self._starting = asyncio.ensure_future(self._channel.start())
         await asyncio.shield(self._starting)
 
     async def run(self) -> None:
-        """Read the engine process until it ends. Raises `StartupError` with the reason when it died by itself."""
+        """Read the engine process's messages until it ends. Raises `StartupError` with the reason if it died."""
         if self._starting is None:
             await self.start()
         while True:
@@ -180,11 +189,11 @@ class EngineClient:
             await asyncio.sleep(0)  # messages that wait already are received without a pause: let other tasks run
 
     def kill(self) -> None:
-        """End the engine process at once, also in the middle of a step; for a `close` under way or to come."""
+        """End the engine process at once, even in the middle of a step, so that `close` does not wait for it."""
         self._channel.kill()
 
     async def close(self) -> None:
-        """End the engine process and free what the channel holds."""
+        """End the engine process and close the channel."""
         if self._starting is not None:  # a start that was interrupted leaves a process behind unless it is awaited
             await asyncio.wait([self._starting])
         if self.ready_info is None:
@@ -274,8 +283,8 @@ class EngineClient:
         mine = self.ready_info.weights_digest
         if request.weights_digest and request.weights_digest != mine:
             raise PagemillError(
-                f"This answer was begun with weights {request.weights_digest[:12]} and here are {mine[:12]}. "
-                "Send it to an engine of the same weights, or anew.",
+                f"This answer was begun with weights {request.weights_digest[:12]}; this engine has {mine[:12]}. "
+                "Send it to an engine with the same weights, or start it again.",
                 status=409,
                 param="weights_digest",
                 code="other_weights",

@@ -1,4 +1,4 @@
-"""Why a server process could not start or had to end: one exception, one JSON line.
+"""The reason why a server process could not start or had to end, as an exception and as one JSON line.
 
 The line is the termination message: the last line on stderr, and the file from which Kubernetes reads it if one is set.
 The operator copies reason and message into the object's conditions, so both must be understandable without a log.
@@ -14,15 +14,15 @@ import msgspec
 from pagemill_protocol.settings import full_disk_message
 
 MAX_TERMINATION_BYTES = 4096
-"""Kubernetes keeps no more of a termination message."""
+"""Kubernetes truncates longer termination messages."""
 
 KUBERNETES_LOG = Path("/dev/termination-log")
-"""Where a kubelet looks, and a file only in its containers: for failures before the settings are known."""
+"""Kubernetes' default file, which exists only in its containers; for failures before the settings are known."""
 
 
 class Termination(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str
-    """CamelCase cause, for machines and condition reasons."""
+    """CamelCase cause, for programs and condition reasons."""
     message: str
     """One sentence with the remedy, for people."""
     field: str | None = None
@@ -30,7 +30,7 @@ class Termination(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StartupError(Exception):
-    """The process cannot serve. Never carries a traceback to the user."""
+    """An error because of which the process cannot serve. Users never see its traceback."""
 
     def __init__(self, reason: str, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -38,13 +38,13 @@ class StartupError(Exception):
 
 
 def disk_full(error: Exception) -> StartupError | None:
-    """The cause where `error` is that of a full disk, such as the one of the temporary folder."""
+    """Return a `StartupError` if `error` was caused by a full disk, such as that of the temporary folder, or None."""
     message = full_disk_message(error) if isinstance(error, OSError) else None
     return StartupError("TemporaryFolderFull", message) if message else None
 
 
 def write_termination(termination: Termination, path: str | None) -> str:
-    """The JSON line, also written to `path` if any. A path that cannot be written is not a second failure."""
+    """Return the JSON line and also write it to `path`, if given. A failure to write is ignored."""
     message = termination.message[: MAX_TERMINATION_BYTES // 4]
     line = msgspec.json.encode(Termination(termination.reason, message, termination.field)).decode()
     if path:

@@ -1,7 +1,7 @@
-"""Can this model run in this container at all? Answered from the files' headers, before anything large is loaded.
+"""Checks from a model's headers whether it fits into the container's memory, before anything large is loaded.
 
-A process that starts to load what cannot fit is killed by the kernel without a word. The estimate is a lower bound, so
-it refuses nothing that would run; the exact figures are the engine process's, once it knows the device.
+The kernel kills a process that loads too much without any message. The estimate is a lower bound, so it refuses nothing
+that would run; the engine process computes the exact sizes once it knows the device.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pagemill_engine.server.failure import StartupError
 from pagemill_protocol.model_spec import ModelSpec
 
 RUNTIME_BYTES = 256 * 1024**2
-"""Memory of both processes without a model, a low estimate."""
+"""Memory of both processes without a model; a low estimate."""
 NVIDIA_DRIVER = Path("/dev/nvidiactl")
-"""There, in containers too, where an NVIDIA device can be used."""
+"""Exists, in containers too, where an NVIDIA device can be used."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _LEAST_ITEM_BYTES = 2
 _CODE_BITS = {"int8": 8, "int4": 4, "w8a8": 8, "fp8": 8}
 
 
 def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises `StartupError` for a model that needs more memory than there is."""
+    """Raise `StartupError` if the model needs more memory than the container has."""
     if config.device == "cuda" or (config.device == "auto" and NVIDIA_DRIVER.exists()):
         return  # Weights and cache go to the device's own memory, layer by layer.
     limit = memory_limit()
@@ -47,7 +47,11 @@ def check_fits(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Codes are kept, and so is bfloat16 under float32; what takes more is rounded or converted as asked for."""
+    """Return the bytes that the weights take in memory.
+
+    Quantized weights are loaded as they are, and so is bfloat16 where float32 is asked for. Other weights are converted
+    to the configured type.
+    """
     if config.quantization != "none":
         return min(spec.weight_bytes, spec.num_parameters * _CODE_BITS[config.quantization] // 8)
     if spec.quantization is not None:
@@ -59,7 +63,7 @@ def _weight_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _kv_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """What the settings ask for; a cache without a setting takes what is left."""
+    """Return the bytes of the KV cache that the settings ask for; 0 if the cache takes the memory that is left."""
     if config.num_kv_blocks is None:
         return config.kv_cache_memory_bytes or 0
     dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype

@@ -1,8 +1,8 @@
-"""The engine's end of one link: a gateway's requests in, and the frames of all their answers out.
+"""The engine's end of a link: receives a gateway's requests and sends the frames of all their answers.
 
-What one engine step makes for many requests leaves in one write. A stream is held back alone while its gateway has not
-credited what was sent, and all of them while the socket is full; their frames wait in their `Answer`s then, which bound
-them. A request is checked and refused as `internal_routes.generate` does; the protocol is `pagemill_protocol.link`.
+The frames of one engine step leave in one write. A stream waits while its gateway has not credited what was sent, and
+all streams wait while the socket is full; meanwhile their frames stay in their `Answer`s, which are bounded. Requests
+are checked and refused as in `internal_routes.generate`. The protocol is `pagemill_protocol.link`.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from pagemill_protocol.openai.render import error_body
 logger = logging.getLogger(__name__)
 
 MAX_UNFINISHED_REQUESTS = 1024
-"""Of which only parts have come."""
+"""Most requests of which only some parts have arrived."""
 MAX_REQUEST_ID_BYTES = 512
 ROUTE = "/internal/generate"
-"""Under which requests are counted, however they come."""
+"""Route label of requests in metrics, whichever way they arrive."""
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def decode_request(raw: bytes) -> GenerateRequest:
-    """Raises `PagemillError` 400."""
+    """Decode a request. Raises `PagemillError` 400."""
     try:
         request = _decoder.decode(raw)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise PagemillError(f"The body is no GenerateRequest: {error}", code="invalid_request") from None
     if not request.request_id or len(request.request_id) > 256:
         raise invalid_field("request_id", "request_id must have 1 to 256 characters.")
-    # Before anything is made for each of its choices; what only the model knows is checked at its admission.
+    # This comes before anything is allocated for each choice. Admission checks what depends on the model.
     request.sampling.validate()
     return request
 
 
 class _Stream:
-    """One request and what of its answer is not sent."""
+    """One request and the unsent part of its answer."""
 
     __slots__ = ("answer", "credit", "number", "rest")
 
@@ -68,12 +68,12 @@ class _Stream:
         self.number = number
         self.answer = answer
         self.credit = WINDOW_BYTES
-        """Bytes that may be sent."""
+        """Number of bytes that may be sent."""
         self.rest = memoryview(b"")
-        """Of frames that were taken out of `answer`."""
+        """Unsent bytes of frames that were taken from `answer`."""
 
     def next_records(self) -> list[bytes]:
-        """As much as may be sent. Raises `FrameError` for a frame beyond its bounds."""
+        """Return the records that may be sent now. Raises `FrameError` for a frame beyond its bounds."""
         records: list[bytes] = []
         while self.credit > 0:
             if not self.rest:
@@ -95,7 +95,7 @@ class _Stream:
 
 class GatewayLink(Successor):
     def __init__(self, context: ServerContext, scope: Scope) -> None:
-        """`scope`: of the request for the link, with the gateway's token."""
+        """Serve a link. `scope`: the ASGI scope of the request that opened it, with the gateway's token."""
         self._context = context
         self._scope = scope
         self._loop = asyncio.get_running_loop()
@@ -103,10 +103,10 @@ class GatewayLink(Successor):
         self._decoder = RecordDecoder()
         self._parts: dict[int, bytearray] = {}
         self._request_id = ""
-        """The client's, of the next request."""
+        """Client's request id of the next request, for logs."""
         self._streams: dict[int, _Stream] = {}
         self._changed: dict[_Stream, None] = {}
-        """Streams that may have something to send, in the order in which it came."""
+        """Streams that may have something to send, in order of change."""
         self._may_write = True
         self._is_scheduled = self._is_lost = self._is_closing = False
 
@@ -114,7 +114,7 @@ class GatewayLink(Successor):
         self._is_closing = True
         self._close_when_done()
 
-    # What the transport calls.
+    # -- called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -159,12 +159,12 @@ class GatewayLink(Successor):
                 stream.credit += decode_credit(data)
                 self._note_change(stream)
         else:
-            raise FrameError(f"A record has the kind {kind}, which no gateway sends.")
+            raise FrameError(f"A record has the unknown kind {kind}.")
 
     def _keep_part(self, number: int, data: bytes) -> None:
         if number not in self._parts and len(self._parts) >= MAX_UNFINISHED_REQUESTS:
-            raise FrameError(f"More than {MAX_UNFINISHED_REQUESTS} requests are begun at once.")
-        # One byte beyond the limit is enough to refuse it; the rest is dropped.
+            raise FrameError(f"More than {MAX_UNFINISHED_REQUESTS} requests have arrived only in part.")
+        # One byte beyond the limit is enough to refuse the request; the rest is dropped.
         parts = self._parts.setdefault(number, bytearray())
         parts += data[: self._max_body_bytes + 1 - len(parts)]
 
@@ -174,7 +174,7 @@ class GatewayLink(Successor):
 
     def _open(self, number: int, body: bytes) -> None:
         if number in self._streams:
-            raise FrameError(f"Stream {number} is open already.")
+            raise FrameError(f"Stream {number} is already open.")
         context = self._context
         try:
             if len(body) > self._max_body_bytes:
@@ -213,7 +213,8 @@ class GatewayLink(Successor):
         self._schedule()
 
     def _schedule(self) -> None:
-        """Send when this turn of the event loop is over: with the frames of all other requests of the step."""
+        """Send at the end of this turn of the event loop, together with the frames of all other requests of the
+        step."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._send)

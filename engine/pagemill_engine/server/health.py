@@ -17,7 +17,7 @@ from starlette.responses import Response
 from pagemill_engine.server.context import ServerContext
 
 MAX_SILENCE_S = 60.0
-"""Silence of the engine process after which the server reports itself dead and gets restarted."""
+"""Silence of the engine process after which the server reports itself dead and is restarted."""
 
 
 async def livez(request: Request) -> Response:
@@ -31,14 +31,14 @@ async def readyz(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """vLLM's route: empty, 200 when a request would be served now."""
+    """Serve vLLM's `/health`: an empty body, and status 200 if a request would be served now."""
     context: ServerContext = request.app.state.context
     healthy = context.lifecycle.ready and why_not_alive(context) is None
     return Response(status_code=200 if healthy else 503)
 
 
 def why_not_alive(context: ServerContext) -> str | None:
-    """The reason why this process should be restarted, if there is one."""
+    """Return the reason why this process should be restarted, or None."""
     lifecycle = context.lifecycle
     if lifecycle.phase in ("failed", "stopped"):
         return lifecycle.detail or lifecycle.phase

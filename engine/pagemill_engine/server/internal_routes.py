@@ -1,8 +1,8 @@
-"""What gateways and the operator call: the link, generate, its allowance, the state stream, the bundle, drain.
+"""Routes for gateways and the operator: link, generate, allowance, state stream, tokenizer bundle, drain.
 
-`/internal/link`, `/internal/generate` and `/internal/allowance` live on the data port and check the internal token
-themselves; the others live on the control port, whose guard (`pagemill_protocol.http.guard`) has checked it before.
-Gateways of the version before this one know no link and call `/internal/generate`.
+`/internal/link`, `/internal/generate` and `/internal/allowance` are on the data port and check the internal token
+themselves. The others are on the control port, whose guard (`pagemill_protocol.http.guard`) checks it. Gateways of the
+previous version have no link and call `/internal/generate`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _raise_decoder = msgspec.msgpack.Decoder(AllowanceRaise)
 
 
 async def generate(request: Request) -> FramesResponse:
-    """Take a prepared request, or refuse it with its status. From status 200 on, the engine owns it."""
+    """Accept a prepared request, or refuse it with its status. After status 200 failures are reported in frames."""
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     require_protocol(request.scope["headers"], GATEWAY)
@@ -50,7 +50,7 @@ async def generate(request: Request) -> FramesResponse:
 
 
 async def link(request: Request) -> LinkResponse:
-    """Become a link, over which a gateway sends all its requests."""
+    """Turn the connection into a link, over which a gateway sends all its requests."""
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     require_protocol(request.scope["headers"], GATEWAY)
@@ -65,7 +65,7 @@ async def link(request: Request) -> LinkResponse:
 
 
 async def allowance(request: Request) -> Response:
-    """More tokens for a request under way. 404: it is not here, or not any more."""
+    """Raise the token allowance of a running request. Answers 404 if the request is not here."""
     context = context_of(request)
     require_control(request.scope, context.tokens, context.settings.server.control_allowed_hosts)
     require_protocol(request.scope["headers"], GATEWAY)
@@ -78,24 +78,24 @@ async def allowance(request: Request) -> Response:
 
 async def state(request: Request) -> Response | StateResponse:
     context = context_of(request)
-    if request.method == "HEAD":  # a stream without a body would keep the connection for nothing
+    if request.method == "HEAD":  # a stream without a body would keep the connection open for nothing
         return Response(headers={"content-type": STATE_CONTENT_TYPE, **protocol_headers()})
     require_protocol(request.scope["headers"], GATEWAY)
-    # One that never ends is refused before the stream begins; from then on only the reader's departure can come.
+    # A body that never ends is refused here; once the stream has begun, only a disconnect can arrive.
     await read_body(request.receive)
     return StateResponse(context)
 
 
 async def bundle(request: Request) -> Response:
     context = context_of(request)
-    await read_body(request.receive)  # a sender that is cut off within its body may lose the answer
+    await read_body(request.receive)  # a client that is cut off within its body may lose the answer
     tokenizer_bundle = context.loaded_tokenizer().bundle
     headers = {BUNDLE_DIGEST_HEADER: tokenizer_bundle.digest}
     return Response(tokenizer_bundle.to_bytes(), media_type=MSGPACK_CONTENT_TYPE, headers=headers)
 
 
 async def drain(request: Request) -> Response:
-    """Become unready now. Answers when the gateways know, or after `wait_s`; from then on requests are refused.
+    """Become unready now. Answers when all gateways have acknowledged, or after `wait_s`; then requests are refused.
 
     Running requests continue; the answer says how many are left.
     """
@@ -109,14 +109,14 @@ async def drain(request: Request) -> Response:
 
 
 async def drained(request: Request) -> Response:
-    """A gateway acknowledges that it sends nothing more here."""
+    """Record a gateway's acknowledgement that it sends no more requests here."""
     context = context_of(request)
     context.draining.acknowledge(_gateway_of(request.scope))
     return Response(status_code=204)
 
 
 class LinkResponse:
-    """Hands the connection over, and is done."""
+    """Response that hands the connection over to a `GatewayLink`."""
 
     def __init__(self, context: ServerContext, take_over: TakeOver) -> None:
         self._context = context
@@ -128,7 +128,7 @@ class LinkResponse:
 
 
 class StateResponse:
-    """An endless stream of state frames, until the reader leaves or the server ends."""
+    """Endless stream of state frames, until the reader disconnects or the server ends."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -159,13 +159,13 @@ def context_of(request: Request) -> ServerContext:
 
 
 def _gateway_of(scope: Scope) -> str:
-    """Who reads the state: the name that a gateway gives itself, else its address."""
+    """Return the name of a state reader: the name that a gateway sends, or else its address."""
     name = header(scope, GATEWAY_HEADER)
     return name[:256] if name else f"address {(scope.get('client') or ('local', 0))[0]}"
 
 
 def seconds(text: str, name: str) -> float:
-    """A query parameter. Raises `PagemillError` 400."""
+    """Return a query parameter in seconds. Raises `PagemillError` 400."""
     try:
         seconds = float(text)
     except ValueError:

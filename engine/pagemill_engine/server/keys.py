@@ -1,9 +1,8 @@
-"""What the OpenAI routes ask for: API keys where a server has a file of them, the internal token behind a gateway
-(`only_gateways`), else nothing.
+"""Authentication of the OpenAI routes: API keys if there is a key file, the internal token with `only_gateways`.
 
-Format and look-up are `pagemill_protocol.keys`'s, as at gateways. Limits are a gateway's: an entry that names one is
-refused here, since it would not be kept. Who may call `/internal/*` is `tokens`'s. Routes find
-the caller in `request.state`.
+Without either, the routes are open. `pagemill_protocol.keys` defines format and look-up, as for gateways. Only a
+gateway enforces limits, so an entry with limits is refused here. `tokens` decides who may call `/internal/*`. Routes
+find the caller in `request.state`.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from pagemill_protocol.keys.ring import KeyRing
 if TYPE_CHECKING:
     from pagemill_engine.server.context import ServerContext
 
-ENFORCED = "Leave it out, or serve through `pagemill gateway`, which keeps it."
+ENFORCED = "Leave it out, or serve through `pagemill gateway`, which enforces it."
 Result = TypeVar("Result")
 
 
 def open_keys(server: ServerConfig) -> KeyRing:
-    """Raises `StartupError` when the file cannot be used."""
+    """Open the key file, if one is set. Raises `StartupError` if it cannot be used."""
     if server.api_keys_file is None:
         return KeyRing(())
     try:
@@ -40,7 +39,7 @@ def open_keys(server: ServerConfig) -> KeyRing:
 
 
 def check_keys(path: Path) -> None:
-    """Raises `StartupError` for the first line that cannot be used."""
+    """Check a key file. Raises `StartupError` for the first line that cannot be used."""
     try:
         check_keys_file(path, fault_of=fault_of)
     except KeysFileError as error:
@@ -48,7 +47,7 @@ def check_keys(path: Path) -> None:
 
 
 def keyed(route: Callable[[Request], Awaitable[Result]]) -> Callable[[Request], Awaitable[Result]]:
-    """The route for those who have a key; others get 401 before their body is read."""
+    """Require a key for a route. Callers without a key get 401 before their body is read."""
 
     async def guarded(request: Request) -> Result:
         context: ServerContext = request.app.state.context
@@ -63,18 +62,18 @@ def keyed(route: Callable[[Request], Awaitable[Result]]) -> Callable[[Request], 
 
 
 def fault_of(line: str) -> str | None:
-    """What is wrong with a line for a server without limits; `None`: nothing."""
+    """Return why a server without limits cannot use a line of the key file, or None."""
     try:
         caller = parse_entry(line)
     except EntryError as error:
         return str(error)
     limit = next((name for name, value in caller.limits._asdict().items() if value is not None), None)
     if limit is not None:
-        return f"has `{limit}`, and this server keeps no limits. {ENFORCED}"
+        return f"has `{limit}`, but this server enforces no limits. {ENFORCED}"
     if caller.models is not None:
-        return f"has `models`, and this server serves each key the one model it has. {ENFORCED}"
+        return f"has `models`, but this server serves one model to all keys. {ENFORCED}"
     if caller.priority_class != "normal":
-        return f"has `priority`, and this server knows no classes of keys. {ENFORCED}"
+        return f"has `priority`, but this server has no priority classes. {ENFORCED}"
     return None
 
 

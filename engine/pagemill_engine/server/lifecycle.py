@@ -1,6 +1,6 @@
-"""Where the server stands between start and end, with the reason for every wait. Asked by the health routes.
+"""The phase of the server between start and end, with the reason for every wait; the health routes read it.
 
-Written by `main` (phases of its own) and by the engine client (what the engine process reports); decides nothing.
+`main` and the engine client (with the engine process's reports) set it. It decides nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Observer = Callable[[str, str], None]
 
 
 class Lifecycle:
-    """One server's phase. From `ready` it may go to sleep and come back.
+    """One server's phase. From `ready` it may go to sleep and return.
 
-    After `draining`, `failed` or `stopped` there is no way back.
+    `draining`, `failed` and `stopped` are final.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -29,7 +29,7 @@ class Lifecycle:
 
     @property
     def takes_requests(self) -> bool:
-        """Ready, or draining while some gateway may not know yet."""
+        """Whether requests are accepted: ready, or draining while some gateway may not know yet."""
         return self._takes_requests
 
     @property
@@ -41,7 +41,7 @@ class Lifecycle:
         return self.phase in ("draining", "failed", "stopped")
 
     def enter(self, phase: str, detail: str = "") -> None:
-        """Move on, unless the server is already ending and `phase` is no further end."""
+        """Enter a phase. While the server is ending, only `failed` and `stopped` have an effect."""
         if self.ending and phase not in ("failed", "stopped"):
             return
         if (phase, detail) == (self.phase, self.detail):
@@ -55,12 +55,12 @@ class Lifecycle:
         if self._observer is not None:
             self._observer(phase, detail)
 
-    def close_door(self) -> None:
-        """Refuse every further request, now that the server drains."""
+    def refuse_requests(self) -> None:
+        """Refuse all further requests of a draining server."""
         self._takes_requests = False
 
     def report(self) -> dict[str, Any]:
-        """The body of `/readyz`. Times in seconds: in this phase, and since start."""
+        """Return the body of `/readyz`. Times are in seconds: in this phase, and since the start."""
         now_s = time.monotonic()
         return {
             "ready": self.ready,

@@ -1,8 +1,8 @@
-"""One server from start to end: ports first, then the model, then requests, then a drain. Nothing is decided elsewhere.
+"""Runs one server from start to end: binds ports, loads the model, serves requests, drains.
 
 Both ports are bound before anything slow happens: a port in use is known at once, and while the model loads the control
-port already says why it is not ready. The engine runs in a process of its own (`ipc.channels`); this one never imports
-torch. `__main__` and `pagemill serve` call `run_server`; routes are in `apps`.
+port already says why it is not ready. The engine runs in a process of its own (`ipc.channels`); this process never
+imports torch. `__main__` and `pagemill serve` call `run_server`; routes are in `apps`.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ from pagemill_protocol.tracing.tracing import Tracing, open_tracing
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 120
-"""Idle connections live longer than a gateway's pool keeps them, so that the gateway closes first."""
+"""Idle connections outlive a gateway's pooled ones, so that the gateway closes first."""
 FLUSH_TIMEOUT_S = 5
-"""At the end, connections get this long to read their last bytes."""
-HURRIED_FLUSH_S = 0.3
-"""After a second signal."""
+"""Time that connections get at the end to read their last bytes."""
+SECOND_SIGNAL_FLUSH_S = 0.3
+"""The same time after a second signal."""
 
 
 @dataclass(slots=True)
@@ -70,20 +70,20 @@ class Events:
     """Callbacks for the caller. All are called on the event loop and must return at once."""
 
     on_listening: Callable[[int, int], None] = lambda port, control_port: None
-    """The ports, as bound."""
+    """Called with the bound data port and control port."""
     on_token: Callable[[str], None] = lambda path: None
-    """No token was configured: one was made, and this file holds it."""
+    """Called with the path of the token file that was created because no token was configured."""
     on_phase: Callable[[str, str], None] = lambda phase, detail: None
-    """Phase and the reason for the wait."""
+    """Called with the phase and the reason for the wait."""
     on_ready: Callable[[Ready], None] = lambda ready: None
     on_drain: Callable[[int], None] = lambda num_requests: None
-    """A signal came; so many requests are still running."""
+    """Called at a signal with the number of running requests."""
 
 
 def run_server(settings: Settings, process: EngineProcess, events: Events | None = None) -> None:
-    """Serve until a signal ends it. Raises `StartupError` when it could not start or could not go on.
+    """Serve until a signal arrives. Raises `StartupError` if the server could not start or had to end.
 
-    `process`: already launched, so that its imports and the caller's import of this module run side by side.
+    `process`: already launched, so that its imports and the caller's import of this module run at the same time.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(Server(settings, process, events or Events()).run())
@@ -117,8 +117,8 @@ class Server:
         self._opened: Opened | None = None
         self._num_signals = 0
         self._signalled = asyncio.Event()
-        self._hurried = asyncio.Event()
-        """A second signal: end now."""
+        self._second_signal = asyncio.Event()
+        """Set at the second signal, which ends the server without waiting."""
 
     async def run(self) -> None:
         context, server = self._context, self._settings.server
@@ -136,7 +136,7 @@ class Server:
             await self._serve(data_socket, control_socket)
 
     async def _serve(self, data_socket: socket.socket, control_socket: socket.socket) -> None:
-        """On bound sockets, until the end."""
+        """Serve on bound sockets until the end."""
         context, server = self._context, self._settings.server
         data = _HttpServer(data_app(context), server)
         control = _HttpServer(control_app(context), server)
@@ -158,9 +158,10 @@ class Server:
                 await self._close(engine, publisher, [data, control], http)
 
     async def _run_engine(self) -> None:
-        """Load what this process needs of the model, then speak for the engine process until it ends."""
+        """Load the parts of the model that this process needs, then read the engine process's messages until it
+        ends."""
         context, config = self._context, self._settings.engine
-        context.lifecycle.enter("loading", f"looking at {config.model}")
+        context.lifecycle.enter("loading", f"opening {config.model}")
         opened, bundle = await context.off_loop(lambda: _open_model(config))
         config = msgspec.structs.replace(
             config,
@@ -177,7 +178,7 @@ class Server:
             context.metrics,
             context.sleeping,
         )
-        context.lifecycle.enter("loading", "importing what the engine needs")
+        context.lifecycle.enter("loading", "importing the engine's libraries")
         await context.client.start()
         context.tokenizer = await context.off_loop(lambda: _make_tokenizer(config, bundle))
         context.publisher.announce_bundle(bundle.digest)
@@ -189,8 +190,10 @@ class Server:
             await self._run_while_fetching(context.client, asyncio.wrap_future(opened.fetched))
 
     async def _run_while_fetching(self, client: EngineClient, fetched: asyncio.Future[Path]) -> None:
-        """Weights arrive while the engine process loads those that are there. Raises `StartupError` where they do not:
-        a fault of the fetch is known before the engine process misses a file."""
+        """Run the engine client while the model's files are being fetched.
+
+        Raises `StartupError` if the fetch fails: its fault is known before the engine process misses a file.
+        """
         engine = asyncio.create_task(client.run())
         try:
             await asyncio.wait((engine, fetched), return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +211,7 @@ class Server:
             self._opened = None
 
     async def _until_end(self, *needed: asyncio.Task[None]) -> None:
-        """Return after a signal and its drain. Raises `StartupError` when a needed task ended by itself."""
+        """Wait for a signal and its drain. Raises `StartupError` if a needed task ended by itself."""
         signalled = asyncio.create_task(self._signalled.wait())
         try:
             await asyncio.wait([*needed, signalled], return_when=asyncio.FIRST_COMPLETED)
@@ -221,24 +224,24 @@ class Server:
                 self._report_failure(task)
 
     async def _drain(self, needed: Sequence[asyncio.Task[None]]) -> None:
-        """Unready first, then let running requests finish, then end the rest with an error they can show."""
+        """Become unready, let running requests finish, then end the remaining ones with an error."""
         context = self._context
         context.drain()
         if context.client is None:
             return
         self._events.on_drain(context.client.num_requests)
         served = asyncio.create_task(self._finish(context.client))
-        hurried = asyncio.create_task(self._hurried.wait())
+        second_signal = asyncio.create_task(self._second_signal.wait())
         try:
-            await asyncio.wait([served, hurried, *needed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([served, second_signal, *needed], return_when=asyncio.FIRST_COMPLETED)
         finally:
             served.cancel()
-            hurried.cancel()
-        context.lifecycle.close_door()
+            second_signal.cancel()
+        context.lifecycle.refuse_requests()
         context.client.fail_all(_shutting_down())
 
     async def _finish(self, client: EngineClient) -> None:
-        """Wait until no gateway sends any more and nothing runs, or the time is up."""
+        """Wait until no gateway sends requests and none runs, at most `drain_timeout_s`."""
         timeout_s = self._settings.server.drain_timeout_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -253,7 +256,7 @@ class Server:
             self._context.client.fail_all(unavailable(f"This server failed: {error}", 1, code=_failure_code(error)))
         if isinstance(error, StartupError):
             raise error
-        logger.error("the server ends by a fault of its own", exc_info=error)
+        logger.error("the server ends because of an internal error", exc_info=error)
         raise StartupError("ServerFailed", f"{type(error).__name__}: {error}") from error
 
     async def _close(
@@ -263,7 +266,7 @@ class Server:
         servers: list[_HttpServer],
         http: list[asyncio.Task[None]],
     ) -> None:
-        """Streams end, connections get their last bytes, the engine process goes; all at the same time."""
+        """End streams, flush connections and end the engine process, all at the same time."""
         context = self._context
         engine.cancel()
         await context.sleeping.close()
@@ -273,21 +276,21 @@ class Server:
         closing: list[asyncio.Future[object]] = [asyncio.ensure_future(task) for task in (*http, publisher)]
         if context.client is not None:
             closing.append(asyncio.ensure_future(context.client.close()))
-        hurry = asyncio.create_task(self._hurry(servers))
+        ending_at_once = asyncio.create_task(self._end_at_second_signal(servers))
         await asyncio.gather(engine, *closing, return_exceptions=True)
         traces = asyncio.create_task(context.tracing.close())
-        await asyncio.wait([traces, hurry], return_when=asyncio.FIRST_COMPLETED)
-        for task in (traces, hurry):
+        await asyncio.wait([traces, ending_at_once], return_when=asyncio.FIRST_COMPLETED)
+        for task in (traces, ending_at_once):
             task.cancel()
         context.lifecycle.enter("stopped")
         context.close()
 
-    async def _hurry(self, servers: list[_HttpServer]) -> None:
-        """After a second signal: wait neither for a step of the engine process nor for clients that do not read."""
-        await self._hurried.wait()
+    async def _end_at_second_signal(self, servers: list[_HttpServer]) -> None:
+        """At a second signal, stop waiting for the engine process's step and for clients that do not read."""
+        await self._second_signal.wait()
         if self._context.client is not None:
             self._context.client.kill()
-        await asyncio.sleep(HURRIED_FLUSH_S)
+        await asyncio.sleep(SECOND_SIGNAL_FLUSH_S)
         for server in servers:
             server.force_exit = True
 
@@ -296,7 +299,7 @@ class Server:
         self._events.on_phase(phase, detail)
         client = self._context.client
         if phase == "ready" and not self._was_ready and client is not None and client.ready_info is not None:
-            # After a sleep it was reported before.
+            # A wake-up enters `ready` again but must not be reported again.
             self._was_ready = True
             self._forget_links()
             self._events.on_ready(client.ready_info)
@@ -317,11 +320,11 @@ class Server:
         self._num_signals += 1
         self._signalled.set()
         if self._num_signals > 1:
-            self._hurried.set()
+            self._second_signal.set()
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn on a socket that is bound already; signals are `Server`'s."""
+    """uvicorn on sockets that are bound already. `Server` handles the signals."""
 
     def __init__(self, app: ASGIApp, server: ServerConfig) -> None:
         super().__init__(
@@ -332,7 +335,7 @@ class _HttpServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                proxy_headers=False,  # no address or scheme of a client is looked at
+                proxy_headers=False,  # no address or scheme of a client is used
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
@@ -356,7 +359,7 @@ def _open_tls(server: ServerConfig) -> ServerTLS | None:
 
 
 def _open_model(config: EngineConfig) -> tuple[Opened, TokenizerBundle]:
-    """What must be right before the engine process loads; weights may still be on their way."""
+    """Open the model and check everything that the engine process depends on. Weights may still be being fetched."""
     with _source_faults(config):
         opened = open_source(config.model, field="model")
         path = opened.path
@@ -375,11 +378,11 @@ def _make_tokenizer(config: EngineConfig, bundle: TokenizerBundle) -> Tokenizer:
 
 @contextlib.contextmanager
 def _source_faults(config: EngineConfig) -> Iterator[None]:
-    """What is wrong with a model's files becomes a `StartupError`."""
+    """Turn the faults of a model's files into `StartupError`s."""
     try:
         yield
     except SourceError as error:
-        # Who reads files knows the resource's name of the setting, not the engine's.
+        # `SourceError` names the resource's field, not the engine's setting.
         raise StartupError(error.reason, f"`model`: {error.message}", "model") from error
     except PagemillError as error:
         raise StartupError("ModelUnreadable", f"`model` {config.model!r}: {error.message}", "model") from error
@@ -393,7 +396,10 @@ def _open_tracing(server: ServerConfig) -> Tracing:
 
 
 def _failure_code(error: BaseException) -> str:
-    """Whether the engine's own work brought it down; a kill from outside says nothing about the requests."""
+    """Return the error code that says whether the engine crashed by itself.
+
+    A kill from outside says nothing about the requests.
+    """
     by_itself = isinstance(error, StartupError) and not (
         isinstance(error.__cause__, EngineDied) and error.__cause__.was_killed
     )

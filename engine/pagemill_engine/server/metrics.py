@@ -1,7 +1,7 @@
-"""What the HTTP process measures: vLLM's core series and `pagemill_engine_*`, fed by the engine client.
+"""Metrics of the HTTP process: vLLM's core series and `pagemill_engine_*`, updated by the engine client.
 
-Names, labels and buckets are `pagemill_protocol.metrics`'; the values come from the engine's step reports and from the
-clock of this process, so a latency includes everything a client of this port waits for. It never steers anything.
+`pagemill_protocol.metrics` defines names, labels and buckets. The values come from the engine's step reports and from
+this process's clock, so a latency includes everything that a client of this port waits for. Nothing is decided by them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pagemill_protocol.metrics import ENGINE_METRICS, Metrics, Scrape
 from pagemill_protocol.state import EngineLoad
 
 VERSION = version("pagemill-engine")
-NO_PART_OF_THE_START = ("ready", "draining", "sleeping", "waking")
+PHASES_AFTER_START = ("ready", "draining", "sleeping", "waking")
 
 
 @dataclass(slots=True)
 class RequestTiming:
-    """Clock readings of one request, in seconds of the monotonic clock."""
+    """Times of one request, in seconds of the monotonic clock."""
 
     arrival_s: float
     queue_s: float = 0.0
@@ -43,7 +43,7 @@ class ServerMetrics:
         self._metrics = Metrics(ENGINE_METRICS, model_name=model_name, engine="0")
         self._phase: tuple[str, float] | None = None
         self._phase_s: defaultdict[str, float] = defaultdict(float)
-        """A phase may come again."""
+        """Seconds spent in each phase; a phase may be entered more than once."""
         self._num_preemptions = 0
         for spec in (
             names.ENGINE_READY,
@@ -56,7 +56,8 @@ class ServerMetrics:
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Series of vLLM's names are there before the first request: tools that read them ask once at their start."""
+        """Create the series with vLLM's names before the first request: some tools look for them only once, at their
+        start."""
         for spec in ENGINE_METRICS:
             if not spec.name.startswith("vllm:") or set(spec.labels) - {"model_name", "engine"}:
                 continue
@@ -73,9 +74,9 @@ class ServerMetrics:
     # -- the process ---------------------------------------------------------------------------------------------
 
     def phase(self, phase: str) -> None:
-        """The server entered `phase`; the one before is over."""
+        """Record that the server entered `phase` and left the previous one."""
         now_s = time.monotonic()
-        if self._phase is not None and self._phase[0] not in NO_PART_OF_THE_START:
+        if self._phase is not None and self._phase[0] not in PHASES_AFTER_START:
             before, since_s = self._phase
             self._phase_s[before] += now_s - since_s
             self._metrics.gauge(names.ENGINE_LOAD_SECONDS, phase=before).set(self._phase_s[before])
@@ -152,7 +153,7 @@ class ServerMetrics:
         self._metrics.counter(names.ENGINE_REJECTED, code=error.code or str(error.status)).inc()
 
     def tokens(self, timing: RequestTiming, output: TokensOut, num_prompt_tokens: int) -> None:
-        """The engine delivered tokens of one choice."""
+        """Record tokens of one choice that the engine delivered."""
         timing.num_preemptions = max(timing.num_preemptions, output.num_preemptions)
         if not output.token_ids:
             return
@@ -185,7 +186,7 @@ class ServerMetrics:
         metrics.histogram(names.REQUEST_DECODE_TIME).observe(decode_s)
         metrics.histogram(names.REQUEST_INFERENCE_TIME).observe(prefill_s + decode_s)
         sampling = processor.request.sampling
-        # The tokens of a beam search arrive all at once: the time between them says nothing.
+        # The tokens of a beam search arrive all at once: the time between them means nothing.
         if num_tokens > sampling.num_reported and not sampling.use_beam_search:
             mean_s = decode_s * sampling.num_reported / (num_tokens - sampling.num_reported)
             metrics.histogram(names.TIME_PER_OUTPUT_TOKEN).observe(mean_s)

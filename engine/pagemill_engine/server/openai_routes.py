@@ -1,7 +1,7 @@
-"""The data port's OpenAI routes: check, prepare, submit, answer. One function per route.
+"""The data port's OpenAI routes: check, prepare, submit, answer.
 
-Schemas, tokenizing and rendering are `pagemill_protocol`'s; scheduling is the engine process's. A request is refused
-here with the same words that a gateway uses, because both call the same functions.
+`pagemill_protocol` has the schemas and does tokenizing and rendering; the engine process schedules. Refusals have the
+same messages as a gateway's, because both call the same functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pagemill_protocol.openai.schemas import DetokenizeRequest
 
 
 def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResponse]]:
-    """The route of one dialect."""
+    """Return the generating route of one dialect."""
 
     async def generate(request: Request) -> AnswerResponse:
         context: ServerContext = request.app.state.context
@@ -55,7 +55,7 @@ def generate_route(dialect: Dialect) -> Callable[[Request], Awaitable[AnswerResp
 
 
 def count_route(count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
-    """A route that counts the tokens of a prompt."""
+    """Return a route that counts the tokens of a prompt."""
 
     async def route(request: Request) -> Response:
         context: ServerContext = request.app.state.context
@@ -66,7 +66,7 @@ def count_route(count: TokenCount) -> Callable[[Request], Awaitable[Response]]:
 
 
 def page_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
-    """A route of a dialect that generates nothing."""
+    """Return a route of a dialect that generates nothing."""
 
     async def route(request: Request) -> Response:
         context: ServerContext = request.app.state.context
@@ -97,7 +97,7 @@ async def get_model(request: Request) -> Response:
 
 
 def submit(context: ServerContext, requests: list[GenerateRequest]) -> Answer:
-    """Hand all prompts of one HTTP request to the engine, or none of them."""
+    """Submit all prompts of one HTTP request to the engine, or none of them."""
     client, _ = context.ready_engine()
     tokenizer = context.loaded_tokenizer()
     system_fingerprint = context.system_fingerprint()
@@ -123,7 +123,10 @@ def _place(request: Request, context: ServerContext) -> Place:
 
 
 async def _read(request: Request, also: Container[str] = ()) -> bytes:
-    """The body, declared as JSON or as nothing: forms and plain text are what foreign web pages can send unasked."""
+    """Return the body, which must be declared as JSON or not at all.
+
+    Forms and plain text are refused, because web pages of other origins can send them without permission.
+    """
     check_json_content_type(request.scope, also)
     return await read_body(request.receive)
 
@@ -175,7 +178,7 @@ def _detokenize(context: ServerContext, raw: bytes) -> bytes:
 
 
 def _seed(context: ServerContext) -> int:
-    """Drawn here, so that a request can be continued elsewhere from the same randomness."""
+    """Return the seed of a request. It is drawn here, so that another engine can continue with the same randomness."""
     configured = context.settings.engine.seed
     return secrets.randbits(63) if configured is None else configured
 

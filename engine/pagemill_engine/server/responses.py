@@ -1,9 +1,9 @@
 """ASGI responses that send an `Answer`: as SSE, as one JSON body, or as frames for a gateway.
 
 Each watches for the client's disconnect while it waits, and calls `on_leave` at once, so that the engine frees the
-request's blocks before its next step. The status of a public answer is decided by its first frame: an error that comes
-before any output is a plain JSON error, one that comes later is an SSE error event. Gateways get their status before
-the first token: it says that the engine took the request.
+request's blocks before its next step. The first frame of a public answer decides its status: an error before any output
+is a plain JSON error, a later one an SSE error event. Gateways get their status before the first token: it says that
+the engine accepted the request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class AnswerResponse:
-    """Common part: disconnects and the end. Subclasses write status and bytes in `_respond`."""
+    """Base class: handles disconnects and the end. Subclasses write status and bytes in `_respond`."""
 
     def __init__(self, requests: list[GenerateRequest], answer: Answer, on_leave: Callable[[], None]) -> None:
         self.requests = requests
@@ -52,13 +52,13 @@ class AnswerResponse:
         self._leave()
 
     def _leave(self) -> None:
-        """The client is gone. After a complete answer this does nothing."""
+        """Release the answer after a disconnect. After a complete answer this does nothing."""
         self.answer.close()
         self._on_leave()
 
 
 class StreamResponse(AnswerResponse):
-    """Server-sent events; several prompts of one request are merged into one stream with one end."""
+    """Server-sent events. Several prompts of one request are merged into one stream with one end."""
 
     async def _respond(self, send: Send) -> None:
         frames = await self.answer.take()
@@ -90,7 +90,7 @@ class StreamResponse(AnswerResponse):
 
 
 class BodyResponse(AnswerResponse):
-    """One JSON body when everything is there."""
+    """One JSON body, sent when the answer is complete."""
 
     async def _respond(self, send: Send) -> None:
         dialect = dialect_of(self.requests[0].dialect)
@@ -100,7 +100,7 @@ class BodyResponse(AnswerResponse):
         if self.answer.error is not None:
             await _send_error(send, self.answer.error, dialect)
             return
-        if len(bodies) < len(self.requests):  # the client left
+        if len(bodies) < len(self.requests):  # the client disconnected
             return
         body = bodies[0] if len(bodies) == 1 else dialect.merge_bodies(bodies)
         await _start(send, 200, {**dialect.transport.body_headers(body), "content-length": str(len(body))})
@@ -108,7 +108,7 @@ class BodyResponse(AnswerResponse):
 
 
 class FramesResponse(AnswerResponse):
-    """Frames for a gateway. Status 200 means: the engine took the request; failures from here on are frames."""
+    """Frames for a gateway. Status 200 means that the engine accepted the request; later failures are frames."""
 
     def __init__(
         self, requests: list[GenerateRequest], answer: Answer, on_leave: Callable[[], None], weights_digest: str

@@ -1,4 +1,4 @@
-"""What one server process is started with: the engine's settings and the ports. Read from a JSON file.
+"""Settings of one server process: the engine's settings and the ports, read from a JSON file.
 
 `python -m pagemill_engine.server --settings FILE` reads it; `pagemill serve` builds it from its options.
 """

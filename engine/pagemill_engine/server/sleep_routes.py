@@ -1,7 +1,7 @@
 """`POST /sleep`, `POST /wake_up` and `GET /is_sleeping` of the control port, named as in vLLM's sleep mode.
 
-Level 1 is the only one: the weights stay in the host's memory. Guarded as all control calls are. What they do is
-`sleeping`'s.
+Level 1 is the only one: the weights stay in the host's memory. The routes are guarded like all of the control port.
+`sleeping` carries them out.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ WAIT_S = "30"
 
 
 async def sleep(request: Request) -> Response:
-    """200: it sleeps. 202: requests still run; it will sleep when they are done. 503: it cannot."""
+    """Put the engine to sleep.
+
+    200: it sleeps. 202: requests still run, and it will sleep when they are done. 503: it cannot sleep.
+    """
     context = context_of(request)
     level = request.query_params.get("level", LEVEL)
     if level != LEVEL:
         message = f"level must be {LEVEL}, which keeps the weights in memory, got {level[:20]!r}."
-        raise invalid_field("level", f"{message} To give them up as well, remove the replica.")
+        raise invalid_field("level", f"{message} To free them as well, remove the replica.")
     wait_s = seconds(request.query_params.get("wait_s", WAIT_S), "wait_s")
     client, _ = context.ready_engine()
     if context.lifecycle.ending:
         raise unavailable("This server is shutting down.", retry_after_s=1, code="draining")
     state = await context.sleeping.sleep(client, wait_s)
     if state == "waking":
-        raise unavailable("It is waking up. Ask again when it is awake.", retry_after_s=1, code="not_asleep")
+        raise unavailable("The engine is waking up. Ask again when it is awake.", retry_after_s=1, code="not_asleep")
     if state == "awake":
-        raise unavailable(context.sleeping.fault or "It was woken meanwhile.", code="not_asleep")
+        raise unavailable(context.sleeping.fault or "The engine was woken before it slept.", code="not_asleep")
     return _report(context, 200 if state == "asleep" else 202)
 
 
 async def wake_up(request: Request) -> Response:
-    """200: it takes requests. 202: it is on its way."""
+    """Wake the engine up. 200: it accepts requests. 202: it is waking up."""
     context = context_of(request)
     wait_s = seconds(request.query_params.get("wait_s", WAIT_S), "wait_s")
     client, _ = context.ready_engine()

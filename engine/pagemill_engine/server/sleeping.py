@@ -1,8 +1,8 @@
-"""Sleep and wake of a loaded engine: when it accepts requests, and what the engine process is asked to do.
+"""Sleep and wake-up of a loaded engine: decides when it accepts requests, and commands the engine process.
 
-Going to sleep begins at once and ends when the last running request is done; until then, and while it sleeps, new
-requests are not accepted. Gateways learn this from the state stream; a request that was sent before is declined and
-goes elsewhere. Waking cancels a sleep that has not begun. `sleep_routes` calls this, `engine_client` delivers the
+Going to sleep begins at once and ends when the last running request is done; until then, and while the engine sleeps,
+new requests are refused. Gateways learn this from the state stream; a request that was sent before is refused and goes
+to another engine. Waking cancels a sleep that has not begun. `sleep_routes` calls this, `engine_client` delivers the
 engine process's answers, `lifecycle` and `state_stream` publish the state.
 """
 
@@ -20,12 +20,12 @@ State = Literal["awake", "falling_asleep", "asleep", "waking"]
 
 
 class Sleeper(Protocol):
-    """The engine client."""
+    """The methods of the engine client that `Sleeping` needs."""
 
     @property
     def num_requests(self) -> int: ...
     async def wait_idle(self) -> None: ...
-    def tell(self, message: ToEngine) -> None: ...
+    def send(self, message: ToEngine) -> None: ...
 
 
 class Sleeping:
@@ -37,43 +37,45 @@ class Sleeping:
         self.released_bytes = 0
         """Bytes released by the latest sleep."""
         self.fault = ""
-        """Why the latest sleep did not come."""
+        """Why the latest sleep failed; "" if it did not."""
         self._changed = asyncio.Event()
         self._falling: asyncio.Task[None] | None = None
 
     async def sleep(self, client: Sleeper, wait_s: float) -> State:
-        """Sleep as soon as nothing runs. Returns when it does, cannot, or after `wait_s`; the request stays in
-        force."""
+        """Put the engine to sleep as soon as nothing runs, and return the state.
+
+        Returns once it sleeps or cannot sleep, or after `wait_s`; the request to sleep stays in force.
+        """
         await self._while("waking", wait_s)
         if self.state == "awake" and self._lifecycle.ready:
             self.fault = ""
-            self._enter("falling_asleep", f"{client.num_requests} requests are still running; no new one is taken")
+            self._enter("falling_asleep", f"{client.num_requests} requests are still running; new ones are refused")
             self._falling = asyncio.create_task(self._fall_asleep(client), name="sleep")
         await self._while("falling_asleep", wait_s)
         return self.state
 
     async def wake(self, client: Sleeper, wait_s: float) -> State:
-        """Take requests again. Returns when it does, or after `wait_s`."""
+        """Let the engine accept requests again. Returns the state once it does, or after `wait_s`."""
         if self.state in ("falling_asleep", "asleep"):
             self._end_falling()
-            self._enter("waking", "the KV cache is allocated again")
-            client.tell(Wake())
+            self._enter("waking", "allocating the KV cache again")
+            client.send(Wake())
         await self._while("waking", wait_s)
         return self.state
 
     def slept(self, message: Slept) -> None:
-        """The engine process sleeps, or cannot."""
+        """Record that the engine process sleeps, or that it cannot."""
         if self.state != "falling_asleep":
-            return  # It was woken meanwhile, and will say so.
+            return  # It was woken meanwhile and will report that.
         if message.fault:
             self.fault = message.fault
             self._enter("awake", "could not sleep")
             return
         self.released_bytes = message.released_bytes
-        self._enter("asleep", "the weights stay in memory, that of the KV cache is given back")
+        self._enter("asleep", "the weights stay in memory; the KV cache's memory is freed")
 
     def woke(self, message: Awake) -> None:
-        """The engine process generates again."""
+        """Record that the engine process generates again."""
         if self.state != "waking":
             return
         if message.wake_s > 0:
@@ -86,7 +88,7 @@ class Sleeping:
 
     async def _fall_asleep(self, client: Sleeper) -> None:
         await client.wait_idle()
-        client.tell(Sleep())
+        client.send(Sleep())
 
     def _end_falling(self) -> None:
         if self._falling is not None:
@@ -96,7 +98,7 @@ class Sleeping:
     def _enter(self, state: State, detail: str) -> None:
         self.state = state
         phases = {"awake": "ready", "waking": "waking"}
-        # First the streams: what is ready takes requests.
+        # The state stream first: a server that is ready accepts requests.
         self._publisher.set_sleeping(state != "awake")
         self._metrics.sleeping(state == "asleep")
         self._lifecycle.enter(phases.get(state, "sleeping"), detail)

@@ -1,4 +1,4 @@
-"""Listening sockets, bound before anything slow happens, so a port in use is known at once."""
+"""Binds listening sockets before anything slow happens, so that a port in use is known at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pagemill_engine.server.failure import StartupError
 
 
 def bind(host: str, port: int, field: str) -> socket.socket:
-    """A bound TCP socket; `port` 0 takes a free one. Raises `StartupError` that names the setting and the remedy."""
+    """Return a listening TCP socket; `port` 0 takes a free one.
+
+    Raises `StartupError` that names the setting and the remedy.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -30,7 +33,7 @@ def bind(host: str, port: int, field: str) -> socket.socket:
 
 
 def bound_address(listener: socket.socket) -> tuple[str, int]:
-    """The address as a number, and the port."""
+    """Return the numeric address and the port."""
     host, port = listener.getsockname()[:2]
     return str(host), int(port)
 

@@ -1,10 +1,11 @@
-"""The engine's state for its gateways: full load reports and prefix changes, one long stream per gateway.
+"""The state stream: an engine's load reports and prefix changes for its gateways.
 
 The engine client writes into `StatePublisher` after every step; the control port's `/internal/state` reads one
 `Subscription` per connection. Changes are coalesced to 20 frames a second, and a frame is sent at least every second,
 so that silence means a fault. If several gateways subscribe, an arrived request is published at once, before the engine
-process knows of it: otherwise the others would send theirs to the same engine. Each subscriber has a bounded buffer:
-one that reads too slowly loses its backlog and gets a snapshot instead, so a stuck gateway costs the engine nothing.
+process has counted it: otherwise the others would send theirs to the same engine. Each subscriber has a bounded buffer:
+one that reads too slowly loses its backlog and gets a snapshot instead, so that a stuck gateway costs the engine
+nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ ARRIVALS_INTERVAL_S = 0.005
 HEARTBEAT_S = 1.0
 MAX_BACKLOG_FRAMES = 64
 SPEAKS_EVERY_S = 3.0
-"""A shorter silence of the engine process is normal."""
+"""Shortest silence of the engine process that is reported; a shorter one is normal."""
 MAX_PAUSE_S = 2.0
-"""Longest time between two frames that counts as one without heartbeats: in a longer pause this process did not run."""
+"""Longest pause between two frames that counts as frozen time. In a longer pause this process did not run."""
 
 
 class _Arrival(NamedTuple):
@@ -45,7 +46,7 @@ class _Arrival(NamedTuple):
 
 
 class StatePublisher:
-    """Collects what changed; `run` turns it into numbered frames for all subscribers."""
+    """Collects changes; `run` turns them into numbered frames for all subscribers."""
 
     def __init__(self, models: list[str]) -> None:
         self._frame = StateFrame(sequence=0, models=models, link_version=LINK_VERSION)
@@ -53,34 +54,37 @@ class StatePublisher:
         self._prefixes: dict[bytes, None] = {}
         """Published prefix chunks, oldest first."""
         self._pending: dict[bytes, bool] = {}
-        """Prefix chunks changed since the latest frame: added or removed. The last change counts."""
+        """Prefix chunks changed since the latest frame: True for added, False for removed. The last change counts."""
         self._next = self._frame
         self._changed = asyncio.Event()
         self._subscriptions: set[Subscription] = set()
         self._closed = False
         self._reported_s: float | None = None
-        """When the engine process reported last."""
+        """Time at which the engine process last sent a report."""
         self._frozen_s: float | None = None
-        """Time in which this process ran and the engine process sent nothing; `None`: no heartbeat has come yet."""
+        """Seconds in which this process ran and the engine process sent nothing; None before the first heartbeat."""
         self._looked_s = time.monotonic()
-        """Up to when `_frozen_s` counts."""
+        """Time up to which `_frozen_s` counts."""
         self._expected_step_ms = 0.0
         self._published_s: float | None = None
-        """When the load of the latest published frame was reported."""
+        """Time at which the load of the latest published frame was reported."""
         self._load = EngineLoad()
-        """As reported by the engine process."""
+        """Load in the engine process's latest report."""
         self._arrivals: deque[_Arrival] = deque()
-        """Requests that it did not count yet."""
+        """Requests that `_load` does not count yet."""
         self._arrived = asyncio.Event()
 
     def announce_bundle(self, digest: str) -> None:
-        """The tokenizer, which is known long before the engine is ready: gateways fetch it meanwhile."""
+        """Publish the tokenizer's digest.
+
+        It is known long before the engine is ready, so gateways fetch it meanwhile.
+        """
         self._update(
             digests=Digests(tokenizer_bundle=digest, hash_version=HASH_VERSION, protocol_version=PROTOCOL_VERSION)
         )
 
     def describe(self, ready: Ready) -> None:
-        """What the loaded engine is; known once it is ready."""
+        """Publish the properties of the loaded engine."""
         digests = msgspec.structs.replace(
             self._next.digests,
             weights=ready.weights_digest,
@@ -100,7 +104,7 @@ class StatePublisher:
         )
 
     def arrived(self, number: int, request: GenerateRequest) -> None:
-        """The `number`th request since the start is on its way to the engine process."""
+        """Record that the `number`th request since the start was sent to the engine process."""
         num_tokens = len(request.prompt_token_ids) - request.predicted_cached_tokens
         self._arrivals.append(_Arrival(number, max(1, num_tokens), request.sampling.num_sequences))
         if self._has_several_readers:
@@ -110,8 +114,10 @@ class StatePublisher:
     def report(
         self, load: EngineLoad, step_time: StepTimeParams | None, prefixes: PrefixEvents | None, num_added: int = 0
     ) -> None:
-        """Publish one step's changes; when idle too, every second. `num_added`: requests that `load` counts or has
-        dropped."""
+        """Publish the changes of one step; called every second when idle.
+
+        `num_added`: number of requests that `load` counts, or that have ended.
+        """
         self._reported_s = time.monotonic()
         if self._frozen_s is not None:
             self._frozen_s = 0.0
@@ -124,18 +130,18 @@ class StatePublisher:
         self._update(load=self._with_arrivals(), step_time=step_time or self._next.step_time)
 
     def heartbeat(self, expected_step_ms: float) -> None:
-        """The engine process runs; `expected_step_ms` is predicted for what it has begun."""
+        """Record that the engine process runs. `expected_step_ms`: predicted duration of its current step."""
         self._frozen_s, self._expected_step_ms = 0.0, expected_step_ms
 
     def set_draining(self) -> None:
         self._update(draining=True)
 
     def set_sleeping(self, sleeping: bool) -> None:
-        """It takes no requests until it wakes up, or does again."""
+        """Publish whether the engine sleeps, which means that it accepts no requests."""
         self._update(sleeping=sleeping)
 
     def woke(self, wake_s: float) -> None:
-        """How long it took, beside the phases of the start."""
+        """Publish the duration of a wake-up, in addition to the phases of the start."""
         self._update(start_s=self._next.start_s | {WAKE: round(wake_s, 3)}, num_wakes=self._next.num_wakes + 1)
 
     def close(self) -> None:
@@ -147,7 +153,7 @@ class StatePublisher:
             subscription.close()
 
     async def run(self) -> None:
-        """Publish until closed: at most every `MIN_INTERVAL_S`, at least every `HEARTBEAT_S`."""
+        """Publish until closed: at most every `MIN_INTERVAL_S` (arrivals sooner), at least every `HEARTBEAT_S`."""
         loop = asyncio.get_running_loop()
         while not self._closed:
             heartbeat = loop.call_later(HEARTBEAT_S, self._changed.set)
@@ -172,7 +178,7 @@ class StatePublisher:
         self._subscriptions.discard(subscription)
 
     def snapshot(self) -> bytes:
-        """Everything published so far, as a frame that the next published one continues."""
+        """Return a frame with everything published so far; the next published frame continues it."""
         frame = msgspec.structs.replace(
             self._frame, snapshot=True, prefixes_added=list(self._prefixes), load_age_ms=self._load_age_ms()
         )
@@ -180,7 +186,7 @@ class StatePublisher:
 
     @property
     def _has_several_readers(self) -> bool:
-        """A gateway alone knows what it has sent, and when."""
+        """Whether arrivals must be published. A single gateway knows what it has sent."""
         return len(self._subscriptions) > 1
 
     def _with_arrivals(self) -> EngineLoad:
@@ -240,7 +246,7 @@ class StatePublisher:
 
 
 class Subscription:
-    """One reader of the stream: iterate it for encoded frames, close it in the end."""
+    """One reader of the stream: an async iterator of encoded frames."""
 
     def __init__(self, publisher: StatePublisher) -> None:
         self._publisher = publisher

@@ -1,4 +1,4 @@
-"""Which tokens open `/internal/*` and the control port: those of the settings, of a file, or one made at the start."""
+"""Internal tokens for `/internal/*` and the control port: from the settings, from a file, or created at the start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill_protocol.token_file import TokenFileError, made_token_file
 
 
 def internal_tokens(server: ServerConfig) -> ControlTokens:
-    """Raises `StartupError` when the file cannot be read."""
+    """Return the configured internal tokens. Raises `StartupError` if their file cannot be read."""
     path = server.internal_tokens_file
     try:
         return ControlTokens(server.internal_token, Path(path) if path is not None else None, setting="internal_token")
@@ -29,9 +29,10 @@ def internal_tokens(server: ServerConfig) -> ControlTokens:
 
 @contextmanager
 def with_token(server: ServerConfig, address: str, port: int) -> Iterator[ServerConfig]:
-    """The settings with a token while the block runs: a new one where none is configured.
+    """Yield settings with a token, creating one for the block's duration if none is configured.
 
-    `address` and `port`: of the bound control port. Raises `StartupError` when the token cannot be kept in a file.
+    `address` and `port`: those of the bound control port. Raises `StartupError` if the token cannot be written to a
+    file.
     """
     if server.internal_token or server.internal_tokens_file is not None:
         yield server

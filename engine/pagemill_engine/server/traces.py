@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request to a generating route; times are of the monotonic clock."""
+    """One request to a generating route. Times are those of the monotonic clock."""
 
     route: str
     started_at: float = field(default_factory=time.monotonic)
@@ -41,9 +41,9 @@ class RequestRecord:
     tenant: str = ""
     status: int = 0
     error: PagemillError | None = None
-    """Why it was refused."""
+    """Why the request was refused."""
     requests: Sequence[GenerateRequest] = ()
-    """Its prompts; none where it was refused before it was parsed."""
+    """The request's prompts; empty if it was refused before it was parsed."""
     answer: Answer = field(default_factory=Answer)
 
     @property
@@ -105,7 +105,7 @@ def record_of(scope: Scope) -> RequestRecord:
 
 
 class TraceRequests:
-    """ASGI middleware around the door, which gives requests their ids."""
+    """ASGI middleware that traces requests. It is outside the layer that assigns request ids."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self._app = app

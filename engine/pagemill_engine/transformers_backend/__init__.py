@@ -1,1 +1,1 @@
-"""Runs decoders that no family declares with their classes of the installed `transformers`, over the paged cache."""
+"""Runs decoders without a declared family by their classes in `transformers`, over the paged cache."""

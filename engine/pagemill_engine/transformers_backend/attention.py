@@ -1,7 +1,7 @@
-"""Attention over the paged cache in the form that transformers calls, registered under `NAME`.
+"""Attention over the paged cache with transformers' interface, registered under `NAME`.
 
-transformers finds it by its global name and hands it the attention module; what a forward pass needs besides lies in
-`Step`, which every attention module of a model holds.
+transformers finds it by its global name and passes the attention module; the rest of a forward pass's inputs is in
+`Step`, which every attention module of a model refers to.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pagemill_kernels.registry import Ops
 NAME = "pagemill"
 _STEP = "pagemill_step"
 WITHOUT_EFFECT = ("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions")
-"""Arguments that change nothing here: positions are in the queries, and every context is causal."""
+"""Arguments without effect: positions are in the queries, and every context is causal."""
 
 
 class Seen(NamedTuple):
-    """What a layer asked attention for."""
+    """Properties of one layer's attention call."""
 
     layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     extras: tuple[str, ...]
-    """Arguments that this attention does not compute."""
+    """Arguments that this attention does not support."""
 
 
 @dataclass(slots=True)
 class Step:
     ops: Ops
     context: ForwardContext | None = None
-    """Of the step that runs; `None` while the model is tried: then layers only report what they ask for."""
+    """Context of the running step; None during the trial, in which layers only record their calls."""
     seen: list[Seen] | None = None
 
 
@@ -56,7 +56,7 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """query, key, value: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
+    """Compute attention. query, key, value: [1, heads, tokens, head_dim]. Returns [1, tokens, heads, head_dim]."""
     step: Step = getattr(module, _STEP)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_heads, head_dim = query.shape[1], query.shape[3]

@@ -1,7 +1,7 @@
-"""A decoder of `transformers` with the face of `models.Decoder`: hidden states of a flattened batch, then logits.
+"""A decoder of `transformers` with the interface of `models.Decoder`: hidden states of a flattened batch, then logits.
 
-The class comes from the installed package, never from the model's files, and its weights from safetensors alone. Before
-anything is served one token is tried without a cache, so that what a layer asks of attention is known and checked.
+The class comes from the installed package, never from the model's files, and its weights from safetensors only. Before
+serving, one token is computed without a cache, to check each layer's attention.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pagemill_protocol.model_spec import ModelSpec
 
 class TransformersDecoder:
     def __init__(self, path: Path, spec: ModelSpec, ops: Ops, dtype: torch.dtype) -> None:
-        """With its weights. Raises `LoadError`."""
+        """Load the model with its weights. Raises `LoadError`."""
         self.spec = spec
         self.dtype = dtype
         self._step = Step(ops)
         self._causal = _load(path, spec, dtype).to(ops.device)
         give_step(self._causal, self._step)
         self._base: Any = self._causal.base_model
-        # The head's class scales and caps logits in ways of its own: it runs over hidden states that are there.
-        setattr(self._causal, self._causal.base_model_prefix, _Passed())
-        self._try()
+        # The head's class scales and caps logits in its own ways: it runs over hidden states that were computed before.
+        setattr(self._causal, self._causal.base_model_prefix, _Passthrough())
+        self._check_attention()
 
     def weight_layers(self) -> Iterator[_Weights]:
         yield _Weights(nn.ModuleList((self._base, self._causal)))
 
     def __call__(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
-        """As `Decoder`'s."""
+        """Return hidden states like `Decoder.__call__`."""
         self._step.context = context
         try:
             return self._hidden(token_ids, context.positions)
@@ -57,8 +57,8 @@ class TransformersDecoder:
         return hidden
 
     @torch.inference_mode()
-    def _try(self) -> None:
-        """Raises `LoadError` for attention of another kind than the cache was planned for."""
+    def _check_attention(self) -> None:
+        """Compute one token. Raises `LoadError` for attention of another kind than the cache was planned for."""
         self._step.seen = []
         token = torch.zeros(1, dtype=torch.int64, device=self._step.ops.device)
         try:
@@ -73,8 +73,8 @@ class TransformersDecoder:
             raise _unsupported(self.spec, f"its attention {what}")
 
 
-class _Passed(nn.Module):
-    """In the place of the layers: hands on what it gets."""
+class _Passthrough(nn.Module):
+    """Replaces the layers and returns its input."""
 
     def forward(self, inputs_embeds: Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(
@@ -83,7 +83,7 @@ class _Passed(nn.Module):
 
 
 class _Weights:
-    """A module's weights as one layer of `models`."""
+    """A module's weights with the interface of one layer of `models`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""In place: the gate half of the input becomes silu(gate), the product is the only new tensor."""
+"""SwiGLU's gate with torch: overwrites the gate half of the input, and allocates only the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up: [tokens, 2 * intermediate], gate first. Returns [tokens, intermediate]; may overwrite its input."""
+    """Return silu(gate) * up, [tokens, intermediate]; may overwrite its input.
+
+    gate_up: [tokens, 2 * intermediate], gate first.
+    """
     half = gate_up.shape[-1] // 2
     gate = F.silu(gate_up[:, :half], inplace=True)
     return torch.mul(gate, gate_up[:, half:])

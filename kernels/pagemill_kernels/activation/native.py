@@ -1,4 +1,4 @@
-"""Activations, alone or of a gate that is multiplied, in one pass; float32 arithmetic."""
+"""Activations, alone or of a gate that is multiplied, in one pass over native kernels; float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pagemill_kernels.cpu import launch, library
 
 
 def silu_and_mul(gate_up: Array) -> Array:
-    """gate_up: float32 or bfloat16 [tokens, 2 * intermediate], gate first. Returns [tokens, intermediate] like it."""
+    """Return silu(gate) * up, [tokens, intermediate], in the input's type.
+
+    gate_up: float32 or bfloat16 [tokens, 2 * intermediate], gate first.
+    """
     gate_up = np.ascontiguousarray(gate_up)
     num_tokens, width = gate_up.shape
     out = arrays.empty((num_tokens, width // 2), gate_up.dtype)
@@ -26,12 +29,12 @@ def silu_and_mul(gate_up: Array) -> Array:
 
 
 def activate_and_mul(gate_up: Array, activation: str, limit: float | None = None) -> Array:
-    """As in `reference`, of float32."""
+    """Compute `reference.activate_and_mul` of float32."""
     return _activated(gate_up, gate_up.shape[1] // 2, activation, limit)
 
 
 def activate(x: Array, activation: str) -> Array:
-    """As in `reference`, of float32."""
+    """Compute `reference.activate` of float32."""
     return _activated(x, x.shape[1], activation, None)
 
 

@@ -1,4 +1,4 @@
-"""The formulas."""
+"""The formulas of activations."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from torch import Tensor
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up: [tokens, 2 * intermediate], gate first. Returns [tokens, intermediate]; may overwrite its input."""
+    """Return silu(gate) * up, [tokens, intermediate]; may overwrite its input.
+
+    gate_up: [tokens, 2 * intermediate], gate first.
+    """
     return activate_and_mul(gate_up, "silu")
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """As `silu_and_mul`, with GELU's approximation by tanh."""
+    """Return gelu(gate) * up, with GELU's approximation by tanh; shapes as in `silu_and_mul`."""
     return activate_and_mul(gate_up, "gelu_tanh")
 
 
 def activate_and_mul(gate_up: Tensor, activation: str, limit: float | None = None) -> Tensor:
-    """As `silu_and_mul`, with any activation. `limit`: of the gate's values, and of up's magnitudes, to which 1 is
-    added."""
+    """Return activation(gate) * up; shapes as in `silu_and_mul`.
+
+    `limit`: bound of the gate's values and of the magnitudes of up, to which 1 is then added.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
@@ -30,7 +35,7 @@ def activate_and_mul(gate_up: Tensor, activation: str, limit: float | None = Non
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """x: [tokens, size]. Returns a tensor like it; may overwrite its input. KeyError for an unknown activation."""
+    """Return activation(x) for x [tokens, size]; may overwrite its input. Raises KeyError for an unknown activation."""
     return _FORMULAS[activation](x)
 
 

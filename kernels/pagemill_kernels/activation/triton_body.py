@@ -1,4 +1,4 @@
-"""act(gate) * up over a fused projection; float32 arithmetic."""
+"""Triton kernel of act(gate) * up over a fused projection; float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gate_and_mul(
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
 ):
-    """A piece of one token's [gate, up]."""
+    """Compute a piece of one token's [gate, up]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < HALF

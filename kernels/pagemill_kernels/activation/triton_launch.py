@@ -1,4 +1,4 @@
-"""Gated activations in one pass."""
+"""Launches gated activations, each in one pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BLOCK = 1024
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up: [tokens, 2 * intermediate], gate first. Returns [tokens, intermediate]."""
+    """Return silu(gate) * up, [tokens, intermediate]. gate_up: [tokens, 2 * intermediate], gate first."""
     return _gated(gate_up, is_gelu=False)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """As `silu_and_mul`, with GELU's approximation by tanh."""
+    """Return gelu(gate) * up, with GELU's approximation by tanh; shapes as in `silu_and_mul`."""
     return _gated(gate_up, is_gelu=True)
 
 

@@ -1,4 +1,4 @@
-"""What the native launchers share: the library that must be there, rows and addresses of arrays, the thread count."""
+"""Helpers of the native launchers: the loaded library, rows and addresses of arrays, the thread count."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.cpu import library
 
 _num_threads = 0
-"""0: not set."""
+"""Number of threads; 0 if it was not set."""
 
 
 def native() -> ctypes.CDLL:
-    """The loaded library. Raises RuntimeError where it is absent: `registry.cpu_backend` asks first."""
+    """Return the loaded library.
+
+    Raises RuntimeError if there is none, which `registry.cpu_backend` checks before.
+    """
     loaded = library.load()
     if loaded is None:
         raise RuntimeError(f"native CPU kernels are not there: {library.why_absent()}")
@@ -24,28 +27,28 @@ def native() -> ctypes.CDLL:
 
 
 def set_num_threads(number: int) -> None:
-    """Of all native kernels of this process, whatever thread calls them."""
+    """Set the number of threads of all native kernels of this process, whatever thread calls them."""
     global _num_threads
     _num_threads = number
 
 
 def num_threads() -> int:
-    """As set, or as many as this process may run on."""
+    """Return the number of threads that was set, or else the cores that this process may use."""
     return _num_threads or len(os.sched_getaffinity(0))
 
 
 def rows(x: Array) -> Array:
-    """x as [rows, features] with neighbouring features; copies only when it must."""
+    """Return x as [rows, features] with neighbouring features; copies only if necessary."""
     flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.strides[1] == flat.itemsize else np.ascontiguousarray(flat)
 
 
 def row_stride(x: Array) -> int:
-    """Values between the beginnings of two rows of [rows, ...]."""
+    """Return the number of values between the beginnings of two rows of [rows, ...]."""
     return x.strides[0] // x.itemsize
 
 
 def addresses(values: Iterable[int | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """As an array of pointers; `None`: null."""
+    """Return an array of pointers; None becomes null."""
     listed = list(values)
     return (ctypes.c_void_p * len(listed))(*listed)

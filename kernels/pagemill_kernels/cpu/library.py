@@ -1,7 +1,7 @@
 """Loads the compiled CPU kernels and declares their C functions. Mirrors cpu/src/abi.h.
 
-`load()` gives the library of the highest level that `processor` allows, or `None` with the cause in `why_absent()`;
-callers then take the torch implementation. Its threads are its own (cpu/src/threads.cpp).
+`load()` returns the library of the highest level that `processor` allows, or None with the cause in `why_absent()`;
+callers then use the torch implementation. The library has threads of its own (cpu/src/threads.cpp).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 ABI_VERSION = 14
 PANEL = 16
-"""Outputs that one panel of a packed weight holds."""
+"""Outputs of one panel of a packed weight."""
 FORMAT_FLOAT32, FORMAT_BFLOAT16, FORMAT_CODES8, FORMAT_CODES4 = range(4)
 FORMAT_DOTS4, FORMAT_DOTS8, FORMAT_PAIRS, FORMAT_FLOATS8, FORMAT_FLOATS4 = range(4, 9)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2")
-"""Their places are the kernels' numbers."""
+"""Activations by the kernels' numbers."""
 
 _LIBRARY_DIR = Path(__file__).parent / "lib"
 
@@ -205,19 +205,19 @@ def load() -> ctypes.CDLL | None:
 
 
 def has_dots() -> bool:
-    """Whether products of 4-bit codes and rounded activations are there: on x86 so far."""
+    """Whether kernels multiply 4-bit weights by rounded activations in integers; so far only on x86."""
     loaded = load()
     return loaded is not None and loaded.pagemill_has_dots() != 0
 
 
 def has_bfloat16() -> bool:
-    """Whether products of bfloat16, and of 8-bit codes in integers, are there: on x86 with AVX512_BF16 and VNNI."""
+    """Whether kernels multiply bfloat16, and 8-bit weights in integers: on x86 with AVX512_BF16 and VNNI."""
     loaded = load()
     return loaded is not None and loaded.pagemill_has_bfloat16() != 0
 
 
 def why_absent() -> str | None:
-    """Why torch runs instead of the native kernels; `None` when they are loaded."""
+    """Return why torch runs instead of the native kernels; None if they are loaded."""
     return None if load() is not None else _open()[1]
 
 
@@ -242,7 +242,8 @@ def _open() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _not_compiled(levels: tuple[str, ...], present: list[str]) -> str:
-    """An installation from sources compiles what the machine needed at that time."""
+    """Return the cause if the needed level was not compiled: an installation compiles only the levels of its
+    machine."""
     return (
         f"{' or '.join(levels)} was not compiled, only {', '.join(present)}; "
         "reinstall pagemill-kernels with PAGEMILL_KERNEL_LEVELS=all (in a checkout: make install)"

@@ -1,6 +1,6 @@
-"""What this processor can do, and which compiled kernels fit it, as the system says and `settings` wants.
+"""Features of this processor, and the compiled levels that it supports and `settings` allows.
 
-Names of flags are Linux's, those of levels the C++ compilers' (`-march`); `library` loads what was chosen here.
+Names of flags are Linux's, those of levels the C++ compilers' (`-march`); `library` loads the chosen level.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LEVELS: dict[str, dict[str, frozenset[str]]] = {
     },
     "aarch64": {"armv8-a": frozenset()},
 }
-"""By machine, and of each level the flags that it needs; the highest comes first."""
+"""Levels by machine, the highest first, with the flags that each needs."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
 def _fields() -> dict[str, str]:
-    """Of the first processor; empty where the system does not say."""
+    """Return the fields of the first processor; empty if the system does not show them."""
     try:
         text = _CPUINFO.read_text()
     except OSError:
@@ -38,18 +38,20 @@ def _fields() -> dict[str, str]:
 
 
 def flags() -> frozenset[str]:
-    """Empty where the system does not say."""
+    """Return the processor's flags; empty if the system does not show them."""
     return frozenset(_fields().get("flags", "").split())
 
 
 def fitting_levels() -> tuple[str, ...]:
-    """That this processor has, the highest first."""
+    """Return the levels that this processor supports, the highest first."""
     return tuple(level for level, needed in _LEVELS.get(platform.machine(), {}).items() if needed <= flags())
 
 
 def levels() -> tuple[str, ...]:
-    """That this processor has and the setting allows, the highest first; empty: none. Raises ValueError for a setting
-    that this processor does not have."""
+    """Return the levels that this processor supports and the setting allows, the highest first; may be empty.
+
+    Raises ValueError for a configured level that this processor does not support.
+    """
     fitting = fitting_levels()
     wanted = chosen_level()
     if wanted == NONE:
@@ -63,23 +65,25 @@ def levels() -> tuple[str, ...]:
 
 
 def why_no_level() -> str:
-    """Only where `levels` are empty."""
+    """Return why `levels` is empty."""
     if chosen_level() == NONE:
         return f"{LEVEL_SETTING} is {NONE}"
     return f"no kernels for this processor ({platform.machine()})"
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether any kernels may, ours or others': no where the setting chose a level without."""
+    """Whether kernels, Pagemill's or others', may multiply bfloat16. A configured level without it forbids it."""
     return "avx512_bf16" in flags() and chosen_level() in ("", NONE, _BFLOAT16)
 
 
 def multiplies_integers_faster() -> bool:
-    """Than bfloat16, at any number of rows, as measured on Intel's processors; on AMD's bfloat16 is faster for many
-    (docs/benchmarks.md)."""
+    """Whether integers are multiplied faster than bfloat16 at any number of rows, as measured on Intel's processors.
+
+    On AMD's processors bfloat16 is faster for many rows (docs/benchmarks.md).
+    """
     return _fields().get("vendor_id") == "GenuineIntel"
 
 
 def has_amx() -> bool:
-    """Tiles that multiply bfloat16, which belong to no level."""
+    """Whether AMX tiles may multiply bfloat16. They belong to no level."""
     return {"amx_tile", "amx_bf16"} <= flags() and chosen_level() in ("", NONE)

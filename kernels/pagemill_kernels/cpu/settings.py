@@ -1,4 +1,4 @@
-"""What native kernels read from the environment: the level that is wanted of them."""
+"""The environment variable of the native kernels: the configured level."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 LEVEL_SETTING = "PAGEMILL_CPU_LEVEL"
 NONE = "none"
-"""No native kernels: torch computes."""
+"""Value that disables native kernels: torch computes."""
 
 
 def chosen_level() -> str:
-    """Empty: the highest that fits the processor."""
+    """Return the configured level; "" chooses the highest that fits the processor."""
     return os.environ.get(LEVEL_SETTING, "")

@@ -1,5 +1,4 @@
-"""All decoder layers in one call, where a device has such: made of a model's own parts once they are loaded.
+"""All decoder layers in one call, for devices with such an operation; it is built from a model's loaded parts.
 
-The formula is the model's: what `pagemill_engine.models` computes by the single operations, so there is no reference
-beside it.
+There is no reference: the formula is the model's, which `pagemill_engine.models` computes by single operations.
 """

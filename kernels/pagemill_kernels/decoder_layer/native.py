@@ -1,4 +1,4 @@
-"""One C++ call for all layers instead of nine and more for each, with the same bits; float32 arithmetic."""
+"""All layers in one C++ call instead of nine or more calls for each, bitwise equal to these; float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from pagemill_kernels.kv_store import kinds
 from pagemill_kernels.paged_attention.native import NativePlan
 
 MLP_ROWS = 128
-"""Tokens that layer.cpp takes through the MLP at a time."""
+"""Number of tokens that layer.cpp takes through the MLP at a time."""
 
 
 class CacheAddresses(NamedTuple):
-    """Where the caches of all layers lie. Keeps none of them alive."""
+    """Addresses of the caches of all layers. It does not keep the caches alive."""
 
     addresses: ctypes.Array[ctypes.c_void_p]
     number: int
-    """Of their type."""
+    """Number of the caches' type."""
 
     @classmethod
     def of(cls, caches: Sequence[Array]) -> CacheAddresses:
-        """At least one."""
+        """Return the addresses of at least one cache."""
         return cls(launch.addresses(map(address, caches)), kinds.native_number(caches[0]))
 
 
 class NativeLayers:
     def __init__(self, layers: Sequence[LayerParts]) -> None:
-        """At least one."""
+        """Build the call from at least one layer."""
         made = [_Weights(parts) for parts in layers]
         self._kept = layers, made
-        """What the addresses below point to."""
+        """Keeps the objects alive that the addresses below point to."""
         self._addresses = launch.addresses(ctypes.addressof(each.layer) for each in made)
         self._hidden_size = made[0].hidden_size
         self._heads = max(each.heads_size for each in made)
@@ -54,9 +54,11 @@ class NativeLayers:
         caches: CacheAddresses,
         slots: Array,
     ) -> None:
-        """Adds the layers' contributions to `hidden`, float32 [tokens, hidden], in place. `plans`: by window;
-        `rotations`: cos and sin, as the layers' parts number them. Others: as for `rope.native` and
-        `paged_attention.native`."""
+        """Add the layers' contributions to `hidden`, float32 [tokens, hidden], in place.
+
+        `plans`: by window. `rotations`: cos and sin, by the numbers in the layers' parts. Other arguments: as for
+        `rope.native` and `paged_attention.native`.
+        """
         num_tokens = len(hidden)
         if hidden.shape[1] != self._hidden_size or hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
             raise ValueError(
@@ -66,7 +68,7 @@ class NativeLayers:
         if len(caches.addresses) != len(self._addresses):
             raise ValueError(f"layers: {len(caches.addresses)} caches for {len(self._addresses)} layers")
         block = min(num_tokens, MLP_ROWS)
-        # What no layer needs of it stays untouched, hence takes no memory.
+        # Parts that no layer needs stay untouched and hence take no memory.
         scratch = arrays.empty(num_tokens * 3 * self._hidden_size + max(num_tokens * self._heads, block * self._inner))
         args = {window: ctypes.addressof(plan.args) for window, plan in plans.items()}
         turns = [(address(cos), address(sin)) for cos, sin in rotations]
@@ -86,7 +88,7 @@ class NativeLayers:
 
 
 class _Weights:
-    """One layer's structure, and what it points to."""
+    """One layer's C structure, and the objects it points to."""
 
     def __init__(self, parts: LayerParts) -> None:
         qkv, output = parts.qkv, parts.output

@@ -1,4 +1,4 @@
-"""What a decoder layer consists of that is computed in one native call with others."""
+"""The parts of a decoder layer that is computed in one native call with others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill_kernels.linear.native import NativeLinear
 
 
 class NormParts(NamedTuple):
-    """RMS norm, or layer norm where it is centered."""
+    """RMS norm, or layer norm if `centered`."""
 
     weight: Array
     bias: Array | None
@@ -20,12 +20,12 @@ class NormParts(NamedTuple):
 
 class MLPParts(NamedTuple):
     up: NativeLinear
-    """Where it is gated the gate's rows, then the up projection's."""
+    """If gated, the gate's rows followed by the up projection's."""
     down: NativeLinear
     activation: str
     gated: bool
     limit: float | None
-    """As in `activation.reference.activate_and_mul`."""
+    """The argument of `activation.reference.activate_and_mul`."""
 
 
 class MoEParts(NamedTuple):
@@ -33,11 +33,11 @@ class MoEParts(NamedTuple):
     experts: NativeExperts
     top_k: int
     renormalized: bool
-    """As in `experts.reference.route`."""
+    """The argument of `experts.reference.route`."""
 
 
 class LayerParts(NamedTuple):
-    """Loaded weights; biases are the packed layers' own.
+    """Loaded weights of one layer; biases are in the packed linear layers.
 
     hidden += residual_scale * output_norm(block(norm(hidden))), for attention and then for the MLP.
     """
@@ -52,18 +52,18 @@ class LayerParts(NamedTuple):
     """Scale of the attention scores."""
     attention_norm: NormParts | None
     mlp_norm: NormParts | None
-    """`None` in a parallel layer: the input of the attention is that of the MLP too."""
+    """None in a parallel layer whose MLP has the attention's input."""
     query_norm: NormParts | None = None
-    """Of head_dim for each head alone, of all heads' size over all of them; before they are rotated."""
+    """Norm before the rotation, of head_dim for each head alone, or of all heads' size over all of them."""
     key_norm: NormParts | None = None
     attention_output_norm: NormParts | None = None
     mlp_output_norm: NormParts | None = None
     residual_scale: float = 1.0
     parallel: bool = False
-    """The MLP reads the hidden states that the attention reads."""
+    """Whether the MLP reads the hidden states that the attention reads."""
     window: int | None = None
-    """Of the attention; `None`: all that comes before."""
+    """Sliding window of the attention; None: full attention."""
     rotation: int | None = None
-    """Which of the model's rotary embeddings turns queries and keys; `None`: nothing does."""
+    """Index of the rotary embedding, among the model's, of queries and keys; None: they are not rotated."""
     sinks: Array | None = None
     """float32 [num_heads]."""

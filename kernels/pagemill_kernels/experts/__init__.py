@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token's row passes the few experts it is sent to; their outputs are weighted and summed.
+"""Mixtures of experts: each token's row passes its chosen experts; their outputs are weighted and summed.
 
-Rows are sorted by expert, so that a step reads the weights of every expert that has rows once, and no other's.
+Rows are sorted by expert, so that a step reads the weights of every expert that has rows once, and of no other.
 """

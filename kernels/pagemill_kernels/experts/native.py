@@ -1,4 +1,4 @@
-"""All experts of a layer in one C++ call: rows sorted by expert, each expert's weights read once."""
+"""All experts of a layer in one C++ call: rows are sorted by expert, and each expert's weights are read once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill_kernels.linear.native import NativeLinear
 class NativeExperts:
     def __init__(self, ups: Sequence[NativeLinear], downs: Sequence[NativeLinear], gate: Gate) -> None:
         self._kept = ups, downs
-        """What the addresses below point to."""
+        """Keeps the objects alive that the addresses below point to."""
         self._hidden_size = ups[0].in_features
         self._num_experts = len(ups)
         self._addresses = (
@@ -31,7 +31,10 @@ class NativeExperts:
         self._call = launch.native().pagemill_experts
 
     def weights(self, router: NativeLinear, top_k: int, renormalized: bool) -> library.ExpertsWeights:
-        """With their router, as layer.cpp takes them; addresses are those of this object and of `router`."""
+        """Return the C structure for layer.cpp, with the router.
+
+        Its addresses are those of this object and of `router`.
+        """
         ups, up_biases, downs, down_biases = (ctypes.addressof(each) for each in self._addresses)
         return library.ExpertsWeights(
             router=router.address,
@@ -75,7 +78,7 @@ class NativeExperts:
 
 
 def route(logits: Array, top_k: int, renormalized: bool) -> tuple[Array, Array]:
-    """As in `reference`, also where logits are equal."""
+    """Compute `reference.route`, with the same choice among equal logits."""
     logits = np.ascontiguousarray(arrays.widened(logits))
     num_tokens, num_experts = logits.shape
     chosen, weights = np.empty((num_tokens, top_k), dtype=np.int64), np.empty((num_tokens, top_k), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What experts consist of, and what those that were made into one operation can do."""
+"""The parts of experts, and the interface of fused experts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Gate(NamedTuple):
-    """What lies between an expert's two products; the arguments of `activation.reference.activate_and_mul`."""
+    """The gate between an expert's two matmuls: the arguments of `activation.reference.activate_and_mul`."""
 
     activation: str
     limit: float | None = None
 
 
 class Gating(NamedTuple):
-    """How experts are chosen by groups; `reference.route_by_groups` has the formula."""
+    """The choice of experts by groups; `reference.route_by_groups` has the formula."""
 
     scores: str
     """`softmax` or `sigmoid`."""
@@ -29,21 +29,21 @@ class Gating(NamedTuple):
 
 
 class ExpertParts(NamedTuple):
-    """Loaded weights; biases are the packed layers' own."""
+    """Loaded weights of one expert; biases are in the packed linear layers."""
 
     up: PackedLinear
-    """The gate's rows, then the up projection's."""
+    """The gate's rows followed by the up projection's."""
     down: PackedLinear
 
 
 class FusedExperts(Protocol):
     @property
     def num_bytes(self) -> int:
-        """Memory that all weights take."""
+        """Bytes of all weights in memory."""
         ...
 
     def add_to(self, out: Tensor, x: Tensor, chosen: Tensor, weights: Tensor) -> None:
-        """out[t] += sum over j of weights[t, j] * expert chosen[t, j] of x[t], in place.
+        """Add sum over j of weights[t, j] * (expert chosen[t, j])(x[t]) to out[t], in place.
 
         out: contiguous [tokens, hidden]; x: [tokens, hidden]; chosen: int64 [tokens, top_k], no expert twice in a row;
         weights: float32 [tokens, top_k].

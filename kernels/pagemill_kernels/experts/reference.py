@@ -1,4 +1,4 @@
-"""The formulas: which experts a token is sent to, and what they compute, one expert after another."""
+"""The formulas of routing and of experts, computed one after another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_kernels.experts.parts import ExpertParts, Gate, Gating
 
 
 def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tensor]:
-    """logits: [tokens, experts]. Returns the chosen experts, int64 [tokens, top_k], and their weights, float32.
+    """Return the chosen experts, int64 [tokens, top_k], and their weights, float32. logits: [tokens, experts].
 
     The weights are the softmax over the chosen logits (`renormalized`) or their shares of the softmax over all.
     """
@@ -26,7 +26,7 @@ def route(logits: Tensor, top_k: int, renormalized: bool) -> tuple[Tensor, Tenso
 def route_by_groups(
     logits: Tensor, top_k: int, renormalized: bool, gating: Gating, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `route`, for DeepSeek's routers (arXiv 2405.04434, 2412.19437).
+    """Return chosen experts and weights like `route`, for DeepSeek's routers (arXiv 2405.04434, 2412.19437).
 
     The best experts of the `top_groups` groups whose `best_of_group` best scores have the largest sum; the choice is
     made by score + bias (float32 [experts]), the weights are scale * score, or with `renormalized` shares of the sum.
@@ -46,7 +46,7 @@ def route_by_groups(
 
 
 class PlainExperts:
-    """Over linear layers of any kind; each token's outputs are added in the order of the experts."""
+    """Experts over linear layers of any kind. Each token's outputs are added in the order of the experts."""
 
     def __init__(self, experts: Sequence[ExpertParts], gate: Gate) -> None:
         self._experts, self._gate = experts, gate

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of the experts they are sent to, and the weighted sum of a token's results.
+"""Triton kernels of experts: matmuls of rows with their experts' weights, and the weighted sum of a token's results.
 
 Rows are numbered by slots, token * TOP_K + j, and sorted by expert; a block of rows belongs to one expert.
 """
@@ -39,8 +39,12 @@ def multiply_experts(
     HAS_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[slot] = x[slot // DIVISOR] W^T + bias of the slot's expert. starts, blocks: where each expert's sorted slots
-    and its blocks begin, [NUM_EXPERTS + 1]."""
+    """Compute out[slot] = x[slot
+
+    DIVISOR] W^T + bias with the slot's expert.
+
+    starts, blocks: index of the first sorted slot and of the first block of each expert, [NUM_EXPERTS + 1].
+    """
     block = tl.program_id(0)
     experts = tl.arange(0, PADDED_EXPERTS)
     ends = tl.load(blocks_ptr + 1 + experts, mask=experts < NUM_EXPERTS, other=2147483647)
@@ -94,7 +98,7 @@ def multiply_experts(
 
 @triton.jit
 def add_weighted(results_ptr, weights_ptr, out_ptr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """A piece of out[token] += sum over j of weights[token, j] * results[token, j]."""
+    """Compute a piece of out[token] += sum over j of weights[token, j] * results[token, j]."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE

@@ -1,5 +1,8 @@
-"""All experts of a layer in two grouped products, over floats or codes. Nothing here waits for the device: which expert
-gets how many rows is known there alone, so the grid has a block more for each expert than the rows fill."""
+"""All experts of a layer in two grouped matmuls, over floats or quantized weights.
+
+The host never waits for the device: only the device knows how many rows an expert gets, so the grid has one more block
+per expert than the rows fill.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ SUM_BLOCK = 1024
 
 
 class _Rows(NamedTuple):
-    """A step's slots sorted by expert, and where each expert's begin among slots and among blocks."""
+    """A step's slots sorted by expert, and the first slot and the first block of each expert."""
 
     slots: Tensor
     starts: Tensor
@@ -32,7 +35,7 @@ class _Rows(NamedTuple):
 
 
 class GroupedExperts:
-    """Each weight is one tensor, [experts, out, in]."""
+    """Experts whose weights are stacked in one tensor each, [experts, out, in]."""
 
     def __init__(self, experts: Sequence[ExpertParts], gate: Gate) -> None:
         self._num_experts, self._gate = len(experts), gate
@@ -82,12 +85,15 @@ class GroupedExperts:
 
 
 def pack_experts(experts: Sequence[ExpertParts], gate: Gate) -> GroupedExperts:
-    """A copy of the weights: the caller drops its own."""
+    """Pack a copy of the weights; the caller drops its own."""
     return GroupedExperts(experts, gate)
 
 
 def _multiply(weight: WeightParts, x: Tensor, rows: _Rows, num_experts: int, divisor: int) -> Tensor:
-    """[slots, out], of the rows slot // divisor of x."""
+    """Return [slots, out] of the rows slot
+
+    divisor of x.
+    """
     in_features = x.shape[1]
     out_features = weight.weight.shape[1]
     runs = Runs(1, 1) if weight.scales is None else runs_of(in_features // weight.scales.shape[2])
@@ -142,7 +148,7 @@ def _stacked(linears: Sequence[PackedLinear]) -> WeightParts:
 
 
 def _stack_orders(orders: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
-    """Where one expert has an order, all get one."""
+    """Return an order for every expert if one has an order, or None."""
     size = next((len(each) for each in orders if each is not None), None)
     if size is None:
         return None

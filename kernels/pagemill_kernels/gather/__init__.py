@@ -1,1 +1,1 @@
-"""Some rows of a matrix: token embeddings, and the hidden states of the tokens that sample."""
+"""Gathers rows of a matrix: token embeddings, and the hidden states of the tokens that sample."""

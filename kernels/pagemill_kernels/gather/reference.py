@@ -1,4 +1,4 @@
-"""The formula."""
+"""The formula of gathering."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """table: [rows, size]; ids: int64 [n], each below rows. Returns a new tensor [n, size]."""
+    """Return a new tensor [n, size]. table: [rows, size]; ids: int64 [n], each below rows."""
     return table.index_select(0, ids)

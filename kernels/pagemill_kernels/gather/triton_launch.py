@@ -1,4 +1,4 @@
-"""Rows of a matrix in one launch."""
+"""Gathers rows of a matrix in one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = 1024
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """table: [rows, size], neighbouring elements side by side; ids: int64 [n], each below rows. Returns [n, size]."""
+    """Return [n, size]. table: [rows, size], neighbouring elements adjacent; ids: int64 [n], each below rows."""
     fits = ids.dtype == torch.int64 and ids.dim() == 1 and table.dim() == 2 and table.stride(1) == 1
     if not fits or ids.device != table.device:
         raise ValueError(

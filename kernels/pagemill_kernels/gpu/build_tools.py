@@ -1,6 +1,6 @@
-"""What Triton needs beside a device: it compiles a launcher in C for each kernel, against Python's headers.
+"""Checks for the tools that Triton needs: a C compiler and Python's headers, to compile each kernel's launcher.
 
-Found out before the first kernel, since Triton's own error comes late and names neither. Starts no compiler.
+The check runs before the first kernel, since Triton's own error comes late and names neither. It starts no compiler.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from pagemill_kernels.gpu.settings import chosen_compiler
 
 
 def why_not_built() -> str | None:
-    """What is missing and what to do, as the end of a sentence; `None`: nothing."""
+    """Return what is missing and what to do, as the end of a sentence; None if nothing is missing."""
     return explain(chosen_compiler(), Path(sysconfig.get_path("include")))
 
 
 def explain(chosen: str | None, headers: Path) -> str | None:
-    """`chosen`: the compiler that the environment names. `headers`: the folder of Python's."""
+    """Return the problem and its remedy, or None.
+
+    `chosen`: the compiler that the environment names. `headers`: the folder of Python's headers.
+    """
     if chosen is not None and shutil.which(chosen) is None:
         return f"the C compiler that CC names, {chosen!r}, is not there; unset CC, or name one that is"
     if chosen is None and not any(map(shutil.which, ("gcc", "clang"))):

@@ -1,6 +1,6 @@
-"""Why torch finds no CUDA device: no driver, a driver older than torch's CUDA, or a driver that shows no device.
+"""Explains why torch finds no CUDA device: no driver, a driver older than torch's CUDA, or no visible device.
 
-torch itself answers only that there is none. Reads the driver's version and nothing else: starts no CUDA.
+torch itself reports only that there is none. This reads the driver's version and starts no CUDA.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from typing import NamedTuple
 
 LIBRARY = "libcuda.so.1"
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
-"""Where the driver's own release stands, in containers too."""
+"""File with the driver's release, visible in containers too."""
 _FIRST_RELEASES = {12: "525", 13: "580"}
-"""Of NVIDIA's driver, by CUDA's major version. Within one, torch's minor version may be newer than the driver's."""
+"""First release of NVIDIA's driver by CUDA's major version.
+
+Within one major version, torch's minor version may be newer than the driver's.
+"""
 
 
 class Driver(NamedTuple):
     cuda: tuple[int, int]
-    """The newest CUDA that it supports."""
+    """The newest CUDA version that it supports."""
     release: str | None
-    """Its own version, such as 535.104.05; `None`: it cannot be read."""
+    """The driver's own version, such as 535.104.05; None if it cannot be read."""
 
     def __str__(self) -> str:
         return f"the NVIDIA driver {self.release}" if self.release else "the NVIDIA driver"
 
 
 def find_driver(kernel_module: Path = KERNEL_MODULE) -> Driver | None:
-    """The driver whose library this process can load."""
+    """Return the driver whose library this process can load, or None."""
     version = ctypes.c_int(0)
     try:
         status = ctypes.CDLL(LIBRARY).cuDriverGetVersion(ctypes.byref(version))
@@ -40,14 +43,14 @@ def find_driver(kernel_module: Path = KERNEL_MODULE) -> Driver | None:
 
 
 def why_no_device() -> str:
-    """What is wrong and what to do, as the end of a sentence. Only where torch finds no device."""
+    """Return the problem and its remedy, as the end of a sentence. Call this only if torch finds no device."""
     import torch
 
     return explain(find_driver(), torch.__version__, torch.version.cuda)
 
 
 def explain(driver: Driver | None, torch_version: str, torch_cuda: str | None) -> str:
-    """`torch_cuda`: the version of CUDA that torch was built for."""
+    """Return the problem and its remedy. `torch_cuda`: the CUDA version that torch was built for."""
     if torch_cuda is None:
         return f"torch {torch_version} is built without CUDA; install a build of torch with CUDA"
     if driver is None:

@@ -1,6 +1,6 @@
-"""Where compiled kernels are kept: a folder that outlives the process, so that the next one compiles nothing.
+"""A persistent folder for compiled kernels, so that the next process compiles nothing.
 
-What is in it is loaded as code: only those who may run code in the engine may be able to write it.
+Its files are loaded as code: only users who may run code in the engine may be able to write to it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def keep_compiled(folder: Path) -> OSError | None:
-    """Look for compiled kernels there and keep new ones there; returns why that cannot be, and then changes nothing.
+    """Load and store compiled kernels in the folder. Returns the error if that is impossible; then nothing changes.
 
     Triton names a kernel by its source, its types, its device and the compiler, and moves complete files into place:
     any number of processes may share the folder.

@@ -1,4 +1,4 @@
-"""The device that Triton launches on, copies to it, and the checks that every launcher makes."""
+"""The device that Triton launches on, copies to it, and the checks of all launchers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pagemill_kernels.gpu.build_tools import why_not_built
 from pagemill_kernels.gpu.driver import why_no_device
 
 OLDEST_CAPABILITY = (8, 0)
-"""bfloat16 and asynchronous copies, which the kernels are made for, came with it."""
+"""The first capability with bfloat16 and asynchronous copies, which the kernels need."""
 FP8_CAPABILITY = (8, 9)
-"""Tensor cores and conversions of e4m3 came with it."""
+"""The first capability with tensor cores and conversions for e4m3."""
 INTERPRETED_MULTIPROCESSORS = 1
 """The interpreter runs one program at a time."""
 INTERPRETED_SHARED_BYTES = 99 * 1024
-"""The smallest of the supported devices'."""
+"""The smallest shared memory of the supported devices."""
 FLOAT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def interpreted() -> bool:
-    """Triton's interpreter takes the device's place: kernels run as Python on the CPU."""
+    """Whether Triton's interpreter replaces the device: kernels run as Python on the CPU."""
     if importlib.util.find_spec("triton") is None:
         return False
     import triton
@@ -36,7 +36,7 @@ def interpreted() -> bool:
 
 
 def why_absent() -> str | None:
-    """Why no kernel can be launched here, and what to do; `None`: they can."""
+    """Return why no kernel can be launched here, and the remedy; None if kernels can be launched."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; install it"
     if interpreted():
@@ -52,7 +52,7 @@ def why_absent() -> str | None:
 
 
 def why_no_fp8() -> str | None:
-    """Why e4m3 is neither kept nor multiplied here; `None`: it is. Only where `why_absent` gives no reason."""
+    """Return why e4m3 is not supported here, or None. Call this only if `why_absent` returns None."""
     if interpreted():
         return None
     capability = torch.cuda.get_device_capability()
@@ -63,7 +63,7 @@ def why_no_fp8() -> str | None:
 
 
 def device() -> torch.device:
-    """Where tensors of the Triton backend live."""
+    """Return the device of the Triton backend's tensors."""
     return torch.device("cpu") if interpreted() else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -82,7 +82,7 @@ def capability() -> tuple[int, int]:
 
 @cache
 def shared_bytes() -> int:
-    """Shared memory that one program may have."""
+    """Return the shared memory that one program may have, in bytes."""
     if interpreted():
         return INTERPRETED_SHARED_BYTES
     size: int = torch.cuda.get_device_properties(device()).shared_memory_per_block_optin
@@ -96,11 +96,11 @@ def _side_stream(on: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def forked(on: torch.device) -> Iterator[AbstractContextManager[object]]:
-    """Until its end, what is launched inside the context that it gives runs beside what is launched outside of it.
+    """Fork the current stream: launches inside the yielded context run concurrently with launches outside of it.
 
-    Memory is handed on in the order of the current stream. So tensors that are used on both are made before the fork
-    and dropped behind its end, where the current stream waits for the other one: no other tensor gets their memory
-    sooner. The two waits are events, which make a CUDA graph that is being recorded take in both streams.
+    Memory is reused in the order of the current stream. So tensors that are used on both streams are created before the
+    fork and dropped after its end, where the current stream waits for the other one: no other tensor gets their memory
+    sooner. The two waits are events, through which a CUDA graph that is being recorded includes both streams.
     """
     if on.type != "cuda":
         yield nullcontext()
@@ -114,14 +114,14 @@ def forked(on: torch.device) -> Iterator[AbstractContextManager[object]]:
 
 
 def to_device(x: Tensor) -> Tensor:
-    """A copy in memory of torch's own, with the interpreter too."""
+    """Return a copy in torch's own memory, with the interpreter too."""
     return x.to(device(), copy=True)
 
 
 def upload(array: NDArray[np.generic], to: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A step's array on a device, copied behind what is queued there: the caller goes on at once.
+    """Copy a step's array to a device behind all queued work, without waiting.
 
-    The pinned copy is a new one each time, so no later step writes what this one is still reading.
+    The pinned copy is a new one each time, so no later step overwrites the array while it is read.
     """
     host = torch.from_numpy(np.ascontiguousarray(array))
     host = host if dtype is None else host.to(dtype)
@@ -129,19 +129,19 @@ def upload(array: NDArray[np.generic], to: torch.device, dtype: torch.dtype | No
 
 
 def download(x: Tensor) -> Tensor:
-    """A copy on the host that is there once the device has come so far: the caller goes on at once."""
+    """Copy to the host without waiting; the copy is valid once the device has reached it."""
     return (
         x if x.device.type == "cpu" else torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     )
 
 
 def check_floats(operation: str, **tensors: Tensor) -> None:
-    """Raises ValueError for a tensor that is no float, or lies elsewhere than the first."""
+    """Raise ValueError for a tensor that is not a float, or is on another device than the first."""
     _check_types(operation, FLOAT_TYPES, "bfloat16, float16 or float32 are computed", tensors)
 
 
 def check_types(operation: str, wanted: torch.dtype, **tensors: Tensor) -> None:
-    """Raises ValueError for a tensor of another type, or that lies elsewhere than the first."""
+    """Raise ValueError for a tensor of another type, or on another device than the first."""
     _check_types(operation, (wanted,), f"{wanted} is needed", tensors)
 
 

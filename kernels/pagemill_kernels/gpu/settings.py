@@ -1,4 +1,4 @@
-"""What GPU kernels read from the environment: the C compiler that Triton takes."""
+"""The environment variable of GPU kernels: the C compiler for Triton."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def chosen_compiler() -> str | None:
-    """`CC`, which Triton asks first; `None`: it looks for gcc and clang itself."""
+    """Return `CC`, which Triton prefers; None: Triton looks for gcc and clang."""
     return os.environ.get("CC") or None

@@ -1,6 +1,6 @@
-"""By name, how the paged cache can hold a head's keys or values, and the memory that takes. `storage` has the layout.
+"""Data types of the paged cache by name, and the memory that they take. `storage` has the layout.
 
-Knows no torch: engines without it, and plans for devices that are not there, ask here.
+Does not import torch: engines without it, and plans for absent devices, use this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUMPY_TYPES: dict[KVType, type[np.generic]] = {
     "fp8": np.uint8,
 }
 CODES: tuple[KVType, ...] = ("int8", "fp8")
-"""Codes of 8 bits, with a scale for each token and head."""
+"""8-bit types, with a scale for each token and head."""
 NATIVE: tuple[KVType, ...] = ("float32", "bfloat16", "int8")
 """In the order of CacheType in cpu/src/abi.h."""
 SCALE_BYTES = 4
@@ -30,17 +30,17 @@ _NATIVE_NUMBERS = {np.dtype(NUMPY_TYPES[kind]): number for number, kind in enume
 
 
 def token_width(kind: KVType, head_dim: int) -> int:
-    """Elements that one token takes in one head, its scale included."""
+    """Return the elements of one token in one head, including its scale."""
     return head_dim + SCALE_BYTES if kind in CODES else head_dim
 
 
 def token_bytes(kind: KVType, head_dim: int) -> int:
-    """Bytes that one token takes in one head."""
+    """Return the bytes of one token in one head."""
     return token_width(kind, head_dim) * np.dtype(NUMPY_TYPES[kind]).itemsize
 
 
 def native_number(cache: Array) -> int:
-    """The kernels' number of the type of `cache`. Raises ValueError for one that they do not know."""
+    """Return the native kernels' number of the cache's type. Raises ValueError for an unsupported type."""
     try:
         return _NATIVE_NUMBERS[cache.dtype]
     except KeyError:

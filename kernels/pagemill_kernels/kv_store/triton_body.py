@@ -1,6 +1,6 @@
-"""8-bit codes read two at a time, as 16 bits: what tensor cores take has 16, and is loaded for them by its 16 bits.
+"""Reads 8-bit cached values in pairs of 16 bits, because tensor cores take and load operands of 16 bits.
 
-A pair's first codes are one operand, its second ones another.
+The first values of all pairs are one operand, the second values another.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter knows no assembly."""
+"""Triton's interpreter does not run inline assembly."""
 
 
 def _int8_assembly(shift: int) -> str:
-    """With its sign bit flipped, a code is the low byte of the float16 1024 + 128 + code: one subtraction is exact."""
+    """Return the assembly that converts int8 to float16 exactly.
+
+    With its sign bit flipped, a value is the low byte of the float16 1024 + 128 + value, so one subtraction suffices.
+    """
     return f"""{{
         .reg .b32 bytes, offset;
         shr.u32 bytes, $1, {shift};
@@ -33,7 +36,7 @@ def _fp8_assembly(bytes_of_pairs: str) -> str:
     }}"""
 
 
-# Each converts one code of two pairs, which lie in one register.
+# Each converts one value of two pairs, which are in one register.
 INT8_FIRST, INT8_SECOND = tl.constexpr(_int8_assembly(0)), tl.constexpr(_int8_assembly(8))
 FP8_FIRST, FP8_SECOND = tl.constexpr(_fp8_assembly("0x0020")), tl.constexpr(_fp8_assembly("0x0031"))
 
@@ -45,7 +48,7 @@ def convert(pairs, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def of_pairs(pairs, SECOND: tl.constexpr, IS_FP8: tl.constexpr):
-    """The first or the second code of each pair as float16, exactly. pairs: int16."""
+    """Return the first or the second value of each int16 pair as float16, exactly."""
     if INTERPRETED:
         codes = (pairs >> (8 if SECOND else 0)).to(tl.int8)
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16) if IS_FP8 else codes.to(tl.float16)

@@ -1,1 +1,1 @@
-"""y = x W^T + b over weights packed once for the device."""
+"""Linear layers: y = x W^T + b over weights packed once for the device."""

@@ -1,7 +1,7 @@
-"""Weights in codes: 4 or 8 bits an input, a scale and perhaps an offset for each group of inputs. Arrays of numpy.
+"""Quantized weights as numpy arrays: 4 or 8 bits per weight, a scale and an optional offset per group of inputs.
 
-GGUF's quantized types and packed checkpoints are this exactly (`engine.loading` translates), so nothing is requantized.
-How floats become codes: `linear.quantize`.
+GGUF's quantized types and packed checkpoints have exactly this form (`engine.loading` translates), so nothing is
+requantized. `linear.quantize` quantizes floats.
 """
 
 from __future__ import annotations
@@ -18,41 +18,49 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.pieces import each_piece
 
 GROUP_SIZE = 32
-"""Inputs of the smallest group, except where 8-bit codes have groups of `SMALL_GROUP_SIZE`; others are multiples."""
+"""Size of the smallest group, except for 8-bit values in groups of `SMALL_GROUP_SIZE`; other sizes are multiples."""
 SMALL_GROUP_SIZE = 16
 
 
 @dataclass(slots=True, frozen=True)
 class GroupCodes:
-    """Column i has the values codes[o, i] * scales[o, i // group_size] + offsets[o, i // group_size], or with a table
-    table[codes[o, i]] * scales[o, i // group_size]; it is the weight of input `input_order[i]`."""
+    """A quantized matrix.
+
+    Column i has the values codes[o, i] * scales[o, i
+
+    group_size] + offsets[o, i
+
+    group_size], or with a table table[codes[o, i]] * scales[o, i
+
+    group_size]; it is the weight of input `input_order[i]`.
+    """
 
     bits: Literal[4, 8]
     codes: Array
-    """uint8 [out, in], 0 to 15 (4 bits); int8 [out, in] (8 bits), or uint8 where `is_float`."""
+    """uint8 [out, in], 0 to 15 (4 bits); int8 [out, in] (8 bits), or uint8 if `is_float`."""
     scales: NDArray[np.float32]
     """[out, in / group_size]."""
     offsets: NDArray[np.float32] | None
-    """[out, in / group_size]; `None` means zero."""
+    """[out, in / group_size]; None means zero."""
     input_order: NDArray[np.int64] | None = None
-    """[in]; `None`: columns are in the order of the inputs."""
+    """[in]; None: columns are in the order of the inputs."""
     is_float: bool = False
-    """Codes are floats of 8 bits (e4m3), without offsets."""
+    """Whether the values are 8-bit floats (e4m3), without offsets."""
     table: NDArray[np.float32] | None = None
-    """[16]: what codes of 4 bits stand for, without offsets; `None`: integers."""
+    """[16]: the values of 4-bit indices, without offsets; None: integers."""
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale: a multiple of 32, or 16 for some 8-bit codes."""
+        """Number of inputs that share a scale: a multiple of 32, or 16 for some 8-bit values."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
     def reordered(self, order: NDArray[np.int64]) -> GroupCodes:
-        """Row i of the result is row order[i]; int64 [out]."""
+        """Return the matrix with rows in another order: row i is row order[i]; int64 [out]."""
         offsets = None if self.offsets is None else self.offsets[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
     def dequantize(self) -> NDArray[np.float32]:
-        """[out, in], in the order of the inputs."""
+        """Return the float values, [out, in], in the order of the inputs."""
         rows, columns = self.codes.shape
         values = np.empty((rows, columns), dtype=np.float32)
         each_piece(rows, columns, lambda rows: self._dequantize(rows, values))
@@ -70,10 +78,10 @@ class GroupCodes:
 
 @dataclass(slots=True, frozen=True)
 class CodeBlocks:
-    """Codes as GGUF's simple types store them, not taken apart: blocks of 32 inputs, row by row.
+    """A quantized matrix in GGUF's simple stored types: blocks of 32 inputs, row by row.
 
-    A block is a float16 scale, a float16 offset if `stored_offsets`, then the codes. 8 bits: signed bytes, no offset. 4
-    bits: 16 bytes, whose low halves are the first 16 codes; without a stored offset it is -8 scales.
+    A block is a float16 scale, a float16 offset if `stored_offsets`, then the values. 8 bits: signed bytes, no offset.
+    4 bits: 16 bytes, whose low halves are the first 16 values; without a stored offset it is -8 scales.
     """
 
     bits: Literal[4, 8]
@@ -82,12 +90,12 @@ class CodeBlocks:
     """[out, in / 32, block bytes]."""
 
     def reordered(self, order: NDArray[np.int64]) -> CodeBlocks:
-        """Row i of the result is row order[i]; int64 [out]."""
+        """Return the matrix with rows in another order: row i is row order[i]; int64 [out]."""
         return CodeBlocks(self.bits, self.stored_offsets, self.data[order])
 
 
 def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:
-    """The parts one under another, of one width; `None` where they are of several kinds."""
+    """Return the parts of one width stacked by rows; None if they are of several kinds."""
     first = parts[0]
     if any((part.bits, part.stored_offsets) != (first.bits, first.stored_offsets) for part in parts):
         return None
@@ -96,9 +104,9 @@ def stack_blocks(parts: list[CodeBlocks]) -> CodeBlocks | None:
 
 
 def stack(parts: list[GroupCodes]) -> GroupCodes | None:
-    """The parts one under another, of one width; those of another kind are widened, which changes no value.
+    """Return the parts of one width stacked by rows; parts of another kind are widened without changing values.
 
-    `None` where they have no kind in common: floats beside integers, several tables, or columns in several orders.
+    Returns None if they have no kind in common: floats and integers, several tables, or columns in several orders.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -120,7 +128,8 @@ def stack(parts: list[GroupCodes]) -> GroupCodes | None:
 
 @cache
 def e4m3_values() -> NDArray[np.float32]:
-    """Of all floats of 8 bits: a sign, 4 bits of exponent with the bias 7, 3 of mantissa; the highest is no number."""
+    """Return the values of all 8-bit floats: sign, 4 bits of exponent with bias 7, 3 of mantissa; the highest is
+    NaN."""
     bits = np.arange(256)
     exponent, mantissa = bits >> 3 & 15, bits & 7
     values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
@@ -133,7 +142,7 @@ def _same(one: Array | None, other: Array | None) -> bool:
 
 
 def _widened(part: GroupCodes, bits: Literal[4, 8], group_size: int, with_offsets: bool) -> GroupCodes:
-    """The same values in wider codes, smaller groups, with offsets."""
+    """Return the same values with wider integers, smaller groups, and offsets if wanted."""
     codes = part.codes if part.bits == bits else part.codes.view(np.int8)
     offsets = part.offsets
     if offsets is None and with_offsets:

@@ -1,7 +1,7 @@
-"""Linear layers over weights in native panels: float32, bfloat16, or codes of 4 and 8 bits, float32 arithmetic.
+"""Linear layers over weights in native panels: float32, bfloat16, or quantized to 4 and 8 bits; float32 arithmetic.
 
-Beside oneDNN on two Zen 3 cores: 4 to 5 times faster at one row with 4-bit codes (a sixth of the memory), 1.3 times at
-64 rows and more. The packed weight replaces the plain one.
+Compared with oneDNN on two Zen 3 cores: 4 to 5 times faster at one row with 4-bit weights (a sixth of the memory), 1.3
+times at 64 rows and more. The packed weight replaces the plain one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from pagemill_kernels.kept_memory import kept
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 BFLOAT16_ROWS = 9
-"""Rows from which on products in bfloat16 are faster than those in integers, codes of 4 bits or of 8; on processors
-that multiply integers faster they never are."""
+"""Rows from which on bfloat16 matmuls with quantized weights are faster than integer ones.
+
+On processors that multiply integers faster they never are.
+"""
 
 
 class _Packed(NamedTuple):
@@ -35,11 +37,11 @@ class _Packed(NamedTuple):
     input_order: Array | None = None
     """int32 [in]: the input that each column multiplies."""
     table: Array | None = None
-    """float32 [16]: what codes of 4 bits stand for."""
+    """float32 [16]: the values of 4-bit indices."""
 
 
 class NativeLinear:
-    """x: float32 [..., in] -> [..., out]. Float32 arithmetic over whatever the weight is stored as."""
+    """Maps x, float32 [..., in], to [..., out], in float32 arithmetic over any stored form of the weight."""
 
     def __init__(self, weight: _Packed, bias: Array | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -75,11 +77,11 @@ class NativeLinear:
         return out
 
     def add_to(self, out: Array, x: Array) -> None:
-        """out += x W^T + bias, in place. out: contiguous float32 [rows, out]."""
+        """Add x W^T + bias to `out` in place. out: contiguous float32 [rows, out]."""
         self._run(launch.rows(x), out, accumulate=1)
 
     def gather(self, ids: Array) -> Array:
-        """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
+        """Return rows of the weight, float32 [..., in]. ids: int64 [...], each below out_features."""
         flat = np.ascontiguousarray(ids.reshape(-1))
         out = arrays.empty((len(flat), self.in_features))
         launch.native().pagemill_gather_rows(self._pointer, address(flat), len(flat), address(out))
@@ -90,7 +92,8 @@ class NativeLinear:
         return out.reshape(*ids.shape, self.in_features)
 
     def multiply(self, x: int, num_rows: int, stride: int, out: int, accumulate: int) -> None:
-        """For who has addresses, of float32 [num_rows, in], rows `stride` values apart, and [num_rows, out]."""
+        """Multiply by addresses: x of float32 [num_rows, in] with rows `stride` values apart, out of [num_rows,
+        out]."""
         self._linear(
             self._pointer,
             x,
@@ -104,7 +107,7 @@ class NativeLinear:
         )
 
     def check(self, shape: tuple[int, ...], dtype: object, is_float32: bool) -> None:
-        """Raises ValueError unless rows of this shape and type can be multiplied."""
+        """Raise ValueError unless rows of this shape and type can be multiplied."""
         if shape[1] != self.in_features or not is_float32:
             raise ValueError(f"linear: x is {dtype} {list(shape)}, float32 [rows, {self.in_features}] is needed")
 
@@ -114,7 +117,7 @@ class NativeLinear:
 
 
 def pack_linear(weight: Array, bias: Array | None) -> NativeLinear:
-    """weight: float32 or bfloat16 [out, in]; bias: [out]."""
+    """Pack a weight. weight: float32 or bfloat16 [out, in]; bias: [out]."""
     if weight.dtype not in (np.float32, np.uint16):
         raise ValueError(f"linear: weights of {weight.dtype} are not packed; float32 or bfloat16 (uint16) are")
     out_features, in_features = weight.shape
@@ -128,13 +131,16 @@ def pack_linear(weight: Array, bias: Array | None) -> NativeLinear:
 
 
 def pack_codes(weight: GroupCodes, bias: Array | None) -> NativeLinear:
-    """Keep the weight in its codes. With the scales of groups of 32: 6 bits an input (4-bit codes), 9 (8-bit codes);
-    of 128: 4.5 and 8.25. Floats of 4 bits have no offsets: 5 with groups of 32."""
+    """Pack a quantized weight without dequantizing it.
+
+    With the scales of groups of 32 a weight takes 6 bits (4-bit values) or 9 (8-bit values); with groups of 128 it
+    takes 4.5 and 8.25. 4-bit floats have no offsets and take 5 bits with groups of 32.
+    """
     return _pack_codes(weight, bias, _floats_format(weight) or _integers_format(weight.bits))
 
 
 def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
-    """As `pack_linear`, bfloat16 for products in bfloat16; only where `library.has_bfloat16`."""
+    """Pack a bfloat16 weight for bfloat16 matmuls; without `library.has_bfloat16`, as `pack_linear`."""
     if weight.dtype != np.uint16 or not library.has_bfloat16():
         return pack_linear(weight, bias)
     out_features, in_features = weight.shape
@@ -147,9 +153,9 @@ def pack_pairs(weight: Array, bias: Array | None) -> NativeLinear:
 
 
 def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLinear:
-    """As `pack_codes_for_dots`, codes of 8 bits too; many rows meet the weight in bfloat16.
+    """Pack like `pack_codes_for_dots`, also 8-bit values; many rows are multiplied in bfloat16.
 
-    Where the processor has no such products, as `pack_codes_for_dots`.
+    Without bfloat16 matmuls on this processor, as `pack_codes_for_dots`.
     """
     if not library.has_bfloat16():
         return pack_codes_for_dots(weight, bias)
@@ -158,9 +164,9 @@ def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLin
 
 
 def pack_codes_for_dots(weight: GroupCodes, bias: Array | None) -> NativeLinear:
-    """As `pack_codes`, integers of 4 bits for products in integers: activations are rounded to 16 bits in groups of 32.
+    """Pack 4-bit integers for integer matmuls: activations are rounded to 16 bits in groups of 32.
 
-    Where the processor has no such products, the arithmetic stays float32.
+    Without integer matmuls on this processor, the arithmetic stays float32.
     """
     if weight.bits != 4 or weight.table is not None or not library.has_dots():
         return pack_codes(weight, bias)
@@ -168,7 +174,7 @@ def pack_codes_for_dots(weight: GroupCodes, bias: Array | None) -> NativeLinear:
 
 
 def _floats_format(weight: GroupCodes) -> int | None:
-    """`None` where codes are integers."""
+    """Return the format of quantized floats; None for integers."""
     if weight.table is not None:
         return library.FORMAT_FLOATS4
     return library.FORMAT_FLOATS8 if weight.is_float else None
@@ -213,26 +219,26 @@ def _pack_codes(weight: GroupCodes, bias: Array | None, format: int, bfloat16_ro
 
 
 def pack_blocks(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
-    """`pack_codes` of blocks as they lie in a file, at less than half its time: nothing is taken apart first."""
+    """Pack a weight's stored blocks like `pack_codes`, in less than half its time."""
     return _pack_blocks(weight, bias, _integers_format(weight.bits))
 
 
 def pack_blocks_for_dots(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
-    """`pack_codes_for_dots` of blocks as they lie in a file."""
+    """Pack a weight's stored blocks like `pack_codes_for_dots`."""
     if weight.bits != 4 or not library.has_dots():
         return pack_blocks(weight, bias)
     return _pack_blocks(weight, bias, library.FORMAT_DOTS4)
 
 
 def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Array | None) -> NativeLinear:
-    """`pack_codes_for_bfloat16` of blocks as they lie in a file."""
+    """Pack a weight's stored blocks like `pack_codes_for_bfloat16`."""
     if not library.has_bfloat16():
         return pack_blocks_for_dots(weight, bias)
     return _pack_blocks(weight, bias, _dots_format(weight.bits), _dots_rows())
 
 
 def _dots_rows() -> int:
-    """From how many rows on codes that few rows meet in integers are multiplied in bfloat16; 0: never."""
+    """Return the number of rows from which on integer formats are multiplied in bfloat16; 0: never."""
     return 0 if processor.multiplies_integers_faster() else BFLOAT16_ROWS
 
 

@@ -1,9 +1,8 @@
 """Linear layers over bfloat16 weights in oneDNN's blocked layout, between float32 activations: AVX512_BF16 and AMX.
 
-Our own panels (`linear.native`) compute in float32 whatever a weight is stored as; on a processor that multiplies
-bfloat16 in hardware oneDNN is several times as fast at many rows. Rows and results are rounded to bfloat16, sums are
-float32. Whether it runs is decided before anything loads (`unit`, asked by `registry.cpu_backend`): nothing falls back
-later.
+Pagemill's panels (`linear.native`) compute in float32; on a processor that multiplies bfloat16 in hardware oneDNN is
+several times as fast at many rows. Rows and results are rounded to bfloat16, sums are float32. Whether it is used is
+decided before anything loads (`unit`, called by `registry.cpu_backend`): there is no fallback later.
 """
 
 from __future__ import annotations
@@ -14,19 +13,21 @@ from torch import Tensor
 from pagemill_kernels.linear import cpu
 
 EXACT_ROWS = 16
-"""Up to here each number of rows has a primitive of its own; oneDNN makes one on first use, in about a millisecond."""
+"""Up to here each number of rows has its own primitive, which oneDNN creates at first use in about a millisecond."""
 _STEPS = ((256, 16), (1 << 62, 64))
-"""(Rows up to, rounded up to a multiple of): so that prompts of all lengths share a few dozen primitives. Sixteen rows
-are a tile of AMX: what is added is seldom computed in vain."""
+"""(Rows up to, rounded up to a multiple of): prompts of all lengths share a few dozen primitives.
+
+Sixteen rows are a tile of AMX, so added rows rarely cost anything.
+"""
 
 
 class OneDNNLinear:
-    """x: float32 or bfloat16 [tokens, in] -> bfloat16 [tokens, out]."""
+    """Maps x, float32 or bfloat16 [tokens, in], to bfloat16 [tokens, out]."""
 
     can_gather = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: bfloat16 [out, in]; bias: [out] of any float type."""
+        """Pack a weight. weight: bfloat16 [out, in]; bias: [out] of any float type."""
         if weight.dtype != torch.bfloat16:
             raise ValueError(f"linear: weights of {weight.dtype} are not packed for bfloat16 products; bfloat16 are")
         self.in_features = weight.shape[1]
@@ -54,12 +55,12 @@ class OneDNNLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> OneDNNLinear:
-    """weight: bfloat16 [out, in], not kept; bias: [out]."""
+    """Pack a weight, which is not kept. weight: bfloat16 [out, in]; bias: [out]."""
     return OneDNNLinear(weight, bias)
 
 
 def num_computed_rows(num_rows: int) -> int:
-    """The rows that a product of `num_rows` is computed with."""
+    """Return the padded number of rows with which `num_rows` are computed."""
     if num_rows <= EXACT_ROWS:
         return num_rows
     step = next(step for limit, step in _STEPS if num_rows <= limit)
@@ -67,7 +68,7 @@ def num_computed_rows(num_rows: int) -> int:
 
 
 def unit() -> str | None:
-    """What this processor multiplies bfloat16 with, where oneDNN can use it; `None`: nothing."""
+    """Return the unit with which oneDNN multiplies bfloat16 on this processor, or None."""
     if not cpu.can_pack(torch.bfloat16):
         return None
     if torch.cpu._is_amx_tile_supported():

@@ -1,4 +1,4 @@
-"""What every packed linear layer can do; each device's launcher has its own class."""
+"""The interface of packed linear layers; each device's launcher has its own class."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class PackedLinear(Protocol):
     """A weight [out, in] and its bias in a device's own layout."""
 
     can_gather: bool
-    """Rows can be read back: a tied embedding then needs no copy of its own."""
+    """Whether rows can be read back: a tied embedding then needs no copy of its own."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the weight takes."""
+        """Bytes of the weight in memory."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in]. Returns [tokens, out]."""
+        """Return [tokens, out]. x: [tokens, in]."""
         ...
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += the result, in place. out: contiguous [tokens, out]."""
+        """Add the result to `out` in place. out: contiguous [tokens, out]."""
         ...
 
     def gather(self, ids: Tensor) -> Tensor:
-        """Rows of the weight. ids: int64 [...], each below out. Returns [..., in]; only where `can_gather`."""
+        """Return rows of the weight, [..., in]; only if `can_gather`. ids: int64 [...], each below out."""
         ...

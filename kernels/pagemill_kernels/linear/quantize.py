@@ -1,8 +1,8 @@
-"""Floats to codes: every group by itself, to the nearest code.
+"""Quantizes floats, every group by itself, to the nearest value.
 
-8 bits: symmetric, the largest magnitude is 127. 4 bits: from the smallest to the largest value of the group, and of
-several narrower ranges the one with the least squared error, since one outlier costs the other 31 their resolution;
-then scale and offset are fitted to the codes by least squares.
+8 bits: symmetric, the largest magnitude becomes 127. 4 bits: the range from the smallest to the largest value of the
+group, or the one of several narrower ranges with the least squared error, since one outlier costs the other 31 values
+their resolution; then scale and offset are fitted to the quantized values by least squares.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from pagemill_kernels.linear.groups import GROUP_SIZE, GroupCodes
 from pagemill_kernels.pieces import each_piece
 
 RANGES = (0.9, 0.8)
-"""Shares of a group's range that 4-bit codes may span; what lies outside takes the nearest end."""
+"""Shares of a group's range that 4-bit values may span; values outside take the nearest end."""
 REFINEMENTS = 3
-"""Times that scale and offset are fitted to the codes, and the codes to these."""
+"""Number of times that scale and offset are fitted to the quantized values, and these to scale and offset."""
 
 Floats = NDArray[np.float32]
 
 
 def quantize(weight: Array, bits: Literal[4, 8]) -> GroupCodes:
-    """weight: [out, in] of any float type, `in` a multiple of 32. Temporaries stay small beside the codes."""
+    """Quantize a weight. Temporaries stay small compared with the result.
+
+    weight: [out, in] of any float type, `in` a multiple of 32.
+    """
     out_features, in_features = weight.shape
     groups = (out_features, in_features // GROUP_SIZE)
     codes = np.empty(weight.shape, dtype=np.uint8 if bits == 4 else np.int8)
@@ -45,14 +48,14 @@ def quantize(weight: Array, bits: Literal[4, 8]) -> GroupCodes:
 
 
 def _symmetric8(grouped: Floats) -> tuple[Floats, Floats]:
-    """grouped: [rows, groups, 32]. Returns codes (floats, like it) and scales [rows, groups]."""
+    """Return quantized values (floats, like `grouped`) and scales [rows, groups]. grouped: [rows, groups, 32]."""
     scales = np.abs(grouped).max(-1) / 127
     codes = grouped / _positive(scales)[..., None]
     return np.rint(codes, out=codes).clip(-127, 127, out=codes), scales
 
 
 def _ranged4(grouped: Floats) -> tuple[Floats, Floats, Floats]:
-    """Codes, scales and offsets with the least squared error of all that were tried."""
+    """Return the values, scales and offsets with the least squared error of all tried ones."""
     low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
     middle, half = (low + high) / 2, (high - low) / 2
     best = _Fit.of(grouped, half * (2 / 15), low)
@@ -64,7 +67,7 @@ def _ranged4(grouped: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 class _Fit(NamedTuple):
-    """One way to round groups; scales, offsets and errors are [rows, groups, 1]."""
+    """One quantization of groups; scales, offsets and errors are [rows, groups, 1]."""
 
     codes: Floats
     scales: Floats
@@ -73,7 +76,7 @@ class _Fit(NamedTuple):
 
     @classmethod
     def of(cls, grouped: Floats, scales: Floats, offsets: Floats) -> _Fit:
-        """The nearest codes for these scales and offsets."""
+        """Return the nearest values for these scales and offsets."""
         codes = grouped - offsets
         codes /= _positive(scales)
         np.rint(codes, out=codes).clip(0, 15, out=codes)
@@ -88,7 +91,7 @@ class _Fit(NamedTuple):
         return _Fit(*(np.where(better, theirs, ours) for theirs, ours in zip(other, self, strict=True)))
 
     def least_squares(self, grouped: Floats) -> tuple[Floats, Floats]:
-        """The scales and offsets that fit these codes best."""
+        """Return the scales and offsets that fit these values best."""
         code_mean, mean = self.codes.mean(-1, keepdims=True), grouped.mean(-1, keepdims=True)
         centred = self.codes - code_mean
         variance = np.square(centred).sum(-1, keepdims=True)
@@ -98,5 +101,5 @@ class _Fit(NamedTuple):
 
 
 def _positive(divisor: Floats) -> Floats:
-    """1 instead of what is not above 0: in a group of equal values scale, variance and what they divide are 0."""
+    """Replace non-positive divisors by 1: in a group of equal values scale, variance and their dividends are 0."""
     return np.where(divisor > 0, divisor, np.float32(1))

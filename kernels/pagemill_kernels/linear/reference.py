@@ -1,4 +1,4 @@
-"""The formula, over the weight as it is."""
+"""The formula of linear layers, over the unpacked weight."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class PlainLinear:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
-    """weight: [out, in]; bias: [out]. The weight is kept, not copied."""
+    """Return a layer that keeps the weight without copying it. weight: [out, in]; bias: [out]."""
     return PlainLinear(weight, bias)
 
 
 def pack_rows(table: Tensor) -> PlainLinear:
-    """A matrix [rows, size] that only gives rows; kept, not copied."""
+    """Return a layer for reading rows of a matrix [rows, size], which is kept without a copy."""
     return PlainLinear(table, None)

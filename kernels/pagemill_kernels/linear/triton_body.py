@@ -1,9 +1,8 @@
-"""Products with weights in codes: a tile of codes becomes floats where it is multiplied; and codes to floats, for
-products of many rows.
+"""Triton kernels of quantized weights: matmuls that dequantize tiles, and dequantization for matmuls of many rows.
 
-8-bit codes lie as [out, in] bytes. 4-bit codes lie as [out, in / 2] bytes: the 16 bytes of a run of 32 inputs hold
-its first 16 codes in their low halves and its last 16 in their high halves. A group, whose inputs share a scale, is one
-run or several.
+8-bit values are stored as [out, in] bytes. 4-bit values are stored as [out, in / 2] bytes: the 16 bytes of a run of 32
+inputs contain its first 16 values in their low halves and its last 16 in their high halves. A group, whose inputs share
+a scale, is one run or several.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import triton.language as tl
 
 @triton.jit
 def spread(values, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """[ROWS, GROUPS] -> [ROWS, GROUPS * SIZE]: each value for all inputs of its run."""
+    """Repeat each value for all inputs of its run: [ROWS, GROUPS] -> [ROWS, GROUPS * SIZE]."""
     wide = tl.broadcast_to(tl.expand_dims(values, 2), (ROWS, GROUPS, SIZE))
     return tl.reshape(wide, (ROWS, GROUPS * SIZE))
 
 
 @triton.jit
 def to_floats(codes, scales, offsets, HAS_OFFSETS: tl.constexpr):
-    """codes * scales + offsets."""
+    """Return codes * scales + offsets."""
     values = codes.to(tl.float32) * scales
     if HAS_OFFSETS:
         values += offsets
@@ -49,10 +48,10 @@ def add_codes_product(
     HAS_ORDER: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """result + x W^T for the rows of x that `x_row` points to and the rows `weight_row` (int64) of W."""
+    """Return result + x W^T for the rows of x that `x_row` points to and the rows `weight_row` (int64) of W."""
     NUM_RUNS: tl.constexpr = IN // RUN
     NUM_GROUPS: tl.constexpr = NUM_RUNS // RUNS_IN_GROUP
-    # Inputs of a run that one product takes: with 4 bits, the low halves and the high halves apart.
+    # Inputs of a run that one tl.dot takes: with 4 bits, the low halves and the high halves separately.
     SIZE: tl.constexpr = RUN // 2 if BITS == 4 else RUN
     ROW_BYTES: tl.constexpr = NUM_RUNS * SIZE
     code_row = codes_ptr + weight_row[:, None] * ROW_BYTES
@@ -110,7 +109,8 @@ def multiply_codes(
     ACCUMULATES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out (+)= x W^T + bias, where W[o, order[i]] = codes[o, i] * scales[o, g] + offsets[o, g] of its group g."""
+    """Compute out (+)= x W^T + bias, where W[o, order[i]] = codes[o, i] * scales[o, g] + offsets[o, g] with i's
+    group g."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row, is_column = row < num_rows, column < OUT
@@ -157,7 +157,7 @@ def dequantize(
     RUNS: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):
-    """out[i] = W[first + i] in floats, RUNS runs of a row in each program, in the order of the columns."""
+    """Compute out[i] = W[first + i] in floats, RUNS runs of a row in each program, in the order of the columns."""
     NUM_RUNS: tl.constexpr = IN // RUN
     SIZE: tl.constexpr = RUN // 2 if BITS == 4 else RUN
     i = tl.program_id(0).to(tl.int64)
@@ -194,7 +194,7 @@ def gather_codes(
     BLOCK: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):
-    """out[i] = W[ids[i]] in floats, a piece at a time, in the order of the columns."""
+    """Compute out[i] = W[ids[i]] in floats, a piece at a time, in the order of the columns."""
     i = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < IN

@@ -1,6 +1,8 @@
-"""Linear layers on a GPU: floats by torch's products, codes of 4 and 8 bits by our own, which turn them into floats in
-the tile. For many rows, where each tile of rows would convert the same codes again, the weight is converted once, some
-of its rows at a time, and torch multiplies. Packing moves the weight to the device; the caller drops its own."""
+"""Linear layers on a GPU: torch multiplies floats; Triton kernels multiply weights of 4 and 8 bits, dequantizing tiles.
+
+For many rows, where each tile of rows would dequantize the same weights again, the weight is dequantized once, some of
+its rows at a time, and torch multiplies. Packing moves the weight to the device; the caller drops its own.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,25 @@ from pagemill_kernels.torch_arrays import to_torch
 
 GATHER_BLOCK = 1024
 RUNS_AT_ONCE = 64
-"""Runs of a row that a program turns into floats."""
+"""Runs of a row that a program dequantizes."""
 FLOATS_AT_ONCE = 1 << 25
-"""Elements of a weight that lie in floats at a time: 64 MiB of bfloat16."""
+"""Elements of a weight that are dequantized at a time: 64 MiB of bfloat16."""
 MOST_ROWS_IN_TILES = {4: 128, 8: 256}
-"""By bits of a code: for more rows, turning the codes into floats once takes less time. Measured on an H100."""
+"""Rows, by bits of a weight, above which dequantizing once takes less time. Measured on an H100."""
 
 
 class WeightParts(NamedTuple):
-    """What a kernel reads of a packed weight."""
+    """The kernels' arguments of a packed weight."""
 
     weight: Tensor
-    """[out, in] floats, or codes as `triton_body` reads them."""
+    """[out, in] floats, or quantized values in the layout of `triton_body`."""
     bias: Tensor | None
     scales: Tensor | None = None
     offsets: Tensor | None = None
     order: Tensor | None = None
     """int32 [in]: the input that each column multiplies."""
     bits: int = 0
-    """Of a code; 0: floats."""
+    """Bits of a quantized value; 0: floats."""
 
 
 class FloatLinear:
@@ -59,7 +61,7 @@ class FloatLinear:
         return WeightParts(self._weight, self._bias)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """The sum is part of the product: `out` is read and written once."""
+        """Add the result to `out`. The sum is part of the matmul: `out` is read and written once."""
         out.addmm_(x, self._weight.t())
         if self._bias is not None:
             out.add_(self._bias)
@@ -69,12 +71,12 @@ class FloatLinear:
 
 
 class Runs(NamedTuple):
-    """What is multiplied by one scale at a time."""
+    """Runs of inputs, each multiplied by one scale at a time."""
 
     size: int
-    """Inputs."""
+    """Number of inputs of a run."""
     in_group: int
-    """Runs that share a scale."""
+    """Number of runs that share a scale."""
 
 
 def runs_of(group_size: int) -> Runs:
@@ -90,7 +92,7 @@ class Tiles(NamedTuple):
 
 
 class CodesOnDevice:
-    """x: any float type [..., in] -> [..., out] of x's type. Subclasses multiply."""
+    """Maps x, [..., in] of any float type, to [..., out] of x's type. Subclasses multiply."""
 
     can_gather = True
     out_features: int
@@ -101,16 +103,16 @@ class CodesOnDevice:
         return out
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        """out += x W^T + bias, in place. out: contiguous [rows, out]."""
+        """Add x W^T + bias to `out` in place. out: contiguous [rows, out]."""
         self._multiply(x, out, accumulates=True)
 
     def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
-        """out = x W^T + bias, or that added to it. Raises `ValueError` for shapes that do not fit."""
+        """Compute out = x W^T + bias, or add that to it. Raises `ValueError` for shapes that do not fit."""
         raise NotImplementedError
 
 
 class CodesLinear(CodesOnDevice):
-    """Sums in float32."""
+    """A linear layer over quantized weights, with sums in float32."""
 
     def __init__(self, weight: GroupCodes, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.codes.shape
@@ -131,7 +133,7 @@ class CodesLinear(CodesOnDevice):
         return WeightParts(self._codes, self._bias, self._scales, self._offsets, self._order, self._bits)
 
     def gather(self, ids: Tensor) -> Tensor:
-        """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
+        """Return rows of the weight, float32 [..., in]. ids: int64 [...], each below out_features."""
         layout = self.in_features, *self._runs, self._bits
         columns = gather_codes(ids, self._codes, self._scales, self._offsets, layout)
         return (
@@ -167,7 +169,7 @@ class CodesLinear(CodesOnDevice):
             out.add_(self._bias)
 
     def _dequantize(self, first: int, out: Tensor) -> None:
-        """Rows of the weight from `first` on, in the order of the columns."""
+        """Dequantize rows of the weight from `first` on, in the order of the columns."""
         triton_body.dequantize[(len(out), triton.cdiv(self.in_features, self._runs.size * RUNS_AT_ONCE))](
             first=first,
             codes_ptr=self._codes,
@@ -219,8 +221,9 @@ class CodesLinear(CodesOnDevice):
 def gather_codes(
     ids: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor | None, layout: tuple[int, int, int, int]
 ) -> Tensor:
-    """Rows of a weight in codes. ids: int64 [...]; layout: inputs, inputs of a run, runs of a group, bits of a code.
-    Returns float32 [..., in], in the order of the columns.
+    """Return rows of a quantized weight, float32 [..., in], in the order of the columns.
+
+    ids: int64 [...]; layout: inputs, inputs of a run, runs of a group, bits of a value.
     """
     in_features, run_size, runs_in_group, bits = layout
     out = torch.empty(*ids.shape, in_features, dtype=torch.float32, device=codes.device)
@@ -244,7 +247,7 @@ def gather_codes(
 
 
 def choose_tiles(num_rows: int, run_size: int) -> Tiles:
-    """Few rows: narrow tiles, so that the weight is read by many programs; many rows: tiles that read it seldom."""
+    """Choose tiles: narrow ones for few rows, so that many programs read the weight; large ones for many rows."""
     runs = 2 * GROUP_SIZE // run_size
     if num_rows <= 16:
         return Tiles(16, 32, 2 * runs, 4, 3)
@@ -254,18 +257,18 @@ def choose_tiles(num_rows: int, run_size: int) -> Tiles:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> FloatLinear:
-    """weight: [out, in]; bias: [out]."""
+    """Pack a float weight. weight: [out, in]; bias: [out]."""
     launch.check_floats("linear", weight=weight)
     return FloatLinear(launch.to_device(weight), None if bias is None else launch.to_device(bias))
 
 
 def pack_rows(table: Tensor) -> FloatLinear:
-    """A matrix that only gives rows."""
+    """Pack a matrix of which only rows are read."""
     return pack_linear(table, None)
 
 
 def pack_codes(weight: GroupCodes, bias: Tensor | None) -> CodesLinear:
-    """Keep the weight in its codes."""
+    """Pack a quantized weight without dequantizing it. Raises ValueError for unsupported groups and floats."""
     in_features = weight.codes.shape[1]
     is_whole = weight.group_size % GROUP_SIZE == 0 or (weight.group_size, weight.bits) == (SMALL_GROUP_SIZE, 8)
     if in_features % GROUP_SIZE or not is_whole or weight.is_float or weight.table is not None:
@@ -278,7 +281,7 @@ def pack_codes(weight: GroupCodes, bias: Tensor | None) -> CodesLinear:
 
 
 def pack_nibbles(codes: Array) -> Array:
-    """uint8 [out, in] of 0 to 15 -> uint8 [out, in / 2], in the order that `triton_body` reads."""
+    """Pack uint8 [out, in] of 0 to 15 to uint8 [out, in / 2], in the order that `triton_body` reads."""
     halves = codes.reshape(len(codes), -1, 2, GROUP_SIZE // 2)
     packed: Array = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(codes), -1)
     return packed

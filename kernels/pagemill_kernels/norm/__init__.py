@@ -1,1 +1,1 @@
-"""Root mean square normalisation (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps) * weight."""
+"""Root mean square normalisation (arXiv 1910.07467), y = x / sqrt(mean(x^2) + eps) * weight, and layer norm."""

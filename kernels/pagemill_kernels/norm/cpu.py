@@ -1,4 +1,4 @@
-"""RMS norm in few passes: one reduction and two multiplications over the rows."""
+"""RMS norm with torch in few passes: one reduction and two multiplications over the rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagemill_kernels.norm import reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., hidden]; weight: [hidden]. Returns x's shape and type."""
+    """Normalise x, [..., hidden], with weight [hidden]. Returns x's shape and type."""
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

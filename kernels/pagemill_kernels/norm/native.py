@@ -1,4 +1,4 @@
-"""RMS norm and layer norm, each row by itself; float32 arithmetic."""
+"""RMS norm and layer norm over native kernels, each row by itself; float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from pagemill_kernels.cpu import launch
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """x: float32 [..., hidden], rows contiguous within their first axis; weight: [hidden]. Returns a new array like
-    x."""
+    """Normalise x and return a new array like it.
+
+    x: float32 [..., hidden], rows contiguous within their first axis; weight: [hidden].
+    """
     return _normalized(x, weight, eps, np.float32)
 
 
 def rms_norm_to_bfloat16(x: Array, weight: Array, eps: float) -> Array:
-    """As `rms_norm`, rounded for a bfloat16 product."""
+    """Normalise x like `rms_norm`, rounded for a bfloat16 matmul."""
     return _normalized(x, weight, eps, np.uint16)
 
 
 def layer_norm(x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
-    """As `rms_norm`, around the mean; bias: [hidden]."""
+    """Normalise x around its mean; bias: [hidden]. Other arguments: as for `rms_norm`."""
     x, rows = _rows(x)
     out = arrays.empty(x.shape)
     launch.native().pagemill_layer_norm(
@@ -58,7 +60,7 @@ def _normalized(x: Array, weight: Array, eps: float, dtype: DTypeLike) -> Array:
 
 
 class _Rows(NamedTuple):
-    """`groups` of so many neighbouring rows of `size`, the groups `stride` values apart."""
+    """`groups` of `neighbours` adjacent rows of `size` values, the groups `stride` values apart."""
 
     groups: int
     stride: int
@@ -67,7 +69,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(x: Array) -> tuple[Array, _Rows]:
-    """x as the kernels can read it; copied only when it must be."""
+    """Return x in a form that the kernels can read; copied only if necessary."""
     size = x.shape[-1]
     are_neighbours = x.ndim < 3 or x.strides[-2] == size * x.itemsize
     if x.ndim > 3 or x.strides[-1] != x.itemsize or not are_neighbours:

@@ -1,4 +1,4 @@
-"""Normalisation of rows, with or without a residual that is added first; float32 arithmetic."""
+"""Triton kernel that normalises rows, with or without a residual that is added first; float32 arithmetic."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def normalize(
     CENTERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Some rows of [outer, INNER, SIZE]: residual += x, then (x - mean) / sqrt(variance + eps) * weight + bias.
+    """Normalise some rows of [outer, INNER, SIZE].
 
-    Without CENTERS the mean counts as 0, which is the root mean square's norm.
+    residual += x, then (x - mean) / sqrt(variance + eps) * weight + bias. Without CENTERS the mean counts as 0, which
+    is the RMS norm.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PADDED_SIZE)

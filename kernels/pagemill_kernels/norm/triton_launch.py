@@ -1,4 +1,4 @@
-"""RMS norm and layer norm in one pass over each row, several short rows to a program."""
+"""Launches RMS norm and layer norm in one pass over each row, several short rows per program."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from pagemill_kernels.norm import triton_body
 PROGRAM_ELEMENTS = 1024
 """Rows shorter than this share a program."""
 MAX_SIZE = 32768
-"""Elements of a row that a program holds in its registers."""
+"""Most elements of a row that fit into a program's registers."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x: [..., size], rows contiguous within their first axis; weight: [size]. Returns a new tensor like x.
+    """Normalise x and return a new tensor like it.
 
-    `residual`: contiguous, like x; x is added to it first, and the sum is normalised.
+    x: [..., size], rows contiguous within their first axis; weight: [size]. `residual`: contiguous, like x; x is added
+    to it first, and the sum is normalised.
     """
     return _normalized(x, weight, None, eps, residual, centers=False)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None) -> Tensor:
-    """As `rms_norm`, around the mean; bias: [size]."""
+    """Normalise x around its mean; bias: [size]. Other arguments: as for `rms_norm`."""
     return _normalized(x, weight, bias, eps, residual, centers=True)
 
 
@@ -67,7 +68,7 @@ def num_warps(padded_size: int) -> int:
 
 
 def _rows(x: Tensor) -> tuple[int, int, int, int]:
-    """(outer, inner) rows and their strides."""
+    """Return the numbers of (outer, inner) rows and their strides."""
     if x.dim() == 3:
         return x.shape[0], x.shape[1], x.stride(0), x.stride(1)
     flat = x.view(-1, x.shape[-1])

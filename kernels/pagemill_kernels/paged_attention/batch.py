@@ -1,4 +1,4 @@
-"""What a step's attention is about, as plain arrays; the same for every device and layer."""
+"""The attention inputs of a step as plain arrays, the same for every device and layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DECODE_LIMIT = 8
-"""Tokens a request up to which a GPU takes a batch for decodes (1, or some more with speculation and short prompts)."""
+"""Most tokens of a request that a GPU treats as a decode (1, or more with speculation and short prompts)."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,10 +25,10 @@ class AttentionBatch:
     num_kv_heads: int
     head_dim: int
     padding_block: int
-    """The padding block, which holds zeros: padded rows must read finite values."""
+    """Index of the padding block, which is filled with zeros: padded rows must read finite values."""
     shares_vectors: bool = False
-    """A key is its value, too (latent attention): the cache holds `num_kv_heads` vectors of a token, not twice as
-    many."""
+    """Whether a key is also its value (latent attention): the cache has `num_kv_heads` vectors per token, not twice
+    as many."""
 
     @property
     def cache_heads(self) -> int:

@@ -1,7 +1,7 @@
-"""Paged attention on CPU: gather the context of a group into contiguous keys and values, then dense attention.
+"""Paged attention with torch on the CPU: gathers a group's context into contiguous keys and values, then attends.
 
 Query heads that share a key/value head are rows of one small matrix, so grouped-query attention repeats nothing. With a
-soft cap, ALiBi or sinks scores are written out, one key/value head of a chunk at a time.
+soft cap, ALiBi or sinks, scores are written out, one key/value head of a chunk at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill_kernels.paged_attention.reference import softmax_with_sinks
 
 
 class _Extras(NamedTuple):
-    """As the arguments of `paged_attention`."""
+    """The optional arguments of `paged_attention`."""
 
     soft_cap: float | None
     alibi_slopes: Tensor | None
@@ -33,9 +33,10 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query: [tokens, num_heads, head_dim]; cache: one layer's, of any float type. Returns a tensor like query.
+    """Compute attention and return a tensor like query.
 
-    `soft_cap`, `alibi_slopes`, `sinks`: as in `reference`.
+    query: [tokens, num_heads, head_dim]; cache: one layer's, of any float type. `soft_cap`, `alibi_slopes`, `sinks`: as
+    in `reference`.
     """
     extras = _Extras(soft_cap, alibi_slopes, sinks)
     result = torch.empty(query.shape, dtype=query.dtype)
@@ -126,8 +127,10 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
 def _gather(
     cache: Tensor, rows: Tensor, num_requests: int, num_kv_heads: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values, each [requests * num_kv_heads, padded length, head_dim] and contiguous; where the cache holds
-    one vector for both, the same tensor."""
+    """Return keys and values, each [requests * num_kv_heads, padded length, head_dim] and contiguous.
+
+    If the cache has one vector for both, they are the same tensor.
+    """
     head_dim = cache.shape[-1]
     gathered = cache.view(-1, cache.shape[-2] * head_dim).index_select(0, rows).to(dtype)
     parts = gathered.view(cache.shape[1] // num_kv_heads, num_requests * num_kv_heads, -1, head_dim)

@@ -1,4 +1,4 @@
-"""Paged attention in C++ straight over the block tables: nothing is gathered, padded or repeated."""
+"""Paged attention in C++ directly over the block tables: nothing is gathered, padded or repeated."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class NativePlan:
 
 
 def supports(head_dim: int, block_size: int, group: int) -> bool:
-    """group: query heads that share a key/value head."""
+    """Whether the kernel supports a model. `group`: number of query heads that share a key/value head."""
     return head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0 and group <= MAX_GROUP
 
 
 def plan_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:
-    """Plan for all layers with this sliding window (`None`: full attention)."""
+    """Plan attention for all layers with this sliding window (None: full attention)."""
     query_start_loc = np.ascontiguousarray(batch.query_start_loc, dtype=np.int64)
     seq_lens = np.ascontiguousarray(batch.seq_lens, dtype=np.int64)
     tables = np.ascontiguousarray(batch.block_tables, dtype=np.int32)
@@ -51,23 +51,23 @@ def plan_attention(batch: AttentionBatch, sliding_window: int | None) -> NativeP
 
 
 def plan_invariant_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:
-    """As `plan_attention`; a token's result has the same bits in every batch and every chunk."""
+    """Plan batch-invariant attention: a token's result has the same bits in every batch and every chunk."""
     plan = plan_attention(batch, sliding_window)
     plan.args.batch_invariant = 1
     return plan
 
 
 def plan_bfloat16_attention(batch: AttentionBatch, sliding_window: int | None) -> NativePlan:
-    """As `plan_attention`; more than a few rows are multiplied in bfloat16 where the cache is not in float32."""
+    """Plan attention that multiplies more than a few rows in bfloat16, unless the cache is float32."""
     plan = plan_attention(batch, sliding_window)
     plan.args.bfloat16 = 1
     return plan
 
 
 def paged_attention(query: Array, cache: Array, plan: NativePlan, scale: float, sinks: Array | None = None) -> Array:
-    """query: float32 [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim].
+    """Compute attention and return [tokens, num_heads, head_dim].
 
-    `sinks`: as in `reference`.
+    query: float32 [tokens, num_heads, head_dim]; cache: one layer's. `sinks`: as in `reference`.
     """
     num_tokens, num_heads, head_dim = query.shape
     if query.strides[1:] != (head_dim * query.itemsize, query.itemsize):

@@ -1,6 +1,6 @@
-"""Cuts a batch for the CPU once a step: decodes into padded groups of similar length, prefill chunks one by one.
+"""Divides a batch for the CPU once per step: decodes into padded groups of similar length, prefill chunks one by one.
 
-Padding costs memory traffic, a group costs a fixed overhead in each layer; a split is made where it saves more than
+Padding costs memory traffic, and a group costs a fixed overhead in each layer; a batch is split if that saves more than
 it costs.
 """
 
@@ -17,7 +17,7 @@ from pagemill_kernels.paged_attention.batch import AttentionBatch
 from pagemill_kernels.paged_attention.reference import visible_positions
 
 GROUP_OVERHEAD_TOKENS = 512
-"""A further decode group must save at least this many padded tokens of gathering."""
+"""Padded tokens that another decode group must save."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,20 +25,23 @@ class DecodeGroup:
     """Requests with one token each, padded to one length."""
 
     rows: slice | Tensor
-    """Their tokens in the batch."""
+    """Indices of their tokens in the batch."""
     num_requests: int
     gather: Tensor
-    """int64 [parts * requests * num_kv_heads * blocks]: (block, head) rows of the cache; parts: keys, then values, or
-    one that is both."""
+    """int64 [parts * requests * num_kv_heads * blocks]: (block, head) rows of the cache.
+
+    The parts are keys and values, or one part that serves as both.
+    """
     bias: Tensor
     """[requests * num_kv_heads, 1, padded length]: 0 where visible, -inf elsewhere."""
     positions: NDArray[np.int64]
-    """[requests, padded length]: of the gathered tokens."""
+    """[requests, padded length]: positions of the gathered tokens."""
     seq_lens: NDArray[np.int64]
     """[requests]."""
 
     def distances(self) -> Tensor:
-        """float32 [requests, padded length]: how far behind the request's last token, as numbers below zero."""
+        """Return the positions relative to each request's last token, float32 [requests, padded length], at most
+        zero."""
         return torch.from_numpy(self.positions - (self.seq_lens[:, None] - 1)).float()
 
 
@@ -49,13 +52,13 @@ class PrefillChunk:
     start: int
     stop: int
     context_len: int
-    """Gathered tokens, this chunk's included."""
+    """Number of gathered tokens, including this chunk's."""
     gather: Tensor
     mask: Tensor | None
-    """[chunk, context]: added to the scores; `None`: plainly causal and nothing before the chunk."""
+    """[chunk, context], added to the scores; None: plainly causal and no context before the chunk."""
 
     def distances(self) -> Tensor:
-        """float32 [chunk, context]: of each token of the context from each of the chunk, below zero where before it."""
+        """Return the positions of the context relative to each token of the chunk, float32 [chunk, context]."""
         own = torch.arange(self.context_len - (self.stop - self.start), self.context_len)
         return (torch.arange(self.context_len) - own[:, None]).float()
 
@@ -70,7 +73,7 @@ class AttentionPlan:
 def plan_attention(
     batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
 ) -> AttentionPlan:
-    """Plan for all layers with this sliding window (`None`: full attention)."""
+    """Plan attention for all layers with this sliding window (None: full attention)."""
     num_tokens = np.diff(batch.query_start_loc)
     singles = np.flatnonzero(num_tokens == 1)
     ordered = singles[np.argsort(batch.seq_lens[singles], kind="stable")]
@@ -89,7 +92,7 @@ def plan_attention(
 def _first_blocks(
     batch: AttentionBatch, num_tokens: NDArray[np.int64], sliding_window: int | None
 ) -> NDArray[np.int64]:
-    """Index of the first block that any of a request's tokens can see."""
+    """Return the index of the first block that any of a request's tokens can see."""
     if sliding_window is None:
         return np.zeros(batch.num_requests, dtype=np.int64)
     first_visible = np.maximum(batch.seq_lens - num_tokens - sliding_window + 1, 0)
@@ -98,7 +101,7 @@ def _first_blocks(
 
 
 def _split(requests: NDArray[np.int64], num_blocks: NDArray[np.int64], block_size: int) -> list[NDArray[np.int64]]:
-    """Cut requests (sorted by length) recursively where it saves the most padding."""
+    """Split requests (sorted by length) recursively where that saves the most padding."""
     if len(requests) == 0:
         return []
     saved = np.arange(1, len(requests)) * (num_blocks[-1] - num_blocks[:-1]) * block_size
@@ -164,7 +167,7 @@ def _prefill_mask(num_tokens: int, context_len: int, sliding_window: int | None,
 
 
 def _gather_rows(table: NDArray[np.int32], batch: AttentionBatch) -> Tensor:
-    """(block, head) rows in the order [key or value, request, head, block]."""
+    """Return (block, head) rows in the order [key or value, request, head, block]."""
     heads = np.arange(batch.cache_heads).reshape(-1, 1, batch.num_kv_heads, 1)
     rows = table.astype(np.int64)[None, :, None, :] * batch.cache_heads + heads
     return torch.from_numpy(rows.reshape(-1))

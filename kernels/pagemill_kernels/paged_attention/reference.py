@@ -1,7 +1,8 @@
-"""The formula, one request at a time: softmax(q k^T * scale + mask) v over the request's gathered context.
+"""The formula of attention, one request at a time: softmax(q k^T * scale + mask) v over the gathered context.
 
-Token at position p sees the positions from max(0, p - sliding_window + 1) to p. Query head h reads key/value head
-h // (num_heads / num_kv_heads). A soft cap bends scores, ALiBi (arXiv 2108.12409) lowers them with distance.
+A token at position p sees the positions from max(0, p - sliding_window + 1) to p. Query head h reads key/value head h
+
+(num_heads / num_kv_heads). A soft cap bends scores; ALiBi (arXiv 2108.12409) lowers them with distance.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns query's shape and type.
+    """Compute attention and return query's shape and type.
 
-    `soft_cap`: scores become cap * tanh(score / cap). `alibi_slopes`: float32 [num_heads]; a key that lies n tokens
-    back loses slope * n. `sinks`: float32 [num_heads], for each head the score of a key without a value, which takes
-    its share of the softmax. Where the batch `shares_vectors`, values are the keys: the caller takes what it wants of
-    the result.
+    query: [tokens, num_heads, head_dim]; cache: one layer's. `soft_cap`: scores become cap * tanh(score / cap).
+    `alibi_slopes`: float32 [num_heads]; a key n tokens back loses slope * n. `sinks`: float32 [num_heads], for each
+    head the score of a key without a value, which takes its share of the softmax. If the batch `shares_vectors`, values
+    are the keys, and the caller takes the part of the result that it needs.
     """
     batch = plan.batch
     result = torch.empty_like(query)
@@ -64,15 +65,15 @@ def paged_attention(
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """scores: [heads, rows, context]. Returns what the context gets of the softmax over it and the head's sink."""
+    """Return the context's part of the softmax over it and the head's sink. scores: [heads, rows, context]."""
     if sinks is None:
         return scores.softmax(-1)
-    beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
-    return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
+    sink_scores = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat([scores, sink_scores], -1).softmax(-1)[..., :-1]
 
 
 def visible_positions(positions: Tensor, seq_len: int, sliding_window: int | None) -> Tensor:
-    """bool [len(positions), seq_len]: which context each position may read."""
+    """Return which context each position may read, bool [len(positions), seq_len]."""
     context = torch.arange(seq_len, device=positions.device)
     visible = context <= positions[:, None]
     if sliding_window is not None:

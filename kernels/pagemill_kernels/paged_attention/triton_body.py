@@ -1,13 +1,14 @@
-"""Attention over block tables: one kernel for prefills and for decodes, one that joins split contexts.
+"""Triton kernels of attention over block tables: one for prefills and decodes, and one that joins split contexts.
 
 A program takes a Q block: some tokens of one request times all query heads of one key/value head, so that a tile of
 keys is read once for the whole group. Prefills: Q blocks are numbered over the batch, with one partial block allowed
-per request, and a program finds its request by a binary search. Decodes: every request has as many. So grids follow
-from shapes alone. A batch of both kinds is two launches over all requests, each of which leaves the other's alone.
+per request, and a program finds its request by a binary search. Decodes: every request has the same number of Q blocks.
+So grids follow from shapes alone. A batch of both kinds is two launches over all requests, each of which skips the
+other's requests.
 
-A cache of codes is read by pairs (`kv_store.triton_body`), so there are two products in place of one. A token's scales
-are multiplied into its scores and into its weights, a power of two of the latter before the softmax's maximum is taken,
-so that float16 holds the product.
+An 8-bit cache is read in pairs (`kv_store.triton_body`), so there are two tl.dot operations instead of one. A token's
+scales are multiplied into its scores and into its weights; a power of two of the latter is applied before the softmax's
+maximum is taken, so that the result fits into float16.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from pagemill_kernels.kv_store.triton_body import of_pairs
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 SMALLEST_SCALE = tl.constexpr(2.0**-60)
-"""In place of a value's scale of 0, whose codes are all 0: no power of two lies below that."""
+"""Replaces a value scale of 0, whose values are all 0, because no power of two is below 0."""
 
 
 @triton.jit
 def first_q_block(query_start_ptr, request, BLOCK_Q: tl.constexpr):
-    """Q blocks before the request's own; each request may leave one block partly empty."""
+    """Return the number of Q blocks before the request's own; each request may leave one block partly empty."""
     return tl.load(query_start_ptr + request) // BLOCK_Q + request
 
 
 @triton.jit
 def find_request(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexpr):
-    """The last request whose first Q block is not behind `block`."""
+    """Return the last request whose first Q block is not behind `block`."""
     low = 0
     high = num_requests
     while low < high:
@@ -45,7 +46,8 @@ def find_request(query_start_ptr, block, num_requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def split_range(lower, upper, split, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_TOKENS: tl.constexpr):
-    """The part of a context that one split reads, in whole tiles; empty where the context is too short to be split."""
+    """Return the range of a context that one split reads, in whole tiles; empty if the context is too short to be
+    split."""
     used = tl.minimum(tl.maximum(tl.cdiv(upper - lower, SPLIT_TOKENS), 1), NUM_SPLITS)
     tokens = tl.cdiv(tl.cdiv(upper - lower, TILE), used) * TILE
     return lower + split * tokens, tl.minimum(lower + (split + 1) * tokens, upper)
@@ -53,7 +55,7 @@ def split_range(lower, upper, split, TILE: tl.constexpr, NUM_SPLITS: tl.constexp
 
 @triton.jit
 def load_vectors(pointers, columns, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Of each pointer the vector that starts there; zeros behind its end."""
+    """Load the vector at each pointer, padded with zeros."""
     if SIZE == PADDED:
         return tl.load(pointers[:, None] + columns[None, :])
     else:
@@ -62,21 +64,21 @@ def load_vectors(pointers, columns, SIZE: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def load_query(pointers, is_row, columns, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """Every STEP-th dimension of the rows' queries."""
+    """Load every STEP-th dimension of the rows' queries."""
     mask = is_row[:, None] & (columns < SIZE)[None, :]
     return tl.load(pointers[:, None] + STEP * columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def power_below(x):
-    """The power of two below each x >= 0."""
+    """Return the power of two below each x >= 0."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.maximum(power, SMALLEST_NORMAL)
 
 
 @triton.jit
 def exponents_of(x):
-    """The exponent of the power of two below each x > 0, and one by that power."""
+    """Return the exponent of the power of two below each x > 0, and the reciprocal of that power."""
     power = x.to(tl.int32, bitcast=True) & 0x7F800000
     return ((power >> 23) - 127).to(tl.float32), (0x7F000000 - power).to(tl.float32, bitcast=True)
 
@@ -119,9 +121,9 @@ def attend(
     IS_FP8: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = softmax(q k^T * scale + mask) v, or with splits the parts of it that `join_splits` needs.
+    """Compute out = softmax(q k^T * scale + mask) v, or with splits the partial results for `join_splits`.
 
-    few_tokens: decodes are the requests with as many or fewer, and only the launch for them computes them.
+    few_tokens: requests with at most this many tokens are decodes, and only the launch for decodes computes them.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -133,7 +135,7 @@ def attend(
         request = block // q_blocks
         first = block % q_blocks * BLOCK_Q
     else:
-        # A request's last tokens see the most keys: what takes longest begins first.
+        # A request's last tokens see the most keys: the longest programs start first.
         block = tl.num_programs(0) - 1 - block
         request = find_request(query_start_ptr, block, num_requests, BLOCK_Q)
         first = (block - first_q_block(query_start_ptr, request, BLOCK_Q)) * BLOCK_Q
@@ -156,14 +158,14 @@ def attend(
     query_rows = query_ptr + row_token * query_stride + head * HEAD_DIM
     CODES: tl.constexpr = 2 if HAS_CODES else 1
     SIZE: tl.constexpr = HEAD_DIM // CODES
-    # A product takes 16 of anything.
+    # tl.dot needs at least 16 in every dimension.
     PADDED: tl.constexpr = max(PADDED_DIM // CODES, 16)
     columns = tl.arange(0, PADDED)
     query = load_query(query_rows, is_row, columns, SIZE, CODES)
     second_query = query
     row_scale = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     if HAS_CODES:
-        # As float16, of a size that it holds.
+        # Scaled to values that fit into float16.
         OPERAND: tl.constexpr = tl.float32 if query.dtype == tl.float32 else tl.float16
         query = query.to(tl.float32)
         second_query = load_query(query_rows + 1, is_row, columns, SIZE, CODES).to(tl.float32)
@@ -187,19 +189,19 @@ def attend(
     maximum = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     if HAS_SINKS:
-        # A score that has no value; of several splits the first one, which always has keys, counts it.
+        # A sink is a score without a value; of several splits only the first one, which always has keys, counts it.
         sinks = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
         maximum = tl.where(split == 0, sinks, maximum)
         total = tl.where(split == 0, 1.0, total)
     result = tl.zeros([BLOCK_M, PADDED], dtype=tl.float32)
     second_result = tl.zeros([BLOCK_M, PADDED], dtype=tl.float32)
-    # Of a head's part of a block, and of a token in it; the float32 scales of codes lie behind them.
+    # Sizes of a head's part of a block and of a token in it; the float32 scales of 8-bit values follow the values.
     PART: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) // 2 if HAS_CODES else BLOCK_SIZE * HEAD_DIM
     SCALE: tl.constexpr = 2
     table_row = table_ptr + request.to(tl.int64) * table_stride
     factor = LOG2E if HAS_SOFT_CAP or HAS_SLOPES else scale * LOG2E
     keys_of_tile = tl.arange(0, TILE)
-    # Keys that none sees are replaced by one that some row sees, and masked below.
+    # Keys that no row sees are replaced by one that some row sees, and masked below.
     slot = tl.maximum(tl.minimum(begin + keys_of_tile, upper - 1), first_visible)
     block_id = tl.load(table_row + slot // BLOCK_SIZE)
     for tile in tl.range(begin, end, TILE):
@@ -208,7 +210,7 @@ def attend(
         vectors = cache_ptr + part + slot % BLOCK_SIZE * SIZE
         keys = tl.trans(load_vectors(vectors, columns, SIZE, PADDED))
         values = load_vectors(vectors + NUM_KV_HEADS * PART, columns, SIZE, PADDED)
-        # Of the next tile: where a tile lies is known when its turn comes.
+        # Block ids of the next tile are loaded now, so that its addresses are known in the next iteration.
         next_slot = tl.maximum(tl.minimum(key_position + TILE, upper - 1), first_visible)
         block_id = tl.load(table_row + next_slot // BLOCK_SIZE)
         if HAS_CODES:
@@ -228,7 +230,7 @@ def attend(
             scores *= scale
         if HAS_SLOPES:
             scores += slopes[:, None] * (key_position[None, :] - position[:, None])
-        # Most tiles lie before all of the block's tokens, and in the windows of all.
+        # Most tiles are before all of the block's tokens, and in the windows of all.
         is_masked = tile + TILE > context + first + 1
         if HAS_WINDOW:
             is_masked |= tile < upper - window
@@ -297,7 +299,7 @@ def join_splits(
     PADDED_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """One row (token and head) of a decode: the splits' results, each weighted by its share of the whole softmax."""
+    """Join one row (token and head) of a decode: the splits' results, weighted by their shares of the whole softmax."""
     request = tl.program_id(0) // few_tokens
     token = tl.program_id(0) % few_tokens
     head = tl.program_id(1)

@@ -1,8 +1,7 @@
-"""Paged attention on a GPU: a launch for a step's decodes, long ones split over the device, and beside it one for its
-prefills.
+"""Launches paged attention on a GPU: a step's decodes, whose long contexts are split, and concurrently its prefills.
 
-Grids follow from the numbers of tokens and requests alone, and how many parts a context is cut into is decided on the
-device, so recorded launches serve every step of the same shape.
+Grids follow from the numbers of tokens and requests alone, and the device decides how many splits a context has, so
+recorded launches serve every step of the same shape.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MAX_GROUP = 64
 
 @dataclass(slots=True, frozen=True)
 class TritonPlan:
-    """A step's batch on the device, and what is launched for it in every layer."""
+    """A step's batch on the device, and the launch arguments of every layer."""
 
     query_start_loc: Tensor
     """int32 [requests + 1]."""
@@ -42,9 +41,9 @@ class TritonPlan:
     num_kv_heads: int
     sliding_window: int | None
     longest: int
-    """Tokens of the request with most."""
+    """Tokens of the request that has most tokens in the step."""
     has_few: bool
-    """Some requests may have few tokens, whatever the others have."""
+    """Whether some requests may be decodes."""
 
     def __post_init__(self) -> None:
         num_requests = len(self.seq_lens)
@@ -57,8 +56,10 @@ class TritonPlan:
 
 
 def supports(head_dim: int, block_size: int, group: int) -> str | None:
-    """Why such a model cannot run, and what to set instead; `None`: it can. group: query heads that share a key/value
-    head."""
+    """Return why a model is not supported, and the remedy; None if it is.
+
+    `group`: number of query heads that share a key/value head.
+    """
     if head_dim % 16 or not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
         return f"heads of {head_dim}; multiples of 16 up to {MAX_HEAD_DIM} are supported. Set device to cpu"
     if block_size % 16:
@@ -73,7 +74,7 @@ def supports(head_dim: int, block_size: int, group: int) -> str | None:
 def plan_attention(
     batch: AttentionBatch, sliding_window: int | None, dtype: torch.dtype, device: torch.device
 ) -> TritonPlan:
-    """Plan for all layers with this sliding window (`None`: full attention)."""
+    """Plan attention for all layers with this sliding window (None: full attention)."""
     num_tokens = np.diff(batch.query_start_loc)
     return TritonPlan(
         query_start_loc=launch.upload(batch.query_start_loc, device, torch.int32),
@@ -91,7 +92,7 @@ def plan_attention(
 def plan_on_device(
     inputs: StepInputs, num_requests: int, longest: int, sliding_window: int | None, block_size: int, num_kv_heads: int
 ) -> TritonPlan:
-    """As `plan_attention`, of inputs that are on the device already. longest: tokens of the request with most."""
+    """Plan attention for inputs that are on the device. `longest`: tokens of the request that has most tokens."""
     return TritonPlan(
         query_start_loc=inputs.query_start_loc[: num_requests + 1],
         seq_lens=inputs.seq_lens[:num_requests],
@@ -114,10 +115,11 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query: [tokens, num_heads, head_dim]; cache: one layer's. Returns [tokens, num_heads, head_dim].
+    """Compute attention and return [tokens, num_heads, head_dim].
 
-    `soft_cap`: scores become cap * tanh(score / cap). `alibi_slopes`: float32 [num_heads]; a key that lies n tokens
-    back loses slope * n. `sinks`: float32 [num_heads]; scores of keys that have no value.
+    query: [tokens, num_heads, head_dim]; cache: one layer's. `soft_cap`: scores become cap * tanh(score / cap).
+    `alibi_slopes`: float32 [num_heads]; a key n tokens back loses slope * n. `sinks`: float32 [num_heads]; scores of
+    keys without a value.
     """
     num_tokens, num_heads, head_dim = query.shape
     _check(query, cache, plan, alibi_slopes=alibi_slopes, sinks=sinks)
@@ -139,9 +141,9 @@ def paged_attention(
     whole = _Parts(q_blocks, 1, out, out, out)
     prefill = partial(_attend, False, few_tokens, prefill_tiles, plan, query, cache, extras, whole)
     if has_prefills and few_tokens:
-        # Prefills are bound by products and decodes by memory: together they take less than one after the other.
-        with launch.forked(out.device) as beside:
-            with beside:
+        # Prefills are bound by computation and decodes by memory: concurrently they take less time than in sequence.
+        with launch.forked(out.device) as other_stream:
+            with other_stream:
                 decode()
             prefill()
     elif has_prefills:
@@ -152,7 +154,7 @@ def paged_attention(
 
 
 class _Extras(NamedTuple):
-    """What becomes of scores beside the causal mask and the window."""
+    """Changes of the scores besides the causal mask and the window."""
 
     scale: float
     soft_cap: float | None
@@ -161,18 +163,18 @@ class _Extras(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A launch's blocks, and where it writes."""
+    """Size and outputs of a launch."""
 
     q_blocks: int
     num_splits: int
     results: Tensor
     maxima: Tensor
-    """Read of split contexts only, as are the sums."""
+    """Only read for split contexts, like the sums."""
     sums: Tensor
 
 
 def _parts(few_tokens: int, tiles: Tiles, plan: TritonPlan, out: Tensor) -> _Parts:
-    """Of the requests with few tokens; of each so many rows are laid out."""
+    """Return the size and outputs of the decodes' launch; every request has `few_tokens` rows in them."""
     _, num_heads, head_dim = out.shape
     num_requests = len(plan.seq_lens)
     q_blocks = num_requests * triton.cdiv(few_tokens, tiles.block_m // (num_heads // plan.num_kv_heads))
@@ -269,7 +271,7 @@ def _attend(
 
 
 def precision(dtype: torch.dtype) -> str:
-    """float32 stays float32: tensor cores would round it to 10 bits."""
+    """Return tl.dot's precision. float32 stays float32: tensor cores would round it to 10 bits."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 

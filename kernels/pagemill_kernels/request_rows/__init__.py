@@ -1,4 +1,4 @@
-"""The rows of running requests on the device: what changed is written in one launch, a step's inputs are built in one.
+"""The rows of running requests on the device: one launch writes the changes, one builds a step's inputs.
 
-Nothing here is read by the host: the token that one step samples is the next step's input without leaving the device.
+The host reads nothing: the token that one step samples is the next step's input without leaving the device.
 """

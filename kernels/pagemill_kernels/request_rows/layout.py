@@ -1,8 +1,7 @@
-"""Layout of the rows on the device: one int32 array [records | block tables | tokens], so that one kernel writes any
-change.
+"""Layout of the rows on the device: one int32 array [records | block tables | tokens], so that one kernel writes them.
 
-A record holds a request's counters and its sampling parameters, floats by their bits. The last row is the padding row:
-its block table names the padding block.
+A record contains a request's counters and its sampling parameters, floats by their bits. The last row is the padding
+row: its block table contains only the padding block.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RECORD = 16
 NUM_SETTINGS = 6
 """Settings of one drawn token, in the order of `sampling.triton_body.draw`."""
 ALIGNMENT = 4
-"""Elements of 16 bytes: pointers that are multiples of it are one specialization of a kernel, others another."""
+"""Elements of 16 bytes. Kernels are specialized for pointers that are multiples of it."""
 
 
 class RowLayout(NamedTuple):
@@ -42,7 +41,7 @@ class RowLayout(NamedTuple):
 
     @classmethod
     def of(cls, max_rows: int, max_model_len: int, block_size: int) -> RowLayout:
-        """A row may be sampled from once more when it is full."""
+        """Return the layout for these limits. A full row may be sampled from once more."""
         return cls(max_rows + 1, aligned(-(-max_model_len // block_size) + 1), aligned(max_model_len + 1))
 
     @property
@@ -54,7 +53,7 @@ class RowLayout(NamedTuple):
         return self.token(self.num_rows, 0)
 
     def record(self, row: int) -> int:
-        """Where the row's record begins."""
+        """Return the index at which the row's record begins."""
         return row * RECORD
 
     def block(self, row: int, index: int) -> int:
@@ -84,28 +83,28 @@ class Writes(NamedTuple):
     """Changes of rows. No element is written twice."""
 
     pieces: Tensor
-    """int64 [3, pieces]: where to, from where in `values`, how many, up to `PIECE`."""
+    """int64 [3, pieces]: destination, index in `values`, and number of elements, up to `PIECE`."""
     values: Tensor
     """int32."""
 
 
 class StepRows(NamedTuple):
-    """Whose tokens a step computes: all int32, on the device."""
+    """The requests of a step; all tensors are int32, on the device."""
 
     rows: Tensor
     """[requests]."""
     query_start_loc: Tensor
     """[requests + 1]."""
     places: Tensor
-    """[requests]: its place among those that sample; -1: it does not."""
+    """[requests]: index among the sampling requests; -1 for a request that does not sample."""
 
 
 @dataclass(slots=True, frozen=True)
 class StepInputs:
-    """What a forward pass and the sampler read, all on the device. May be longer than a step needs."""
+    """Inputs of a forward pass and of the sampler, all on the device. They may be longer than a step needs."""
 
     token_ids: Tensor
-    """int64 [tokens], as are the next two."""
+    """int64 [tokens], like the next two."""
     positions: Tensor
     slots: Tensor
     """Block id * block_size + offset."""
@@ -114,9 +113,9 @@ class StepInputs:
     seq_lens: Tensor
     """int32 [requests]: context plus this step's tokens."""
     block_tables: Tensor
-    """int32 [requests, blocks]; what lies beyond a request's length means nothing."""
+    """int32 [requests, blocks]; values beyond a request's length are meaningless."""
     last_tokens: Tensor
-    """int64 [sampled]: each one's last token in the step."""
+    """int64 [sampled]: index of each sampling request's last token in the step."""
     settings: Tensor
     """int32 [NUM_SETTINGS * sampled], one setting after another."""
 
@@ -137,7 +136,7 @@ class StepInputs:
         )
 
     def first(self, num_tokens: int, num_requests: int) -> StepInputs:
-        """The inputs of the first of both alone; of all that sample."""
+        """Return the inputs of the first tokens and requests, with those of all sampling requests."""
         return StepInputs(
             token_ids=self.token_ids[:num_tokens],
             positions=self.positions[:num_tokens],

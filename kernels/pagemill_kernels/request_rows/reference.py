@@ -1,4 +1,4 @@
-"""The formulas, request by request."""
+"""The formulas of the row operations, request by request."""
 
 from __future__ import annotations
 

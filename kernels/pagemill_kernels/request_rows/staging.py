@@ -1,4 +1,4 @@
-"""A step's changes and its rows on their way to the device: gathered as they come, packed once, copied once."""
+"""Uploads a step's changes and its rows: collects them, packs them once, copies them once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_kernels.gpu import launch
 from pagemill_kernels.request_rows.layout import StepRows, Writes, aligned
 
 PIECE = 1024
-"""Elements that one program writes at most."""
+"""Most elements that one program writes."""
 
 Values = Sequence[int] | NDArray[np.int32]
 
@@ -27,11 +27,11 @@ class Staging:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing changes."""
+        """Whether nothing changes."""
         return not self._to
 
     def put(self, to: int, values: Values) -> None:
-        """The row state's elements from `to` on become `values`."""
+        """Stage `values` for the row state's elements from `to` on."""
         for start in range(0, len(values), PIECE):
             self._to.append(to + start)
             self._values.append(values[start : start + PIECE])
@@ -40,7 +40,7 @@ class Staging:
         self, rows: NDArray[np.int32], query_start_loc: NDArray[np.int32], places: NDArray[np.int32],
         device: torch.device,
     ) -> tuple[Writes, StepRows]:  # fmt: skip
-        """Everything in one copy."""
+        """Upload everything in one copy."""
         counts = np.fromiter(map(len, self._values), np.int64, len(self._values))
         pieces = np.array([self._to, np.cumsum(counts) - counts, counts], dtype=np.int64)
         values = np.concatenate(self._values, dtype=np.int32) if self._values else np.zeros(0, dtype=np.int32)
@@ -51,7 +51,7 @@ class Staging:
 
 
 def upload_together(arrays: list[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """In one copy; each array begins at a multiple of 16 bytes."""
+    """Upload arrays in one copy; each array begins at a multiple of 16 bytes."""
     starts = np.cumsum([0, *(aligned(len(array)) for array in arrays)]).tolist()
     packed = np.empty(starts[-1], dtype=np.int32)
     for start, array in zip(starts, arrays, strict=False):

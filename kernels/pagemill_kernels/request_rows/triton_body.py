@@ -1,4 +1,4 @@
-"""Changes of rows, a step's inputs, and the step's end: each is one launch over the rows of a device.
+"""Triton kernels of the rows: changes of rows, a step's inputs, and the step's end, each in one launch.
 
 The key of a draw is that of `sampling.randomness`, operation by operation.
 """
@@ -19,12 +19,12 @@ SEED_LOW: tl.constexpr = tl.constexpr(layout.SEED_LOW)
 SEED_HIGH: tl.constexpr = tl.constexpr(layout.SEED_HIGH)
 TOP_K: tl.constexpr = tl.constexpr(layout.TOP_K)
 NUM_COPIED: tl.constexpr = tl.constexpr(layout.MIN_P_FLOOR + 1 - layout.TOP_K)
-"""Settings that lie in the record as a draw reads them; the key's two halves follow."""
+"""Number of settings that are copied from the record; the key's two halves follow them."""
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
 def write(pieces_ptr, num_pieces, values_ptr, state_ptr, PIECE: tl.constexpr):
-    """One piece: state[to + n] = values[from + n]."""
+    """Write one piece: state[to + n] = values[from + n]."""
     piece = pieces_ptr + tl.program_id(0)
     to = tl.load(piece)
     source = tl.load(piece + num_pieces)
@@ -56,7 +56,7 @@ def build(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some tokens of one request and its share of the block table; the first program of a request does the rest."""
+    """Build some tokens of one request and a part of its block table; the request's first program does the rest."""
     request = tl.program_id(0)
     chunk = tl.program_id(1)
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -113,7 +113,7 @@ def advance(
     tokens_width,
     BLOCK: tl.constexpr,
 ):
-    """The step's tokens are computed, the sampled ones appended; one that broke (-1) counts as token 0."""
+    """Count the step's tokens as computed and append the sampled ones; a failed one (-1) is appended as token 0."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_requests
     row = tl.load(rows_ptr + i, mask=mask, other=0).to(tl.int64)
@@ -133,7 +133,7 @@ def advance(
 
 @triton.jit
 def key_of(record):
-    """Both halves of the 64 bits that decide the row's next draw, as int32."""
+    """Return both halves of the 64 bits that determine the row's next draw, as int32."""
     low = tl.load(record + SEED_LOW).to(tl.uint32, bitcast=True).to(tl.uint64)
     high = tl.load(record + SEED_HIGH).to(tl.uint32, bitcast=True).to(tl.uint64)
     position = tl.load(record + NUM_TOKENS) - tl.load(record + NUM_PROMPT_TOKENS)

@@ -1,4 +1,4 @@
-"""One launch each for a step's changes, its inputs and its end, whatever is in the step."""
+"""Launches the row kernels: one launch each for a step's changes, its inputs and its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def write_rows(state: RowState, writes: Writes) -> None:
 def build_inputs(
     state: RowState, step: StepRows, longest: int, num_sampled: int, block_size: int, out: StepInputs
 ) -> None:
-    """longest: tokens of the request that has most of them; num_sampled: how many requests sample."""
+    """Build a step's inputs.
+
+    longest: tokens of the request that has most tokens; num_sampled: number of sampling requests.
+    """
     num_requests = len(step.rows)
     _check_step(step)
     launch.check_contiguous("request rows", block_tables=out.block_tables, settings=out.settings)
@@ -77,7 +80,10 @@ def build_inputs(
 
 
 def advance_rows(state: RowState, step: StepRows, sampled: Tensor) -> None:
-    """sampled: int64 [sampled], each request's token at its place, -1 where there is none."""
+    """Advance the rows of a step.
+
+    sampled: int64 [sampled], each request's token at its index; -1 for none.
+    """
     num_requests = len(step.rows)
     _check_step(step)
     launch.check_types("request rows", torch.int64, sampled=sampled)

@@ -1,4 +1,7 @@
-"""Rotation in place with two temporaries of half a head each, then one indexed write; shapes as in `reference`."""
+"""Rotation with torch in place, with two temporaries of half a head each, then one indexed write.
+
+Shapes are those of `reference`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys, and the write of keys and values into the paged cache, in one pass; float32."""
+"""Rotation of queries and keys, and the write of keys and values into the paged cache, in one native pass; float32."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pagemill_kernels.kv_store import kinds
 
 
 def rope_and_store(heads: Array, num_heads: int, cos: Array, sin: Array, cache: Array, slots: Array) -> None:
-    """heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, rotated in place; values are not.
+    """Rotate queries and keys in place, then write keys and values into the cache.
 
-    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of a type in `kv_store.kinds.NATIVE`.
-    slots: int64 [tokens], block id * block_size + offset.
+    heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous. cos, sin: [tokens, 1, head_dim / 2],
+    contiguous. cache: one layer's, of a type in `kv_store.kinds.NATIVE`. slots: int64 [tokens], block id * block_size +
+    offset.
     """
     _store(heads, num_heads, address(cos), address(sin), cache, slots)
 
 
 def store(heads: Array, num_heads: int, cache: Array, slots: Array) -> None:
-    """The write alone, of keys that do not turn."""
+    """Write keys and values without a rotation."""
     _store(heads, num_heads, None, None, cache, slots)
 
 

@@ -1,4 +1,4 @@
-"""The formula."""
+"""The formula of rotation and cache write."""
 
 from __future__ import annotations
 

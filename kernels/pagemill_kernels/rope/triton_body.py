@@ -1,4 +1,4 @@
-"""Rotation of queries and keys in place, and the write of keys and values into the paged cache, in one pass."""
+"""Triton kernel that rotates queries and keys in place and writes keys and values into the paged cache, in one pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rope_and_store(
     LARGEST: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """One token's heads [queries, keys, values], some at a time; a head is read and written as its two halves."""
+    """Process one token's heads [queries, keys, values], some at a time; a head is read and written as two halves."""
     HALF: tl.constexpr = HEAD_DIM // 2
     WIDTH: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -38,7 +38,7 @@ def rope_and_store(
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
 
-    # y = x * cos + rotate_half(x) * sin; values pass unchanged.
+    # y = x * cos + rotate_half(x) * sin; values stay unchanged.
     cos = tl.load(cos_ptr + token * HALF + dims, mask=is_dim, other=1.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * HALF + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
     turns = (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
@@ -48,7 +48,7 @@ def rope_and_store(
     tl.store(at, rotated_first.to(element), mask=mask & turns)
     tl.store(at + HALF, rotated_second.to(element), mask=mask & turns)
 
-    # A head's part of a block: its tokens side by side, behind them the scales of codes.
+    # A head's part of a block: its tokens adjacent, followed by the scales of 8-bit values.
     slot = tl.load(slots_ptr + token)
     stored = mask & (head >= NUM_HEADS)[:, None]
     PART: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if HAS_CODES else BLOCK_SIZE * HEAD_DIM
@@ -56,13 +56,13 @@ def rope_and_store(
     to = cache_ptr + (part + slot % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
     if HAS_CODES:
         largest = tl.maximum(tl.max(tl.abs(rotated_first), 1), tl.max(tl.abs(rotated_second), 1))
-        # A maximum passes NaN by; a sum does not.
+        # A maximum may ignore NaN; a sum does not.
         found = largest / LARGEST + tl.sum(rotated_first * 0.0 + rotated_second * 0.0, 1)
         codable = (found > 0.0) & (found < float("inf"))
         divisor = tl.where(codable, found, 1.0)[:, None]
         scaled_first = tl.where(codable[:, None], rotated_first / divisor, 0.0)
         scaled_second = tl.where(codable[:, None], rotated_second / divisor, 0.0)
-        # A quotient can end a hair beyond the largest code.
+        # A quotient can be slightly beyond the largest value.
         scaled_first = tl.minimum(tl.maximum(scaled_first, -LARGEST), LARGEST)
         scaled_second = tl.minimum(tl.maximum(scaled_second, -LARGEST), LARGEST)
         tl.store(to, round_to_codes(scaled_first, IS_FP8), mask=stored)

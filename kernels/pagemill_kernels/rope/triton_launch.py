@@ -1,4 +1,4 @@
-"""Rotation and the cache write in one launch; arithmetic in float32, rounded once."""
+"""Launches rotation and cache write as one kernel; arithmetic in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ PROGRAM_ELEMENTS = 1024
 
 
 def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, rotated in place; values are not.
+    """Rotate queries and keys in place, then write keys and values into the cache.
 
-    cos, sin: [tokens, 1, head_dim / 2], contiguous. cache: one layer's, of any type of `kv_store.storage`. slots: int64
-    [tokens], block id * block_size + offset.
+    heads: [tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous. cos, sin: [tokens, 1, head_dim / 2],
+    contiguous. cache: one layer's, of any type of `kv_store.storage`. slots: int64 [tokens], block id * block_size +
+    offset.
     """
     num_tokens, width, head_dim = heads.shape
     num_kv_heads = (width - num_heads) // 2
@@ -50,13 +51,16 @@ def rope_and_store(heads: Tensor, num_heads: int, cos: Tensor, sin: Tensor, cach
 
 
 def store(heads: Tensor, num_heads: int, cache: Tensor, slots: Tensor) -> None:
-    """The write alone, of keys that do not turn: their angle is zero, and all finite values stay as they are."""
+    """Write keys and values without a rotation: angles are zero, and all finite values stay as they are."""
     angles = (len(heads), 1, heads.shape[2] // 2)
     rope_and_store(heads, num_heads, heads.new_ones(angles), heads.new_zeros(angles), cache, slots)
 
 
 def plan_slots(slot_mapping: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """slot_mapping: int64 [tokens], block id * block_size + offset; as it is, since each head finds its own place."""
+    """Return the slots unchanged, since the kernel finds each head's slot.
+
+    slot_mapping: int64 [tokens], block id * block_size + offset.
+    """
     return slot_mapping.contiguous()
 
 

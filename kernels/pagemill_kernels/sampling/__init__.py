@@ -1,4 +1,4 @@
-"""Tokens from logits, for a whole batch: changes that requests ask for, filters, the seeded draw, log probabilities.
+"""Samples tokens from logits for a whole batch: requested changes, filters, the seeded draw, log probabilities.
 
-The draw is a specification (`randomness`, `arithmetic`, `filters`): whatever implements it draws the same tokens.
+The draw is a specification (`randomness`, `arithmetic`, `filters`): every implementation draws the same tokens.
 """

@@ -28,7 +28,7 @@ LOG_SERIES = (
     -0.14352191984653473,
     0.09226369857788086,
 )
-"""(log(1 + r) - r) / r^2 over the range of r, by powers of r; wrong by 2e-7 at most."""
+"""(log(1 + r) - r) / r^2 over the range of r, by powers of r; the error is at most 2e-7."""
 POWER_SERIES = (
     1.0000001192092896,
     0.6931472420692444,
@@ -37,12 +37,12 @@ POWER_SERIES = (
     0.009676036424934864,
     0.0013409993844106793,
 )
-"""2^f for f in [-1/2, 1/2], by powers of f; wrong by 8e-8 at most."""
+"""2^f for f in [-1/2, 1/2], by powers of f; the error is at most 8e-8."""
 MASS_BITS = 40
 """The best token's mass is 2^40: a whole vocabulary's sum stays far below 2^63."""
 SHARE_BITS = 24
 PIECE = 8192
-"""Elements of a long row that are computed at a time: what lies between two operations stays in the cache."""
+"""Elements of a long row that are computed at a time, so that intermediate values stay in the cache."""
 
 Floats = NDArray[np.float32]
 
@@ -71,17 +71,17 @@ def mass(x: Floats) -> NDArray[np.int64]:
 
 
 def total_mass(x: Floats) -> np.int64:
-    """The mass of a whole row, x: [vocab]."""
+    """Return the mass of a whole row, x: [vocab]."""
     return np.int64(sum(mass(x[at : at + PIECE]).sum() for at in range(0, len(x), PIECE)))
 
 
 def shares(top_p: Floats | np.float32) -> NDArray[np.int64]:
-    """top_p in parts of 2^24, rounded down."""
+    """Return top_p in parts of 2^24, rounded down."""
     return (np.minimum(top_p, np.float32(1.0)) * np.float32(2**SHARE_BITS)).astype(np.int64)
 
 
 def share_of(masses: np.int64, share: NDArray[np.int64]) -> int:
-    """masses * share / 2^24 rounded down, at least 1, without leaving 64 bits."""
+    """Return masses * share / 2^24 rounded down, at least 1, without exceeding 64 bits."""
     low = (masses & (2**SHARE_BITS - 1)) * share >> SHARE_BITS
     return max(int((masses >> SHARE_BITS) * share + low), 1)
 

@@ -1,4 +1,4 @@
-"""Tokens that a device has sampled and the host has not read yet."""
+"""Sampled tokens on a device that the host has not read yet."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pagemill_kernels.gpu import launch
 from pagemill_kernels.sampling.batch import Logprobs, SampledTokens
 
 Report = tuple[Tensor, Tensor]
-"""As `triton_launch.report` gives it."""
+"""The result of `triton_launch.report`."""
 
 
 class Drawn(NamedTuple):
-    """On the device, or on its way from there."""
+    """Sampled tokens on the device, or being copied from it."""
 
     tokens: Tensor
     """int64 [rows], -1 where the raw logits are not finite."""
     report: Report | None
 
     def download(self) -> Drawn:
-        """To be read once the device has come so far."""
+        """Copy the tensors to the host without waiting; read them once the device has finished."""
         return Drawn(launch.download(self.tokens), None if self.report is None else download_report(self.report))
 
     def read(self) -> SampledTokens:
-        """The tensors on the host."""
+        """Return the result from tensors on the host."""
         token_ids: NDArray[np.int64] = self.tokens.numpy()
         finite = token_ids >= 0
         logprobs = None if self.report is None else read_report(self.report)
@@ -35,11 +35,11 @@ class Drawn(NamedTuple):
 
 
 def download_report(report: Report) -> Report:
-    """As `Drawn.download`."""
+    """Copy a report to the host without waiting, like `Drawn.download`."""
     return launch.download(report[0]), launch.download(report[1])
 
 
 def read_report(report: Report) -> Logprobs:
-    """From the tensors on the host."""
+    """Return log probabilities from tensors on the host."""
     values, ids = report[0].numpy(), report[1].numpy().astype(np.int64)
     return Logprobs(values[:, 0], ids[:, 0], values[:, 1:], ids[:, 1:])

@@ -1,13 +1,15 @@
-"""Which candidates of a row may be drawn: those above min_p, of these the top_k best, of these the first that have
-top_p of the mass. The order is by falling logit and, among equal ones, by rising token id.
+"""The filters of sampling, which decide which candidates of a row may be drawn.
+
+Each filter applies to what the one before it left: min_p, then top_k, then top_p. Candidates are ordered by falling
+logit and, for equal logits, by rising token id.
 
     x = (logit - the row's maximum) / temperature, in float32, each operation rounded once
     min_p: tokens with x < log(min_p) are dropped (`arithmetic.log`)
     top_p: a token stays while the `arithmetic.mass` of those before it is below share_of(the mass of all, top_p)
     The first token always stays.
 
-A full sort of the vocabulary is the costliest thing a sampler can do, so the cut is searched among the best
-`SHORTLIST` tokens first; only rows whose cut lies further down are sorted whole.
+Sorting a whole vocabulary is slow, so the last candidate that stays is searched among the best `SHORTLIST` tokens
+first. A row is sorted whole only if that candidate is not among them.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ SHORTLIST = 1024
 
 
 def log_min_p(min_p: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The lowest x that stays, -inf where min_p is 0."""
+    """Return the lowest x that is kept, -inf where min_p is 0."""
     some = min_p > 0
     lowest = arithmetic.log(np.where(some, min_p, np.float32(1.0)))
     return np.where(some, lowest, np.float32(-np.inf))
 
 
 def apply_min_p(x: Floats, min_p: NDArray[np.float32]) -> None:
-    """Drop tokens less likely than min_p times the most likely one. x: [rows, vocab]; what is dropped becomes -inf."""
+    """Drop tokens less likely than min_p times the most likely one, by setting them to -inf. x: [rows, vocab]."""
     chosen = np.flatnonzero(min_p > 0)
     if len(chosen) == 0:
         return
@@ -39,7 +41,7 @@ def apply_min_p(x: Floats, min_p: NDArray[np.float32]) -> None:
 
 
 def apply_top_k_top_p(x: Floats, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> None:
-    """Keep the top_k most likely tokens, and of these the smallest set with mass top_p. At least one stays."""
+    """Keep the top_k most likely tokens, and of these the smallest set with mass top_p, at least one."""
     vocab_size = x.shape[1]
     pending = np.flatnonzero((top_k < vocab_size) | (top_p < 1.0))
     for width in (min(SHORTLIST, vocab_size), vocab_size):
@@ -54,7 +56,7 @@ def apply_top_k_top_p(x: Floats, top_k: NDArray[np.int64], top_p: NDArray[np.flo
 
 
 def largest(x: Floats, width: int) -> Floats:
-    """The `width` largest values of each row, falling."""
+    """Return the `width` largest values of each row, descending."""
     first = x.shape[1] - width
     found = np.partition(x, first, axis=-1)[:, first:] if first else x.copy()
     found.sort(axis=-1)
@@ -64,7 +66,10 @@ def largest(x: Floats, width: int) -> Floats:
 def _kept(
     x: Floats, values: Floats, top_k: NDArray[np.int64], top_p: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """For the `width` best values, in falling order: how many stay; and for which rows the cut lies among them."""
+    """Return how many of the best values of each row are kept, and for which rows the cut is among them.
+
+    values: the `width` best values of each row, descending.
+    """
     width, vocab_size = values.shape[1], x.shape[1]
     cut_by_k = top_k <= width
     counts = np.minimum(top_k, width)
@@ -81,7 +86,7 @@ def _kept(
 
 
 def _above(x: Floats, cut: Floats, counts: NDArray[np.int64]) -> Floats:
-    """Each row's first `counts` tokens, the last of which has the value `cut`; the others are -inf. In place."""
+    """Keep each row's first `counts` tokens, the last of which has the value `cut`; others become -inf, in place."""
     x[x < cut[:, None]] = -np.inf
     for row in np.flatnonzero(np.count_nonzero(x > -np.inf, axis=-1) > counts).tolist():
         ties = np.flatnonzero(x[row] == cut[row])

@@ -1,4 +1,4 @@
-"""Sampling on the CPU: by native code where it is there, else by the reference, which says what both do."""
+"""Sampling on the CPU: by native code if available, else by the reference, which specifies both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from pagemill_kernels.sampling.batch import Logprobs, Reports, SampledTokens, Sa
 
 class HostSampler(Protocol):
     def sample_tokens(self, logits: NDArray[np.float32], batch: SamplingBatch) -> SampledTokens:
-        """One token for each row of logits, contiguous [rows, vocab], which may be overwritten."""
+        """Sample one token for each row of logits, contiguous [rows, vocab], which may be overwritten."""
         ...
 
     def report(self, raw_logits: NDArray[np.float32], token_ids: NDArray[np.int64], reports: Reports) -> Logprobs:
-        """raw_logits: contiguous, of the reports' rows, may be overwritten; token_ids: of the whole batch."""
+        """Return log probabilities.
+
+        raw_logits: contiguous, of the reports' rows, may be overwritten; token_ids: of the whole batch.
+        """
         ...
 
 

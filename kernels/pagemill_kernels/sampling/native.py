@@ -1,7 +1,7 @@
-"""Sampling by native code: the tokens of `reference`, which says what is computed, at a fraction of its time.
+"""Sampling by native code: draws the same tokens as `reference`, its specification, at a fraction of its time.
 
 One call takes a step's rows. Log probabilities are within float32's rounding of the reference's, whose library sums in
-another order; names of tokens that are wanted beside them are looked up here.
+another order; named tokens are looked up here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pagemill_kernels.sampling.batch import (
 )
 
 NATIVE_ELEMENTS = 1 << 20
-"""Below so many logits numpy finds the best token of each row before a call's arguments are together."""
+"""Number of logits below which numpy finds each row's best token sooner than a call's arguments are built."""
 
 Floats = NDArray[np.float32]
 
 
 def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
-    """One token for each row of logits, contiguous [rows, vocab]."""
+    """Sample one token for each row of logits, contiguous [rows, vocab]."""
     if batch.is_plain and logits.size < NATIVE_ELEMENTS:
         return reference.sample_tokens(logits, batch)
     num_rows = len(logits)
@@ -53,7 +53,7 @@ def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
 
 
 def report(raw_logits: Floats, token_ids: NDArray[np.int64], reports: Reports) -> Logprobs:
-    """raw_logits: of the reports' rows; token_ids: of the whole batch."""
+    """Return log probabilities. raw_logits: of the reports' rows; token_ids: of the whole batch."""
     call = _Call(raw_logits)
     call.set_reports(reports._replace(rows=np.arange(len(reports.rows))))
     call.set(token_ids=token_ids[reports.rows])
@@ -62,7 +62,7 @@ def report(raw_logits: Floats, token_ids: NDArray[np.int64], reports: Reports) -
 
 
 class _Call:
-    """The arguments of one call, and the arrays whose addresses they are."""
+    """The arguments of one call, and the arrays to which they point."""
 
     def __init__(self, logits: Floats) -> None:
         self._logits = np.ascontiguousarray(logits, dtype=np.float32)
@@ -112,7 +112,7 @@ class _Call:
         self.set(log_totals=self.log_totals, ranks=self.ranks, top=self.top, top_ids=self.top_ids)
 
     def logprobs(self, reports: Reports) -> Logprobs:
-        """After the call."""
+        """Return log probabilities. Call this after the native call."""
         top, top_ids = self.top, self.top_ids
         if reports.named is not None:
             places, columns, token_ids = reports.named
@@ -123,11 +123,11 @@ class _Call:
                 token_ids,
             )
         best, total = self.best, self.log_totals
-        with np.errstate(invalid="ignore"):  # rows that are not finite: nothing is read of them
+        with np.errstate(invalid="ignore"):  # rows that are not finite are never read
             return Logprobs(self.chosen - best - total, self.ranks, top - best[:, None] - total[:, None], top_ids)
 
     def _places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """For each row of the batch its place in `rows`, -1 where it is not there."""
+        """Return each batch row's index in `rows`, -1 if it is absent."""
         places = np.full(len(self._logits), -1, dtype=np.int64)
         places[rows] = np.arange(len(rows))
         return places

@@ -33,7 +33,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def keys(seeds: NDArray[np.uint64], choices: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One 64-bit key a row."""
+    """Return one 64-bit key per row."""
     with np.errstate(over="ignore"):
         key = _mix64(seeds + _GOLDEN)
         key = _mix64(key + choices.astype(np.uint64) + _GOLDEN)
@@ -41,12 +41,12 @@ def keys(seeds: NDArray[np.uint64], choices: NDArray[np.int64], positions: NDArr
 
 
 def halves(row_keys: NDArray[np.uint64]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """The low and the high 32 bits."""
+    """Return the low and the high 32 bits."""
     return (row_keys & np.uint64(0xFFFFFFFF)).astype(np.uint32), (row_keys >> np.uint64(32)).astype(np.uint32)
 
 
 def gumbel(row_keys: NDArray[np.uint64], token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Noise for pairs (key, token id); the arrays broadcast."""
+    """Return the noise of pairs (key, token id); the arrays broadcast."""
     low, high = halves(row_keys)
     low, high, tokens = np.broadcast_arrays(low, high, token_ids.astype(np.uint32))
     noise = np.empty(tokens.shape, dtype=np.float32)

@@ -1,5 +1,7 @@
-"""The order of sampling, over arrays: logits -> masks -> bias and forbidden tokens -> penalties -> greedy, or
-temperature -> filters -> Gumbel-max. One row's values never touch another row's."""
+"""The specification of sampling over arrays: masks, biases, penalties, then greedy choice or a filtered draw.
+
+The draw scales by temperature, filters, and uses Gumbel-max. One row's values never affect another row's.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from pagemill_kernels.sampling.batch import (
 _ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
 ).astype(np.float32)
-"""[256, 8]: what a byte of a mask adds to the logits of its eight tokens; four times as fast as choosing them."""
+"""[256, 8]: addends of a mask byte for the logits of its eight tokens; four times as fast as np.where."""
 
 
 @np.errstate(all="ignore")
 def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
-    """One token for each row of logits, [rows, vocab], which are overwritten."""
+    """Sample one token for each row of logits, [rows, vocab], which are overwritten."""
     token_ids = logits.argmax(-1)
     best = logits[np.arange(len(logits)), token_ids]
     # A NaN anywhere makes the maximum NaN; -inf also comes only from a broken forward pass, but is harmless here.
@@ -48,7 +50,7 @@ def sample_tokens(logits: Floats, batch: SamplingBatch) -> SampledTokens:
 
 
 def apply_masks(logits: Floats, masks: TokenMasks) -> None:
-    """-inf for every token without a bit."""
+    """Set the logits of every token without a bit to -inf."""
     vocab_size = logits.shape[1]
     addends = np.empty((masks.bits.shape[1] * 4, 8), dtype=np.float32)
     of_row = addends.reshape(-1)[:vocab_size]
@@ -62,7 +64,7 @@ def add_edits(logits: Floats, edits: Edits) -> None:
 
 
 def apply_penalties(logits: Floats, penalties: Penalties) -> None:
-    """Repetition as in CTRL (arXiv 1909.05858): positive logits of seen tokens are divided, others multiplied."""
+    """Apply penalties. Repetition as in CTRL (arXiv 1909.05858) divides positive logits and multiplies others."""
     picked = logits[penalties.rows]
     counts = penalties.in_output[penalties.count_rows]
     repetition = penalties.repetition[:, None]
@@ -75,7 +77,7 @@ def apply_penalties(logits: Floats, penalties: Penalties) -> None:
 
 
 def draw(logits: Floats, draws: Draws) -> NDArray[np.int64]:
-    """A draw from softmax(logits / temperature) restricted by the rows' filters. logits is overwritten."""
+    """Draw from softmax(logits / temperature) restricted by the rows' filters. Overwrites logits."""
     num_rows = len(logits)
     if num_rows == 0:
         return np.zeros(0, dtype=np.int64)
@@ -83,7 +85,7 @@ def draw(logits: Floats, draws: Draws) -> NDArray[np.int64]:
     logits /= draws.temperature[:, None]
     filters.apply_min_p(logits, draws.min_p)
     filters.apply_top_k_top_p(logits, draws.top_k, draws.top_p)
-    # The best token is at 0 now: only tokens within reach of it can win.
+    # The best token is at 0 now: only tokens within REACH of it can win.
     at, token_ids = np.nonzero(logits > -REACH)
     noisy = logits[at, token_ids] + randomness.gumbel(draws.keys[at], token_ids)
     return token_ids[_argmax_by_row(at, noisy, num_rows)]
@@ -95,7 +97,10 @@ def count(penalties: Penalties, token_ids: NDArray[np.int64]) -> None:
 
 @np.errstate(all="ignore")
 def report(raw_logits: Floats, token_ids: NDArray[np.int64], reports: Reports) -> Logprobs:
-    """raw_logits: of the reports' rows, is overwritten; token_ids: of the whole batch."""
+    """Return log probabilities.
+
+    raw_logits: of the reports' rows, overwritten; token_ids: of the whole batch.
+    """
     chosen = raw_logits[np.arange(len(raw_logits)), token_ids[reports.rows]]
     ranks = np.array([1 + np.count_nonzero(row > own) for row, own in zip(raw_logits, chosen, strict=True)])
     top, top_ids = _top(raw_logits, int(reports.num_top.max()))
@@ -108,13 +113,13 @@ def report(raw_logits: Floats, token_ids: NDArray[np.int64], reports: Reports) -
 
 
 def _top(x: Floats, width: int) -> tuple[Floats, NDArray[np.int64]]:
-    """Each row's `width` largest values, falling, and their tokens; of equal ones the lower token first."""
+    """Return each row's `width` largest values, descending, and their tokens; of equal ones the lower token first."""
     values = filters.largest(x, width) if width else np.empty((len(x), 0), dtype=np.float32)
     token_ids = np.empty(values.shape, dtype=np.int64)
     for row in range(len(x) if width else 0):
         found = np.flatnonzero(x[row] >= values[row, -1])
         order = np.argsort(-x[row, found], kind="stable")[:width]
-        token_ids[row] = found[order] if len(order) == width else 0  # NaN: nothing is read of such a row
+        token_ids[row] = found[order] if len(order) == width else 0  # NaN: such a row is never read
     return values, token_ids
 
 
@@ -130,7 +135,7 @@ def _with_named(
 
 
 def _change(logits: Floats, batch: SamplingBatch) -> NDArray[np.int64]:
-    """Apply what rows ask for; the best tokens after it."""
+    """Apply masks, edits and penalties, and return the best tokens."""
     if batch.masks is not None:
         apply_masks(logits, batch.masks)
     if batch.edits is not None:
@@ -142,7 +147,7 @@ def _change(logits: Floats, batch: SamplingBatch) -> NDArray[np.int64]:
 
 
 def _argmax_by_row(at: NDArray[np.int64], values: NDArray[np.float32], num_rows: int) -> NDArray[np.int64]:
-    """For values grouped by the sorted row numbers `at`, the index of each row's first maximum."""
+    """Return the index of each row's first maximum, for values grouped by the sorted row numbers `at`."""
     starts = np.searchsorted(at, np.arange(num_rows))
     best = np.maximum.reduceat(values, starts)
     winners = np.flatnonzero(values == best[at])

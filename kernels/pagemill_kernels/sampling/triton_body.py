@@ -1,7 +1,7 @@
-"""Sampling where the logits lie: changes, the draw with its filters in one program a row, log probabilities.
+"""Triton kernels of sampling: changes of logits, the filtered draw in one program per row, log probabilities.
 
-The arithmetic is that of `arithmetic`, `filters` and `randomness`, operation by operation; launchers forbid the
-compiler to fuse products with sums, which would round differently.
+The arithmetic is that of `arithmetic`, `filters` and `randomness`, operation by operation; launchers disable fused
+multiply-adds, which would round differently.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ MASS_BIAS: tl.constexpr = tl.constexpr(127 + arithmetic.MASS_BITS)
 SHARE_BITS: tl.constexpr = tl.constexpr(arithmetic.SHARE_BITS)
 WHOLE_SHARE: tl.constexpr = tl.constexpr(1 << arithmetic.SHARE_BITS)
 LAST_KEY: tl.constexpr = tl.constexpr(0x41CFFFFF)
-"""Key of the least likely token that can be drawn, one below that of REACH. A key is the bits of -x as an integer: it
-grows as tokens become less likely."""
+"""Key of the least likely token that can be drawn, one below that of REACH.
+
+A key is the bits of -x as an integer: it grows as tokens become less likely.
+"""
 PIVOTS: tl.constexpr = tl.constexpr(8)
-"""Keys that one pass over a row compares with."""
+"""Keys with which one pass over a row compares."""
 FIRST_PIVOTS: tl.constexpr = tl.constexpr(4)
-"""Keys that the first pass over a row compares with."""
+"""Keys with which the first pass over a row compares."""
 LIST_PADDING: tl.constexpr = tl.constexpr(32)
-"""Behind a list, whose number of tokens is the first: rows of lists share no line of a cache."""
+"""Padding behind a list, whose first element is the number of tokens: lists of two rows share no cache line."""
 NEGATIVE_INFINITY: tl.constexpr = tl.constexpr(-(1 << 23))
-"""Its bits as an integer."""
+"""Bits of -inf as an integer."""
 UNIT: tl.constexpr = tl.constexpr(2.0**-32)
 ALMOST_ONE: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit(do_not_specialize=["num_edits"])
 def edit(edits_ptr, num_edits, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """logits[row, token] += bias. edits: int32 [3, num_edits], rows, tokens and the bits of biases."""
+    """Compute logits[row, token] += bias.
+
+    edits: int32 [3, num_edits]: rows, tokens and the bits of biases.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_edits
     row = tl.load(edits_ptr + i, mask=mask, other=0).to(tl.int64)
@@ -49,7 +54,7 @@ def edit(edits_ptr, num_edits, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit(do_not_specialize=["num_words"])
 def forbid(rows_ptr, bits_ptr, num_words, logits_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """A piece of one row: -inf for every token without a bit. bits: int32 [masks, num_words]."""
+    """Set the logits of a piece of one row to -inf for every token without a bit. bits: int32 [masks, num_words]."""
     row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = token < VOCAB
@@ -63,8 +68,11 @@ def forbid(rows_ptr, bits_ptr, num_words, logits_ptr, VOCAB: tl.constexpr, BLOCK
 def penalise(
     penalties_ptr, num_penalised, logits_ptr, in_prompt_ptr, in_output_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A piece of one row. penalties: int32 [5, num_penalised], rows, places in the tables, and the bits of repetition,
-    frequency and presence."""
+    """Apply penalties to a piece of one row.
+
+    penalties: int32 [5, num_penalised]: rows, indices in the tables, and the bits of repetition, frequency and
+    presence.
+    """
     own = penalties_ptr + tl.program_id(0)
     row = tl.load(own).to(tl.int64)
     place = tl.load(own + num_penalised).to(tl.int64)
@@ -86,7 +94,7 @@ def penalise(
 
 @triton.jit(do_not_specialize=["num_penalised"])
 def count_tokens(penalties_ptr, num_penalised, tokens_ptr, in_output_ptr, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """in_output[place, the row's token] += 1; a row that broke has no token."""
+    """Compute in_output[place, the row's token] += 1; a failed row has no token."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = i < num_penalised
     row = tl.load(penalties_ptr + i, mask=mask, other=0)
@@ -111,11 +119,11 @@ def draw(
     CAPACITY: tl.constexpr,
     IS_CHANGED: tl.constexpr,
 ):
-    """One row's token, or -1 where the raw logits are broken.
+    """Draw one row's token; -1 if the raw logits are not finite.
 
-    settings: int32 [6, num_rows], top_k, top_p in parts of 2^24, the bits of temperature and of min_p's logarithm, the
+    settings: int32 [6, num_rows]: top_k, top_p in parts of 2^24, the bits of temperature and of min_p's logarithm, the
     key's low and high half. listed: int32 [num_rows, 2 * CAPACITY + LIST_PADDING], for `list_tokens`. IS_CHANGED: raw
-    is not the same as logits.
+    differs from logits.
     """
     row = tl.program_id(0).to(tl.int64)
     own = settings_ptr + row
@@ -187,7 +195,7 @@ def draw(
                 logits_ptr, listed_ptr, maximum, temperature, floor, cut, least, key_low, key_high,
                 VOCAB, BLOCK, CAPACITY, BY_NOISE=True,
             )  # fmt: skip
-        # The first of those at the cut stay: the list is in no order.
+        # Among tokens equal to the cut the first ones stay, but the list is unordered.
         if (num_listed > CAPACITY) | (dropped > 0):
             num_listed = tl.full((), -1, tl.int32)
         winner = noisiest(
@@ -199,8 +207,11 @@ def draw(
 
 @triton.jit
 def first_pass(logits_ptr, maximum, temperature, floor, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many candidates have a key up to each of a few pivots, and their mass: up to the last key, and from one
-    octave below it on in steps of half an octave. Most cuts of a real vocabulary's rows lie there."""
+    """Return a few pivot keys, and the number and mass of candidates up to each.
+
+    The pivots are the last key and, from one octave below it on, keys in steps of half an octave. Most cuts of a real
+    vocabulary's rows are there.
+    """
     steps = FIRST_PIVOTS - 1 - tl.arange(0, FIRST_PIVOTS)
     pivots = LAST_KEY - (tl.where(steps > 0, steps + 1, 0) << 22)
     counts = tl.zeros([FIRST_PIVOTS, BLOCK], tl.int32)
@@ -230,10 +241,10 @@ def list_tokens(
     CAPACITY: tl.constexpr,
     BY_NOISE: tl.constexpr,
 ):
-    """Write down the candidates up to the cut, in no order: their x, then their tokens, then how many there are.
+    """List the candidates up to the cut, unordered: their x, then their tokens, then their number.
 
-    BY_NOISE: only those whose sum with their noise can reach `least`. Returns their number; what is beyond CAPACITY is
-    counted and not written.
+    BY_NOISE: only those whose sum with their noise can reach `least`. Returns their number; candidates beyond CAPACITY
+    are counted but not written.
     """
     counter = listed_ptr + 2 * CAPACITY
     tl.store(counter, 0)
@@ -257,7 +268,7 @@ def list_tokens(
 def candidate(
     logits_ptr, listed_ptr, num_listed, at, maximum, temperature, VOCAB: tl.constexpr, CAPACITY: tl.constexpr
 ):
-    """Token, x and key at a place of the list; of the row where there is none, `num_listed` < 0."""
+    """Return token, x and key at an index of the list, or of the row if there is no list (`num_listed` < 0)."""
     if num_listed >= 0:
         token = tl.load(listed_ptr + CAPACITY + at, mask=at < num_listed, other=0)
         bits = tl.load(listed_ptr + at, mask=at < num_listed, other=NEGATIVE_INFINITY)
@@ -285,7 +296,10 @@ def noisiest(
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """The token with the highest x + noise up to the cut; of those at the cut the first `kept`, if any are dropped."""
+    """Return the token with the highest x + noise up to the cut.
+
+    If any are dropped, only the first `kept` at the cut count.
+    """
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.zeros([BLOCK], tl.int32)
     num_ties = tl.full((), 0, tl.int64)
@@ -320,15 +334,15 @@ def find_cut(
     CAPACITY: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
-    """The lowest key at which the row's measure, counted from the best token on, reaches `target`.
+    """Return the lowest key at which the row's measure, summed from the best token on, reaches `target`.
 
-    `within`: the measure of all keys up to `last`. Returns the cut, how many tokens at the cut stay, and how many
-    there are more. Each pass compares with PIVOTS keys at once: first one octave each, then equal steps.
+    `within`: the measure of all keys up to `last`. Returns the cut, how many tokens at the cut stay, and how many are
+    dropped. Each pass compares with PIVOTS keys at once: first one octave each, then equal steps.
     """
     j = tl.arange(0, PIVOTS)
     begin = tl.full((), 0, tl.int32)
     below = tl.full((), 0, tl.int64)
-    # Nearly twice the least measure: two tokens are in there; what is less is one, and needs no closer look.
+    # At least nearly twice the smallest measure means two tokens; less is one token, which needs no search.
     while (begin < last) & (within * 8 >= unit(last, BY_MASS) * 15):
         span = last - begin
         equal = tl.minimum(begin + (j + 1) * (span // PIVOTS + 1) - 1, last)
@@ -381,14 +395,14 @@ def mass_up_to(
 
 @triton.jit
 def share_of(mass, share):
-    """mass * share / 2^24 rounded down, at least 1, without leaving 64 bits."""
+    """Return mass * share / 2^24 rounded down, at least 1, without exceeding 64 bits."""
     low = ((mass & (WHOLE_SHARE - 1)) * share) >> SHARE_BITS
     return tl.maximum((mass >> SHARE_BITS) * share + low, 1)
 
 
 @triton.jit
 def unit(key, BY_MASS: tl.constexpr):
-    """The measure of one token with this key."""
+    """Return the measure of one token with this key."""
     size = tl.full((), 1, tl.int64)
     if BY_MASS:
         size = mass_of(0.0 - key.to(tl.float32, bitcast=True))
@@ -397,7 +411,7 @@ def unit(key, BY_MASS: tl.constexpr):
 
 @triton.jit
 def scaled(logits_ptr, token, maximum, temperature, VOCAB: tl.constexpr):
-    """(logit - maximum) / temperature, and its key."""
+    """Return (logit - maximum) / temperature, and its key."""
     value = tl.load(logits_ptr + token, mask=token < VOCAB, other=float("-inf"))
     x = tl.div_rn(value - maximum, temperature)
     return x, tl.abs(x).to(tl.int32, bitcast=True)
@@ -405,7 +419,7 @@ def scaled(logits_ptr, token, maximum, temperature, VOCAB: tl.constexpr):
 
 @triton.jit
 def first(best, best_token, maximum, VOCAB: tl.constexpr):
-    """The lowest token id among the lanes that hold the maximum."""
+    """Return the lowest token id among the lanes with the maximum."""
     return tl.min(tl.where(best == maximum, best_token, VOCAB - 1), 0)
 
 
@@ -416,7 +430,8 @@ def random_bits(key_low, key_high, token):
 
 @triton.jit
 def most_noise(key_low, key_high, token):
-    """A bound of `gumbel` without logarithms: -log(-log(1 - u)) <= -log(u), whose exponent is that of the bits."""
+    """Return a bound of `gumbel` without logarithms: -log(-log(1 - u)) <= -log(u), whose exponent is that of the
+    bits."""
     bits = random_bits(key_low, key_high, token).to(tl.float32)
     exponent = (bits.to(tl.int32, bitcast=True) >> 23) - 127
     return (32 - exponent).to(tl.float32) * LN2 + 0.01
@@ -473,7 +488,7 @@ def report(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row's log probabilities. reports: int32 [2, num_reports], rows and numbers of top tokens.
+    """Compute one row's log probabilities. reports: int32 [2, num_reports]: rows and numbers of top tokens.
 
     values: float32 [num_reports, width], the chosen token's, then the top tokens'; ids: int32, its rank, then theirs.
     """
@@ -500,7 +515,7 @@ def report(
     out = i.to(tl.int64) * width
     tl.store(values_ptr + out, chosen_value - maximum - total)
     tl.store(ids_ptr + out, tl.sum(more_likely, 0) + 1)
-    # The next token is the best of those behind the last one, in the order of falling logits and rising ids.
+    # The next token is the best one behind the last, in the order of descending logits and ascending ids.
     last_value = tl.full((), float("inf"), tl.float32)
     last_token = tl.full((), -1, tl.int32)
     for n in range(num_top):

@@ -1,7 +1,6 @@
-"""Samples on a GPU without a copy of the logits: one program a row; only tokens and log probabilities leave the device.
+"""Samples on a GPU, one program per row; only tokens and log probabilities leave the device.
 
-A step's settings travel in one copy for each part of a batch that is there. Draws equal the reference's bit for bit,
-whatever the batch.
+Each part of a batch's settings is uploaded in one copy. Draws equal the reference's bit for bit, whatever the batch.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from pagemill_kernels.sampling.filters import log_min_p
 from pagemill_kernels.sampling.randomness import halves
 
 BLOCK = 8192
-"""Tokens that a program reads at a time: enough loads are under way to keep the memory busy."""
+"""Tokens that a program reads at a time, enough to keep the memory busy."""
 CUT_BLOCK = 1024
-"""The same where more is computed of each: it lies in registers."""
+"""Block size of passes that compute more per token, in registers."""
 CAPACITY = 16_384
-"""Tokens of a row that are written down once most are ruled out; where more are left, the logits are read again."""
+"""Tokens of a row that are listed once most are ruled out; if more are left, the logits are read again."""
 PIECE_BLOCK = 1024
-"""Tokens of a program where a row is cut into pieces."""
+"""Tokens of a program if a row is divided into pieces."""
 NUM_WARPS = 16
 LIST_BLOCK = 128
 """Block size for edits and counts, which are few."""
 LIST_PADDING: int = triton_body.LIST_PADDING.value
 MAX_VOCAB = 1 << 22
-"""The mass of so many tokens still fits into 64 bits."""
+"""The mass of this many tokens fits into 64 bits."""
 
 
 def sample_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """One token for each row of logits, float32 [rows, vocab], contiguous. They stay as they are."""
+    """Sample one token for each row of logits, float32 [rows, vocab], contiguous, which stay unchanged."""
     tokens, found = draw_tokens(logits, batch, pack_draws(batch.draws, logits))
     return Drawn(tokens.cpu(), None if found is None else (found[0].cpu(), found[1].cpu())).read()
 
 
 def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> Drawn:
-    """As `sample_tokens`, without waiting; `settings` come from `pack_draws`."""
+    """Sample like `sample_tokens`, without waiting; `settings` come from `pack_draws`."""
     _check(logits)
     changed = _changed(logits, batch)
     tokens = draw_packed(changed, logits, settings)
@@ -61,7 +60,7 @@ def draw_tokens(logits: Tensor, batch: SamplingBatch, settings: Tensor) -> Drawn
 
 
 def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
-    """In place."""
+    """Forbid tokens in place."""
     vocab_size = logits.shape[1]
     num_masks, num_words = masks.bits.shape
     if num_words * 32 < vocab_size:
@@ -78,7 +77,7 @@ def apply_masks(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def add_edits(logits: Tensor, edits: Edits) -> None:
-    """In place."""
+    """Add biases in place."""
     num_edits = len(edits.rows)
     triton_body.edit[(triton.cdiv(num_edits, LIST_BLOCK),)](
         edits_ptr=_pack(logits.device, edits.rows, edits.token_ids, edits.biases),
@@ -92,7 +91,7 @@ def add_edits(logits: Tensor, edits: Edits) -> None:
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
-    """In place."""
+    """Apply penalties in place."""
     _check_counts(penalties, logits.shape[1])
     vocab_size = logits.shape[1]
     num_penalised = len(penalties.rows)
@@ -110,7 +109,7 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
 
 
 def count(penalties: Penalties, tokens: Tensor) -> None:
-    """tokens: int64 [batch], -1 where there is none."""
+    """Count sampled tokens for penalties. tokens: int64 [batch], -1 for none."""
     launch.check_types("sampling", torch.int64, tokens=tokens)
     num_penalised = len(penalties.rows)
     triton_body.count_tokens[(triton.cdiv(num_penalised, LIST_BLOCK),)](
@@ -126,18 +125,21 @@ def count(penalties: Penalties, tokens: Tensor) -> None:
 
 
 def draw(logits: Tensor, raw_logits: Tensor, draws: Draws | None) -> Tensor:
-    """int64 [rows]: each row's token, -1 where the raw logits are not finite. `None`: the best tokens."""
+    """Return each row's token, int64 [rows]; -1 if the raw logits are not finite. Without draws: the best tokens."""
     return draw_packed(logits, raw_logits, pack_draws(draws, logits))
 
 
 def pack_draws(draws: Draws | None, logits: Tensor) -> Tensor:
-    """int32 [6, rows] beside the logits: what `triton_body.draw` reads. `None`: the best tokens."""
+    """Return the arguments of `triton_body.draw`, int32 [6, rows], on the logits' device.
+
+    Without draws: the best tokens.
+    """
     num_rows, vocab_size = logits.shape
     return _pack(logits.device, *_settings(draws, num_rows, vocab_size))
 
 
 def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
-    """As `draw`. settings: int32, contiguous, six for each row."""
+    """Draw with packed settings: int32, contiguous, six for each row."""
     num_rows, vocab_size = logits.shape
     if settings.dtype != torch.int32 or settings.numel() != 6 * num_rows:
         raise ValueError(f"sampling: settings are {settings.dtype} {list(settings.shape)}; int32 [6, rows] are needed")
@@ -166,7 +168,10 @@ def draw_packed(logits: Tensor, raw_logits: Tensor, settings: Tensor) -> Tensor:
 
 
 def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor, Tensor]:
-    """float32 and int32 [reports, 1 + most top tokens]: log probabilities, the chosen token's first; its rank, ids."""
+    """Return log probabilities and ids, float32 and int32 [reports, 1 + most top tokens].
+
+    The first column is the chosen token's log probability and rank.
+    """
     _check(raw_logits)
     launch.check_types("sampling", torch.int64, tokens=tokens)
     launch.check_shape("sampling", "tokens", tokens, (len(raw_logits),))
@@ -195,7 +200,7 @@ def report(raw_logits: Tensor, tokens: Tensor, reports: Reports) -> tuple[Tensor
 def _report_named(
     raw_logits: Tensor, tokens: Tensor, rows: NDArray[np.int64], named: NamedTokens, values: Tensor, ids: Tensor
 ) -> None:
-    """Write the named tokens' places of a report, from their distance to the chosen token."""
+    """Write the named tokens' columns of a report, from their distance to the chosen token."""
     arrays = (rows[named.places], named.places, 1 + named.columns, named.token_ids)
     at, places, columns, wanted = _pack(raw_logits.device, *arrays).long()
     distance = raw_logits[at, wanted] - raw_logits[at, tokens[at].clamp_(min=0)]
@@ -204,7 +209,10 @@ def _report_named(
 
 
 def _changed(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """The logits after masks, edits and penalties: a copy, because log probabilities are those of the raw ones."""
+    """Return the logits after masks, edits and penalties.
+
+    It is a copy, because log probabilities are those of the raw logits.
+    """
     if batch.masks is None and batch.edits is None and batch.penalties is None:
         return logits
     changed = logits.clone()
@@ -231,7 +239,7 @@ def _pack_penalties(penalties: Penalties, device: torch.device) -> Tensor:
 
 
 def _pack(device: torch.device, *arrays: NDArray[np.generic]) -> Tensor:
-    """int32 [arrays, n] on the device, in one copy: integers as such, floats by their bits."""
+    """Return int32 [arrays, n] on the device, uploaded in one copy: integers as such, floats by their bits."""
     packed = np.empty((len(arrays), len(arrays[0])), dtype=np.int32)
     for place, array in zip(packed, arrays, strict=True):
         place[:] = array.view(np.int32) if array.dtype in (np.float32, np.uint32) else array

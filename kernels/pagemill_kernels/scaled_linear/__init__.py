@@ -1,5 +1,5 @@
-"""y = x W^T + b where both are codes of 8 bits: a scale for each row of x, found as it comes, and each row of W.
+"""Linear layers with 8-bit weights and activations: a scale per row of x, computed on the fly, and per row of W.
 
-int8 codes add up exactly in int32, e4m3 codes in float32; the scales meet the sums once, at the end. Weights alone in
-codes, with scales for groups of inputs: `pagemill_kernels.linear`.
+int8 values add up exactly in int32, e4m3 values in float32; the scales are applied to the sums once, at the end.
+`pagemill_kernels.linear` has layers with only quantized weights, whose scales are for groups of inputs.
 """

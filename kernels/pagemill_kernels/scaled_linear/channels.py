@@ -1,4 +1,4 @@
-"""Weights in codes of 8 bits with one scale for each output, and how floats become such codes."""
+"""8-bit weights with one scale per output, and the quantization of floats to them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Magnitude of the largest code of each type."""
+"""Magnitude of the largest value of each type."""
 SMALLEST_SCALE = 1e-37
-"""Rows with a smaller scale become zeros: its inverse would be no number."""
+"""Rows with a smaller scale become zeros, because its inverse would overflow."""
 MAX_INPUTS = (2**31 - 1) // 127**2
-"""Products of int8 codes that an int32 surely holds the sum of."""
+"""Number of int8 products whose sum always fits into int32."""
 _PIECE_ELEMENTS = 1 << 24
 
 
 @dataclass(slots=True, frozen=True)
 class ChannelCodes:
-    """weight[o, i] = codes[o, i] * scales[o]."""
+    """A quantized weight: weight[o, i] = codes[o, i] * scales[o]."""
 
     codes: Tensor
     """int8 or float8_e4m3fn [out, in]."""
@@ -30,12 +30,15 @@ class ChannelCodes:
         return self.codes.nbytes + self.scales.nbytes
 
     def dequantize(self) -> Tensor:
-        """float32 [out, in]."""
+        """Return the float values, float32 [out, in]."""
         return self.codes.float() * self.scales[:, None]
 
 
 def quantize_channels(weight: Tensor, dtype: torch.dtype) -> ChannelCodes:
-    """weight: [out, in] of any float type, on any device. Raises ValueError for a width whose sums could overflow."""
+    """Quantize a weight, [out, in] of any float type, on any device.
+
+    Raises ValueError for a width whose sums could overflow.
+    """
     out_features, in_features = weight.shape
     if dtype == torch.int8 and in_features > MAX_INPUTS:
         raise ValueError(
@@ -52,12 +55,13 @@ def quantize_channels(weight: Tensor, dtype: torch.dtype) -> ChannelCodes:
 
 
 def encode_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x: float [rows, size]. Returns codes like it and float32 scales [rows].
+    """Return quantized rows like x and float32 scales [rows]. x: float [rows, size].
 
-    A row that is not finite gets codes of 0 and a scale that is not finite: so are then all sums it is part of.
+    A row that is not finite gets values of 0 and a scale that is not finite, so that all its sums are not finite
+    either.
     """
     wide = x.float()
-    # A maximum passes NaN by on some devices; a sum does not.
+    # A maximum ignores NaN on some devices; a sum does not.
     scales = wide.abs().amax(-1) * (1 / LARGEST[dtype]) + (wide * 0).sum(-1)
     codable = (scales >= SMALLEST_SCALE) & scales.isfinite()
     inverse = torch.where(codable, 1 / scales, 0.0)

@@ -1,4 +1,4 @@
-"""The formula: rows of x to codes, exact products of codes, then both scales and the bias, in float32."""
+"""The formula: quantizes rows of x, multiplies exactly, then applies both scales and the bias in float32."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pagemill_kernels.scaled_linear.channels import ChannelCodes, encode_rows, q
 
 
 def multiply(x: Tensor, weight: ChannelCodes, bias: Tensor | None) -> Tensor:
-    """x: float [rows, in]. Returns float32 [rows, out]."""
+    """Return float32 [rows, out]. x: float [rows, in]."""
     codes, scales = encode_rows(x, weight.codes.dtype)
-    # float64 holds every sum of products of two 8-bit codes exactly.
+    # float64 represents every sum of products of two 8-bit values exactly.
     sums = (codes.double() @ weight.codes.double().t()).float()
     result = sums * scales[:, None] * weight.scales
     return result if bias is None else result + bias.float()
@@ -38,10 +38,10 @@ class ScaledReference:
 
 
 def pack_w8a8(weight: Tensor, bias: Tensor | None) -> ScaledReference:
-    """weight: float [out, in]; bias: [out]."""
+    """Pack an int8 layer. weight: float [out, in]; bias: [out]."""
     return ScaledReference(quantize_channels(weight, torch.int8), bias)
 
 
 def pack_fp8(weight: Tensor, bias: Tensor | None) -> ScaledReference:
-    """weight: float [out, in]; bias: [out]."""
+    """Pack an e4m3 layer. weight: float [out, in]; bias: [out]."""
     return ScaledReference(quantize_channels(weight, torch.float8_e4m3fn), bias)

@@ -1,4 +1,4 @@
-"""Rows of activations to codes with their scales in one launch, and the product of two matrices of codes."""
+"""Triton kernels that quantize rows of activations and multiply two 8-bit matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_kernels.gpu.triton_body import round_to_codes
 def encode(x, scale, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, IS_FP8: tl.constexpr):
     codable = (scale >= SMALLEST) & (scale < float("inf"))
     inverse = tl.where(codable, 1.0 / tl.where(codable, scale, 1.0), 0.0)
-    # Not finite times 0 is NaN, which a comparison turns into 0.
+    # Infinity times 0 is NaN, which this comparison turns into 0.
     scaled = tl.where(codable, x * inverse, 0.0)
     return round_to_codes(tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST), IS_FP8)
 
@@ -29,14 +29,14 @@ def encode_rows(
     SMALLEST: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """One row: its largest magnitude gives the scale. A row that fits into BLOCK is read once."""
+    """Quantize one row with a scale from its largest magnitude. A row that fits into BLOCK is read once."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x_row = x_ptr + row * x_stride
     codes_row = codes_ptr + row * SIZE
     if SIZE <= BLOCK:
         x = tl.load(x_row + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        # A maximum passes NaN by; a sum does not.
+        # A maximum may ignore NaN; a sum does not.
         scale = tl.max(tl.abs(x), 0) * (1.0 / LARGEST) + tl.sum(x * 0.0, 0)
         tl.store(codes_row + column, encode(x, scale, LARGEST, SMALLEST, IS_FP8), mask=column < SIZE)
     else:
@@ -73,8 +73,8 @@ def multiply_scaled(
     HAS_BIAS: tl.constexpr,
     ACCUMULATES: tl.constexpr,
 ):
-    """out (+)= (x W^T) * x_scales * scales + bias, x and W in codes of one type."""
-    # Programs that run together share BAND tiles of rows, so that a tile of the weight is met again in the cache.
+    """Compute out (+)= (x W^T) * x_scales * scales + bias, where x and W have one 8-bit type."""
+    # Programs that run together share BAND tiles of rows, so that they find a tile of the weight in the cache.
     COLUMN_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
     band = program // (BAND * COLUMN_TILES)
@@ -88,7 +88,7 @@ def multiply_scaled(
     x_row = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * IN
     code_row = codes_ptr + tl.minimum(column, OUT - 1).to(tl.int64)[:, None] * IN
     k = tl.arange(0, BLOCK_K)
-    # Hopper adds e4m3 products up in fewer bits than float32 has: only within one tile of inputs.
+    # Hopper adds e4m3 products with fewer bits than float32 has; this limits that to one tile of inputs.
     IMPRECISE: tl.constexpr = BLOCK_K if IS_FP8 else 0
     SUM: tl.constexpr = tl.float32 if IS_FP8 else tl.int32
     sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=SUM)

@@ -1,6 +1,6 @@
-"""Linear layers in int8 or e4m3 on a GPU: two launches, one that makes codes of x, one that multiplies.
+"""Linear layers in int8 or e4m3 on a GPU: one launch quantizes x, one multiplies.
 
-Packing moves the weight to the device and makes its codes there; the caller drops its own.
+Packing moves the weight to the device and quantizes it there; the caller drops its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill_kernels.scaled_linear import triton_body
 from pagemill_kernels.scaled_linear.channels import LARGEST, SMALLEST_SCALE, ChannelCodes, quantize_channels
 
 ENCODE_BLOCK = 16384
-"""Inputs of a row that a program holds in its registers; longer rows are read twice."""
+"""Inputs of a row that fit into a program's registers; longer rows are read twice."""
 BAND = 8
 
 
@@ -30,10 +30,10 @@ class Tiles(NamedTuple):
 
 
 class ScaledLinear(CodesOnDevice):
-    """Activations become codes too."""
+    """A linear layer that quantizes activations too."""
 
     def __init__(self, weight: ChannelCodes, bias: Tensor | None) -> None:
-        """`weight` lies on the device."""
+        """Build the layer. `weight` is on the device."""
         self.out_features, self.in_features = weight.codes.shape
         self._codes, self._scales = weight.codes.contiguous(), weight.scales.contiguous()
         self._bias = None if bias is None else launch.to_device(bias)
@@ -43,8 +43,8 @@ class ScaledLinear(CodesOnDevice):
         return self._codes.nbytes + self._scales.nbytes
 
     def gather(self, ids: Tensor) -> Tensor:
-        """Rows of the weight. ids: int64 [...], each below out_features. Returns float32 [..., in]."""
-        # A row is one run of all its inputs, and a group.
+        """Return rows of the weight, float32 [..., in]. ids: int64 [...], each below out_features."""
+        # A row is one run of all its inputs, and one group.
         return gather_codes(ids, self._codes, self._scales, None, (self.in_features, self.in_features, 1, 8))
 
     def _multiply(self, x: Tensor, out: Tensor, *, accumulates: bool) -> None:
@@ -86,7 +86,10 @@ class ScaledLinear(CodesOnDevice):
 
 
 def encode_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x: float [rows, size], neighbouring elements side by side. Returns codes [rows, size], float32 scales [rows]."""
+    """Return quantized rows, [rows, size], and float32 scales [rows].
+
+    x: float [rows, size], neighbouring elements adjacent.
+    """
     launch.check_floats("scaled linear", x=x)
     num_rows, size = x.shape
     codes = torch.empty(num_rows, size, dtype=dtype, device=x.device)
@@ -111,7 +114,7 @@ def encode_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def choose_tiles(num_rows: int) -> Tiles:
-    """As `linear.triton_launch`; the stages of a tile fit into the 99 KiB that the smallest multiprocessors share."""
+    """Choose tiles like `linear.triton_launch`; a tile's stages fit into the 99 KiB of the smallest multiprocessors."""
     if num_rows <= 16:
         return Tiles(16, 32, 256, 4, 4)
     if num_rows <= 64:
@@ -120,12 +123,12 @@ def choose_tiles(num_rows: int) -> Tiles:
 
 
 def pack_w8a8(weight: Tensor, bias: Tensor | None) -> ScaledLinear:
-    """int8 weights, int8 activations. weight: float [out, in]; bias: [out]."""
+    """Pack a layer of int8 weights and activations. weight: float [out, in]; bias: [out]."""
     return _pack(weight, bias, torch.int8)
 
 
 def pack_fp8(weight: Tensor, bias: Tensor | None) -> ScaledLinear:
-    """e4m3 weights, e4m3 activations. Raises ValueError on a device that multiplies none."""
+    """Pack a layer of e4m3 weights and activations. Raises ValueError on a device without e4m3."""
     problem = launch.why_no_fp8()
     if problem is not None:
         raise ValueError(f"scaled linear: {problem}; int8 is multiplied there")

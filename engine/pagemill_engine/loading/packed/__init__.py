@@ -1,5 +1,5 @@
-"""Matrices that other projects' quantizers packed into several tensors, given as one matrix each.
+"""Reads matrices that other projects' quantizers packed into several tensors, as one matrix each.
 
-One file a format; `formats` chooses by the method that `config.json` names. `folder` lays the matrices over a
-`SafetensorsFolder`. Integers with a scale a group stay the codes they are; all other types are given as floats.
+There is one module per format; `formats` chooses by the method in `config.json`. `folder` combines the matrices with a
+`SafetensorsFolder`. Integers with a scale per group are used without rounding; other types become floats.
 """

@@ -1,6 +1,7 @@
 """AWQ as AutoAWQ writes it (`version: gemm`): Lin et al., "AWQ: Activation-aware Weight Quantization", 2023.
 
-`qweight` int32 [in, out / 8] and `qzeros` int32 [groups, out / 8] hold eight outputs a word, `scales` [groups, out].
+`qweight` int32 [in, out / 8] and `qzeros` int32 [groups, out / 8] contain eight outputs per word, `scales` [groups,
+out].
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from pagemill_kernels.arrays import Array
 from pagemill_kernels.linear.groups import GroupCodes
 
 _ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
-"""The output that a word's n-th integer belongs to, of the eight that share it."""
+"""Output index, among the eight that share a word, of the word's n-th integer."""
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
-    """By their names without packing. Raises `LoadError`."""
+    """Return the packed matrices by weight name. Raises `LoadError`."""
     integer_setting(stored, settings, "bits", "w_bit", allowed=(4,))
     version = str(settings.get("version", "gemm")).lower()
     if version != "gemm":
@@ -79,7 +80,7 @@ def _matrix(stored: Stored, base: str) -> PackedMatrix:
 
 
 def _outputs(words: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """int32 [n, out / 8] to uint8 [out, n]."""
+    """Unpack int32 [n, out / 8] to uint8 [out, n]."""
     packed = unpacked(words, 4).reshape(len(words), -1, 8)
     values = np.empty_like(packed)
     values[..., _ORDER] = packed

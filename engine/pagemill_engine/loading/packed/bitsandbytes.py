@@ -1,7 +1,7 @@
 """bitsandbytes: NF4 and FP4 of Dettmers et al., "QLoRA", 2023, and the 8-bit integers of "LLM.int8()", 2022.
 
-4 bits choose one of 16 floats (`quant_map`), times the largest magnitude of a run of `blocksize` values, which may be
-quantized once more; read, it is a float. Where runs lie across the ends of rows, their parts are groups of their own.
+4 bits select one of 16 floats (`quant_map`), which is multiplied by the largest magnitude of a run of `blocksize`
+values; that magnitude may be quantized itself. Where runs cross the ends of rows, their parts are separate groups.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _STATE = ".quant_state.bitsandbytes__"
 _TABLES = ("nf4", "fp4")
 _MAX_8_BITS = 127
 _BLOCK_SIZE = 64
-"""What transformers quantizes with; settings do not say it, a matrix's own state does."""
+"""transformers' block size. Settings do not contain it; a matrix's own state does."""
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
-    """By their names. Raises `LoadError`."""
+    """Return the packed matrices by weight name. Raises `LoadError`."""
     found = {}
     for table in _TABLES:
         for name in bases(stored, f"{_STATE}{table}"):

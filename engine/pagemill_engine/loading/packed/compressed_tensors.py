@@ -1,8 +1,8 @@
 """compressed-tensors, as LLM Compressor writes it: `pack-quantized`, `int-quantized` and `float-quantized` matrices.
 
-`weight_packed` int32 [out, in * bits / 32] holds consecutive inputs a word, each raised by half its range so that it is
-positive; zeros are packed the same way along the outputs. Integers of 8 bits may lie unpacked, floats as in `fp8`.
-Activations are not rounded, whatever `input_activations` says.
+`weight_packed` int32 [out, in * bits / 32] contains consecutive inputs in a word, each raised by half its range so that
+it is positive; zeros are packed the same way along the outputs. 8-bit integers may be unpacked; floats are stored as in
+`fp8`. Activations are not rounded, whatever `input_activations` says.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READ = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
-    """By their names without packing. Raises `LoadError`."""
+    """Return the packed matrices by weight name. Raises `LoadError`."""
     groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
     for form in (settings.get("format"), *(group.get("format") for group in groups)):
         if form is not None and form not in _READ:
@@ -60,7 +60,10 @@ def is_packed(settings: Settings, names: Collection[str], base: str) -> bool:
 
 
 def kind(settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
-    """Groups of a folder that differ in their widths are taken to be as the first of them."""
+    """Return the form of a matrix in memory.
+
+    The width of a folder's first group is used for all groups.
+    """
     weights: dict[str, Any] = next((each for each in _weights(settings) if each.get("num_bits")), {})
     is_packed = f"{base}{PACKED}" in names
     if not is_packed and "float" in (weights.get("type"), str(settings.get("format")).partition("-")[0]):
@@ -89,7 +92,7 @@ def details(settings: Settings) -> list[str]:
 
 
 def _packed(stored: Stored, base: str) -> PackedMatrix:
-    """The width of its integers follows from its shapes: groups of a folder may differ."""
+    """Return a packed matrix. Its width follows from its shapes, because groups of a folder may differ."""
     name, shape_name = f"{base}{PACKED}", f"{base}.weight_shape"
     check_shape(stored, shape_name, (2,))
     out_features, in_features = (int(size) for size in stored.read(shape_name))
@@ -118,7 +121,10 @@ def _integers(stored: Stored, base: str) -> PackedMatrix:
 def _grouped(
     stored: Stored, base: str, shape: tuple[int, int], bits: int, parts: tuple[str, ...], integers: Any
 ) -> PackedMatrix:
-    """`integers`: gives uint8 [out, in], raised by half the range of `bits`."""
+    """Return a matrix of integers in groups.
+
+    `integers`: returns uint8 [out, in], raised by half the range of `bits`.
+    """
     out_features, in_features = shape
     scale, zero, index = f"{base}.weight_scale", f"{base}.weight_zero_point", f"{base}.weight_g_idx"
     num_groups = stored.shape(scale)[-1] if stored.has(scale) and len(stored.shape(scale)) == 2 else 1

@@ -1,4 +1,4 @@
-"""A `WeightSource` over a folder whose matrices are packed: each under the one name that the model asks for."""
+"""A `WeightSource` over a folder with packed matrices, each under the one name that the model uses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pagemill_kernels.linear.groups import CodeBlocks, GroupCodes
 
 
 class PackedFolder:
-    """What is not packed is given as the folder gives it."""
+    """Packed matrices of a folder, and the folder's other tensors unchanged."""
 
     def __init__(self, folder: SafetensorsFolder, settings: Settings, keeps_small_floats: bool) -> None:
-        """`keeps_small_floats`: floats of 8 bits and of a table are codes, too. Raises `LoadError` for settings and
-        tensors that do not fit together."""
+        """Find the packed matrices. Raises `LoadError` for settings and tensors that do not match.
+
+        `keeps_small_floats`: whether 8-bit floats and floats of a table stay quantized.
+        """
         self._folder = folder
         method = str(settings["quant_method"])
         found = FORMATS[method].matrices(settings, folder)

@@ -1,4 +1,4 @@
-"""The packed formats by the method that `quantization_config` names."""
+"""The packed formats by the method in `quantization_config`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pagemill_engine.loading.packed.matrix import PackedMatrix, Settings, Stored
 
 
 class Format(Protocol):
-    """A module of this folder."""
+    """The interface of this package's format modules."""
 
     def matrices(self, settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
-        """By their names without packing. Raises `LoadError`."""
+        """Return the packed matrices by weight name. Raises `LoadError`."""
         ...
 
     def details(self, settings: Settings) -> list[str]:
-        """What the settings say, in words."""
+        """Return a description of the settings, in words."""
         ...
 
     def is_packed(self, settings: Settings, names: Collection[str], base: str) -> bool:
-        """Whether `base`.weight is packed, by the names of the stored tensors alone."""
+        """Whether `base`.weight is packed, judged by the names of the stored tensors alone."""
         ...
 
     def kind(self, settings: Settings, names: Collection[str], base: str, shape: tuple[int, int]) -> CodeKind | None:
-        """What it is in memory if so, as `PackedMatrix.kind`. `shape`: [out, in]"""
+        """Return the form of a packed matrix in memory, as `PackedMatrix.kind`. `shape`: [out, in]."""
         ...
 
 
@@ -37,11 +37,11 @@ FORMATS: Mapping[str, Format] = {
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
 }
-"""A new format is one file and one line."""
+"""To add a format, add a module and an entry here."""
 
 
 def in_words(settings: Settings) -> str:
-    """What a folder holds, as its settings say it."""
+    """Return a description of a folder's quantization by its settings."""
     method = str(settings.get("quant_method"))
     found = FORMATS.get(method)
     details = [] if found is None else found.details(settings)

@@ -1,6 +1,6 @@
-"""Floats of 8 bits (E4M3) with scales: one for the tensor, one for each output, or one for each square of 128 x 128.
+"""8-bit floats (E4M3) with scales: one for the tensor, one per output, or one per square of 128 x 128.
 
-DeepSeek-V3's `weight_scale_inv` (the factor, whatever its name says) and the `weight_scale` of other writers.
+It reads DeepSeek-V3's `weight_scale_inv` (which is the factor, in spite of its name) and other writers' `weight_scale`.
 Activations are not rounded: `input_scale` and `activation_scheme` are not used.
 """
 
@@ -23,7 +23,7 @@ _UNUSED = (".input_scale", ".activation_scale")
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
-    """By their names. Raises `LoadError`."""
+    """Return the packed matrices by weight name. Raises `LoadError`."""
     block = settings.get("weight_block_size")
     bases = [name.removesuffix(".weight") for name in stored.names() if name.endswith(".weight")]
     return {
@@ -50,7 +50,11 @@ def details(settings: Settings) -> list[str]:
 
 
 def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMatrix:
-    """`block`: outputs and inputs that share a scale; `None`: all, or those of an output, by the scales' shape."""
+    """Return a matrix.
+
+    `block`: the outputs and inputs that share a scale; None: the scales' shape decides whether one is for all or for an
+    output.
+    """
     name = f"{base}.weight"
     out_features, in_features = stored.shape(name)
     scale = next((base + each for each in _SCALES if stored.has(base + each)), base + _SCALES[1])
@@ -62,7 +66,7 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
     group = _group_size(in_features, block)
 
     def scales() -> NDArray[np.float32]:
-        """[out, in / group]."""
+        """Return the scales, [out, in / group]."""
         factors = widened(stored.read(scale))
         if block is None:
             return np.broadcast_to(factors.reshape(-1, 1), (out_features, 1))
@@ -84,7 +88,7 @@ def matrix(stored: Stored, base: str, block: tuple[int, ...] | None) -> PackedMa
 
 
 def _group_size(in_features: int, block: tuple[int, ...] | None) -> int:
-    """Blocks of inputs may be cut off at the last one: a group is the largest that divides both."""
+    """Return the largest group size that divides blocks and inputs, because the last block of inputs may be cut off."""
     return in_features if block is None else math.gcd(block[1], in_features)
 
 

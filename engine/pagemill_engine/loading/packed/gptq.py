@@ -1,8 +1,8 @@
 """GPTQ as AutoGPTQ, GPTQModel and their successors write it: Frantar et al., "GPTQ", 2022.
 
-`qweight` int32 [in * bits / 32, out] holds consecutive inputs a word, `qzeros` int32 [groups, out * bits / 32],
-`scales` [groups, out], `g_idx` int32 [in] the group of each input. With `desc_act` (act-order) groups are no runs of
-inputs: columns are put into the order of their groups, and a matmul takes its inputs in that order.
+`qweight` int32 [in * bits / 32, out] contains consecutive inputs in a word; `qzeros` int32 [groups, out * bits / 32];
+`scales` [groups, out]; `g_idx` int32 [in], the group of each input. With `desc_act` (act-order) groups are not runs of
+inputs: columns are sorted by group, and a matmul takes its inputs in that order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pagemill_kernels.linear.groups import GroupCodes
 
 
 def matrices(settings: Settings, stored: Stored) -> dict[str, PackedMatrix]:
-    """By their names without packing. Raises `LoadError`."""
+    """Return the packed matrices by weight name. Raises `LoadError`."""
     bits = integer_setting(stored, settings, "bits", allowed=(4, 8))
     has_order = bool(settings.get("desc_act"))
     lessened = settings.get("checkpoint_format", "gptq") != "gptq_v2"
@@ -60,7 +60,7 @@ def details(settings: Settings) -> list[str]:
 
 
 def _matrix(stored: Stored, base: str, bits: int, *, has_order: bool, lessened: bool) -> PackedMatrix:
-    """`lessened`: zeros are stored less one, as all writers before `gptq_v2` did."""
+    """Return a matrix. `lessened`: whether zeros are stored minus one, as by all writers before `gptq_v2`."""
     parts = (f"{base}.qweight", f"{base}.qzeros", f"{base}.scales")
     pack = WORD_BITS // bits
     words, out_features = stored.shape(parts[0])

@@ -1,6 +1,7 @@
-"""A packed matrix: its shape, what it is read as, and the stored tensors that it is made of.
+"""A packed matrix: its shape, its form in memory, and the stored tensors that contain it.
 
-Helpers for all formats: taking integers out of 32-bit words, and making `GroupCodes` of integers, scales and zeros.
+Also the helpers of all formats: unpacking integers from 32-bit words, and building `GroupCodes` from integers, scales
+and zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Stored(Protocol):
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """The folder's name in messages."""
         ...
 
     def names(self) -> Iterable[str]: ...
@@ -36,7 +37,7 @@ class Stored(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> str:
-        """As safetensors names it, for example `F8_E4M3`."""
+        """Return the type as safetensors names it, for example `F8_E4M3`."""
         ...
 
     def read(self, name: str) -> Array: ...
@@ -51,15 +52,15 @@ class PackedMatrix:
     shape: tuple[int, int]
     """[out, in]"""
     parts: tuple[str, ...]
-    """The stored tensors."""
+    """Names of the stored tensors."""
     floats: Callable[[], NDArray[np.float32]]
-    """The values, [out, in]."""
+    """Returns the values, [out, in]."""
     kind: CodeKind | None = None
     codes: Callable[[], GroupCodes] | None = None
-    """There where `kind` is; they have the values of `floats`."""
+    """Returns the quantized values; set if `kind` is. Dequantized they equal `floats`."""
 
     def without_small_floats(self) -> PackedMatrix:
-        """For kernels that multiply integers only."""
+        """Return the matrix as floats if it is quantized to floats, for kernels that multiply integers only."""
         return replace(self, kind=None, codes=None) if self.kind is not None and self.kind.is_float else self
 
 
@@ -70,7 +71,8 @@ def coded(
 
 
 def code_kind(bits: int, in_features: int, num_groups: int, *, offsets: bool) -> CodeKind | None:
-    """What integers in groups along the inputs are in memory; `None` where groups of 32 do not divide them."""
+    """Return the form in memory of integers in groups along the inputs; None if groups of 32 do not divide the
+    inputs."""
     if bits not in (4, 8) or in_features % num_groups or (in_features // num_groups) % GROUP_SIZE:
         return None
     return CodeKind(cast(Literal[4, 8], bits), in_features // num_groups, has_offsets=bits == 4 or offsets)
@@ -79,10 +81,10 @@ def code_kind(bits: int, in_features: int, num_groups: int, *, offsets: bool) ->
 def group_codes(
     bits: Literal[4, 8], integers: Array, scales: Array, zeros: Array | None, order: NDArray[np.int64] | None = None
 ) -> GroupCodes:
-    """weight = (integers - zeros) * scales.
+    """Return quantized values with weight = (integers - zeros) * scales.
 
     integers: uint8 [out, in], or with 8 bits and without zeros int8; scales and zeros: [out, groups] of any type.
-    `order`: of the inputs, which puts groups in runs.
+    `order`: the order of the inputs in which groups are runs.
     """
     integers = integers if order is None else integers[:, order]
     scales = widened(scales)
@@ -96,18 +98,21 @@ def group_codes(
 
 @dataclass(frozen=True)
 class Groups:
-    """Which group each input of a matrix belongs to."""
+    """The group of each input of a matrix."""
 
     of_input: NDArray[np.int64]
     """[in]."""
     order: NDArray[np.int64] | None
-    """The inputs group after group; `None`: they are so."""
+    """Indices of the inputs sorted by group; None: they are sorted already."""
     are_runs: bool
-    """In that order, which needs groups of one size."""
+    """Whether sorted inputs form groups of one size."""
 
 
 def groups_of(stored: Stored, index: str | None, in_features: int, num_groups: int) -> Groups:
-    """`index`: the tensor that says it, as act-order needs; `None`: runs of one size. Raises `LoadError`."""
+    """Return the groups of a matrix. Raises `LoadError`.
+
+    `index`: the tensor with each input's group, as act-order needs; None: runs of one size.
+    """
     runs = np.arange(in_features) // -(-in_features // num_groups)
     if index is None or not stored.has(index):
         return Groups(runs, None, are_runs=True)
@@ -126,7 +131,7 @@ def groups_of(stored: Stored, index: str | None, in_features: int, num_groups: i
 
 
 def spread(integers: Array, scales: Array, zeros: Array | None, group_of: NDArray[np.int64]) -> NDArray[np.float32]:
-    """[out, in] where input i belongs to group `group_of[i]`; other arguments as for `group_codes`."""
+    """Dequantize to [out, in], where input i belongs to group `group_of[i]`. Other arguments: as for `group_codes`."""
     values = integers.astype(np.float32)
     if zeros is not None:
         values -= zeros.astype(np.float32)[:, group_of]
@@ -135,13 +140,13 @@ def spread(integers: Array, scales: Array, zeros: Array | None, group_of: NDArra
 
 
 def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
-    """int32 [n, m] to uint8 [n, m * 32 / bits]; the lowest bits come first. `bits`: 4 or 8."""
+    """Unpack int32 [n, m] to uint8 [n, m * 32 / bits]; the lowest bits come first. `bits`: 4 or 8."""
     octets = np.ascontiguousarray(words, dtype=np.int32).view(np.uint8)
     return octets if bits == 8 else np.stack((octets & 15, octets >> 4), -1).reshape(len(octets), -1)
 
 
 def check_shape(stored: Stored, name: str, *allowed: tuple[int, ...]) -> None:
-    """Raises `LoadError` for a tensor that is absent or of another shape."""
+    """Raise `LoadError` for a tensor that is absent or has another shape."""
     found = stored.shape(name) if stored.has(name) else None
     if found in allowed:
         return
@@ -162,7 +167,7 @@ def unsupported(stored: Stored, what: str) -> LoadError:
 
 
 def integer_setting(stored: Stored, settings: Settings, *keys: str, allowed: tuple[int, ...]) -> int:
-    """The first of `keys` that is there. Raises `LoadError` for a value that is not in `allowed`."""
+    """Return the first of `keys` that is set. Raises `LoadError` for a value that is not in `allowed`."""
     key = next((each for each in keys if settings.get(each) is not None), keys[0])
     value = settings.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
@@ -171,7 +176,7 @@ def integer_setting(stored: Stored, settings: Settings, *keys: str, allowed: tup
 
 
 def num_groups(settings: Settings, in_features: int) -> int:
-    """Along the inputs, by the settings alone."""
+    """Return the number of groups along the inputs by the settings alone."""
     size = settings.get("group_size", settings.get("q_group_size"))
     return -(-in_features // size) if isinstance(size, int) and size > 0 else 1
 
@@ -184,5 +189,5 @@ def group_size_in_words(settings: Settings) -> list[str]:
 
 
 def bases(stored: Stored, ending: str) -> list[str]:
-    """What stands before the ending in the names that have it."""
+    """Return the names that end with `ending`, without it."""
     return [name.removesuffix(ending) for name in stored.names() if name.endswith(ending)]

@@ -1,7 +1,7 @@
-"""The order of running and waiting prefills. A policy is one function from a sequence to its rank.
+"""Scheduling policies: the order of running and waiting prefills.
 
-The smallest rank is first, and a rank never changes. Every rank starts with a time that only grows from one arrival to
-the next, so no sequence is overtaken for ever.
+A policy is a function from a sequence to its rank. The smallest rank is first, and a rank never changes. Every rank
+starts with a time that only grows from one arrival to the next, so no sequence is overtaken for ever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""First come, first served: a preempted sequence keeps its place, so it cannot be overtaken for ever."""
+"""First come, first served. A preempted sequence keeps its position, so it cannot be overtaken for ever."""
 
 from __future__ import annotations
 

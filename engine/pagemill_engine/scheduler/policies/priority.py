@@ -1,4 +1,5 @@
-"""Smaller `priority` first. Each level counts as a later arrival by `LEVEL_S`, so that no level starves.
+"""Smallest `priority` first. Each priority level counts as an arrival `LEVEL_S` seconds later, so that no level
+starves.
 
 A request of level 1 waits for the requests of level 0 that arrive within `LEVEL_S` after it, and for no others.
 """

@@ -1,8 +1,8 @@
-"""Short prompts first, which minimises the mean time to first token. Each prompt token counts as a later arrival.
+"""Short prompts first, which minimises the mean time to first token.
 
-Plain shortest-job-first starves long jobs. Here a prompt of 4,096 tokens waits for shorter ones that arrive within 8
-seconds after it, and for no others. Prompts in the middle of their prefill are ranked the same way: a short prompt is
-computed between two chunks of a long one.
+Plain shortest-job-first starves long jobs. Here each prompt token counts as an arrival `TOKEN_MS` milliseconds later: a
+prompt of 4,096 tokens waits for shorter ones that arrive within 8 seconds after it, and for no others. Prompts in the
+middle of their prefill are ranked the same way: a short prompt is computed between two chunks of a long one.
 """
 
 from __future__ import annotations

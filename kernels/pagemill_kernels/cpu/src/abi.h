@@ -1,5 +1,5 @@
-// What crosses the border to Python: plain structs and C functions, mirrored in pagemill_kernels/cpu/library.py.
-// Raise kAbiVersion with every change here.
+// The interface to Python: plain structs and C functions, mirrored in pagemill_kernels/cpu/library.py. Raise
+// kAbiVersion with every change here.
 #pragma once
 #include <cstdint>
 
@@ -7,39 +7,39 @@ namespace pagemill {
 
 constexpr int32_t kAbiVersion = 14;
 
-// The first four, kFloats8 (e4m3) and kFloats4 (of a table) are multiplied in float32, kDots4 and kDots8 round what they
-// meet to integers of 16 bits (dots.cpp), kPairs to bfloat16 (bfloat16.cpp). From PackedWeight::bfloat16_rows on the last
-// five do the latter.
+// The first four formats, kFloats8 (e4m3) and kFloats4 (values of a table) are multiplied in float32. kDots4 and kDots8
+// round activations to 16-bit integers (dots.cpp), kPairs rounds them to bfloat16 (bfloat16.cpp). From
+// PackedWeight::bfloat16_rows on, the last five are multiplied in bfloat16.
 enum Format : int32_t {
   kFloat32 = 0, kBfloat16 = 1, kCodes8 = 2, kCodes4 = 3, kDots4 = 4, kDots8 = 5, kPairs = 6, kFloats8 = 7, kFloats4 = 8
 };
 
 struct PackedWeight {
   int32_t format;
-  int32_t group;        // inputs that share a scale: 16 (8 bits only) or a multiple of 32 (codes only)
-  int32_t has_offsets;  // value = code * scale + offset, else code * scale (codes only)
-  int32_t bfloat16_rows;  // from this many rows on products are in bfloat16; 0: never
+  int32_t group;        // inputs that share a scale: 16 (8 bits only) or a multiple of 32; quantized only
+  int32_t has_offsets;  // value = code * scale + offset, else code * scale; quantized only
+  int32_t bfloat16_rows;  // rows from which on bfloat16 is used; 0: never
   int64_t out_features;
   int64_t in_features;
   const uint8_t* codes;
   const float* scales;
   const int32_t* input_order;  // [in_features]: the input that each column multiplies; null: in order
-  const float* table;          // [16]: what the codes of kFloats4 stand for
+  const float* table;          // [16]: the values of kFloats4
 };
 
-// What an MLP computes between its two products; activation.cpp.
+// Activations of an MLP; activation.cpp.
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kGeluQuick = 3, kRelu = 4, kRelu2 = 5 };
 
-// How keys and values lie in the cache; kv_store.h.
+// Types of keys and values in the cache; kv_store.h.
 enum CacheType : int32_t { kCacheFloat32 = 0, kCacheBfloat16 = 1, kCacheInt8 = 2 };
 
-// A step's rows and what each asked for; sampling.cpp. Null arrays: no row asks for it. [rows] arrays named `_of` hold a
-// row's place in the arrays behind them, or -1.
+// A step's rows and their settings; sampling.cpp. Null arrays: no row uses the feature. [rows] arrays named `_of`
+// contain a row's index in the arrays that follow, or -1.
 struct SamplingArgs {
   const float* logits;  // [num_rows][vocab_size]
   int64_t num_rows;
   int64_t vocab_size;
-  const float* temperature;  // [num_rows], 0: the best token; so are the four below
+  const float* temperature;  // [num_rows], 0: the best token; the next four have this shape too
   const int64_t* top_k;
   const float* top_p;
   const float* min_p;
@@ -54,16 +54,16 @@ struct SamplingArgs {
   const float* repetition;
   const float* frequency;
   const float* presence;
-  const int64_t* count_rows;  // [penalties]: places in the two tables below
+  const int64_t* count_rows;  // [penalties]: indices in the two tables below
   const uint8_t* in_prompt;   // [places][vocab_size]
-  int32_t* in_output;         // [places][vocab_size]; the sampled tokens are added
+  int32_t* in_output;         // [places][vocab_size]; sampling adds the sampled tokens
   const int64_t* report_of;
   int64_t top_width;
   int64_t* token_ids;  // [num_rows]
   uint8_t* finite;     // [num_rows]
-  float* chosen;       // [reports]: the chosen token's logit; so are the three below
+  float* chosen;       // [reports]: the chosen token's logit; the next three have this shape too
   float* best;         // the largest logit
-  float* log_totals;   // the logarithm of the sum of exponentials of what logits are above it
+  float* log_totals;   // log of the sum of exp(logit - best)
   int64_t* ranks;
   float* top;        // [reports][top_width]
   int64_t* top_ids;  // [reports][top_width]
@@ -77,7 +77,7 @@ struct AttentionArgs {
   const int64_t* query_start_loc;  // [requests + 1]
   const int64_t* seq_lens;         // [requests]
   float* out;                      // [tokens][num_heads][head_dim]
-  const float* sinks;              // [num_heads]: a score of no key that takes its share of the softmax; null: none
+  const float* sinks;              // [num_heads]: a score without a key that takes its share of the softmax; null: none
   int64_t query_stride;
   int64_t block_table_stride;
   int64_t num_requests;
@@ -89,20 +89,20 @@ struct AttentionArgs {
   float scale;
   int32_t num_threads;
   int32_t cache_type;       // CacheType
-  int32_t batch_invariant;  // a token's result depends on nothing but its own context, bit for bit
-  int32_t bfloat16;         // tiles of many rows are multiplied in bfloat16, unless the cache is in float32
+  int32_t batch_invariant;  // a token's result depends only on its own context, bit for bit
+  int32_t bfloat16;         // tiles of many rows are multiplied in bfloat16, unless the cache is float32
 };
 
-// RMS norm, or layer norm where it is centered, over `size` values. weight: null where there is no norm.
+// RMS norm, or layer norm if `centered`, over `size` values. weight: null if there is no norm.
 struct NormWeights {
   const float* weight;
-  const float* bias;  // null: none; of a layer norm
+  const float* bias;  // of a layer norm; null: none
   int64_t size;
   float eps;
   int32_t centered;
 };
 
-// A mixture of experts; experts.cpp. Addresses of each expert's parts, biases perhaps null.
+// A mixture of experts; experts.cpp. Arrays contain one address per expert; biases may be null.
 struct ExpertsWeights {
   const PackedWeight* router;
   const float* router_bias;
@@ -121,29 +121,29 @@ struct ExpertsWeights {
 struct LayerWeights {
   const PackedWeight* qkv;  // queries, keys, values
   const PackedWeight* output;
-  const PackedWeight* up;  // where it is gated the gate's rows, then the up projection's
+  const PackedWeight* up;  // if gated, the gate's rows followed by the up projection's
   const PackedWeight* down;
   const float* qkv_bias;
   const float* output_bias;
   const float* up_bias;
   const float* down_bias;
   const float* sinks;  // [num_heads]
-  const ExpertsWeights* experts;  // in place of `up` and `down`
+  const ExpertsWeights* experts;  // replaces `up` and `down`
   NormWeights attention_norm;
   NormWeights query_norm;
   NormWeights key_norm;
   NormWeights attention_output_norm;
-  NormWeights mlp_norm;  // none in a parallel layer: the attention's normalised input is the MLP's too
+  NormWeights mlp_norm;  // null in a parallel layer whose MLP shares the attention's normalised input
   NormWeights mlp_output_norm;
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  float scale;           // of the scores
-  float residual_scale;  // of what is added
+  float scale;           // of the attention scores
+  float residual_scale;  // of the values added to the residual
   float limit;           // of the MLP's gate; 0: none
   int32_t activation;    // Activation
   int32_t gated;
-  int32_t parallel;  // the MLP reads what the attention reads
+  int32_t parallel;  // the MLP reads the same hidden states as the attention
 };
 
 }  // namespace pagemill

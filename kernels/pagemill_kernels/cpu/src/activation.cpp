@@ -1,5 +1,5 @@
-// What an MLP computes between its two products, in one pass over each row: an activation, perhaps of a gate that is
-// multiplied by the up projection.
+// Activations between an MLP's two matmuls, in one pass over each row: alone, or of a gate that is multiplied by the up
+// projection.
 #include <algorithm>
 #include <type_traits>
 
@@ -14,7 +14,7 @@ namespace {
 template <typename Vector>
 Vector positive(Vector x) {
   const Vector none = {};
-  return x < none ? none : x;  // what is not a number stays so
+  return x < none ? none : x;  // keeps NaN
 }
 
 // x * (1 + erf(x / sqrt(2))) / 2, which is relu(x) - |x| erfc(|x| / sqrt(2)) / 2: nothing cancels. erfc(z) exp(z^2) for
@@ -34,7 +34,7 @@ template <int32_t kind, typename Vector>
 Vector activated(Vector x) {
   if constexpr (kind == kSilu) return x / (1.0f + exp(-x));
   if constexpr (kind == kGelu) return gelu(x);
-  // (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)).
+  // (1 + tanh(y)) / 2 equals 1 / (1 + exp(-2 y)).
   if constexpr (kind == kGeluTanh) return x / (1.0f + exp((x + x * x * x * 0.044715f) * -1.5957691216057308f));
   if constexpr (kind == kGeluQuick) return x / (1.0f + exp(x * -1.702f));
   if constexpr (kind == kRelu) return positive(x);
@@ -43,7 +43,7 @@ Vector activated(Vector x) {
 
 enum Shape { kAlone, kGated, kLimited };
 
-// The gate is at most `limit`, up lies between -limit and limit and gains 1, where the shape is kLimited.
+// With kLimited the gate is at most `limit`, and up is clamped to -limit .. limit and increased by 1.
 template <int32_t kind, Shape shape, typename Vector>
 Vector combined(Vector gate, Vector up, float limit) {
   if constexpr (shape == kAlone) return activated<kind>(gate);
@@ -92,7 +92,8 @@ void activate_as(const float* x, int64_t rows, int64_t size, bool gated, float l
 
 extern "C" {
 
-// out[r][i] = activation(x[r][i]), or with a gate activation(x[r][i]) * x[r][size + i]. limit: of a gate; 0: none.
+// Computes out[r][i] = activation(x[r][i]), or with a gate activation(x[r][i]) * x[r][size + i]. limit: of the gate; 0:
+// none.
 void pagemill_activate(const float* x, int64_t rows, int64_t size, int32_t activation, int32_t gated, float limit,
                        float* out, int32_t num_threads) {
   switch (activation) {
@@ -105,7 +106,7 @@ void pagemill_activate(const float* x, int64_t rows, int64_t size, int32_t activ
   }
 }
 
-// out[r][i] = silu(x[r][i]) * x[r][size + i], both float32 or both bfloat16.
+// Computes out[r][i] = silu(x[r][i]) * x[r][size + i], both float32 or both bfloat16.
 void pagemill_silu_and_mul(const void* x, int64_t rows, int64_t size, void* out, int32_t bfloat16,
                            int32_t num_threads) {
   if (bfloat16)

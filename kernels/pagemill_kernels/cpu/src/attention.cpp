@@ -1,10 +1,10 @@
-// Paged attention in float32: prefill chunks and decodes of many requests in one call, straight over block tables.
-// Requests of many rows go to attention_bfloat16.cpp where that is asked for.
+// Paged attention in float32: prefill chunks and decodes of many requests in one call, directly over block tables. On
+// request, attention_bfloat16.cpp computes requests of many rows.
 //
-// The cache holds floats, bfloat16 or codes (kv_store.h). A work item is one key/value head of one request for a tile of
-// query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv 1805.02867): a running
-// maximum and sum per row, over 64 context tokens at a time. Few rows sum a score's products in another order than many;
-// on request all take the order of many, so that a row's result does not depend on its tile.
+// The cache contains floats, bfloat16 or 8-bit values (kv_store.h). A work item is one key/value head of one request
+// for a tile of query tokens; the query heads that share it are rows of the same tile. Softmax is online (arXiv
+// 1805.02867): a running maximum and sum per row, over 64 context tokens at a time. Few rows sum a score in another
+// order than many; on request all use the order of many, so that a row's result does not depend on its tile.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -16,14 +16,14 @@
 namespace pagemill {
 namespace {
 
-constexpr int64_t kFewRows = 6;  // up to here keys are read as they lie
+constexpr int64_t kFewRows = 6;  // up to here keys are read in place
 constexpr float kMinusInfinity = -INFINITY;
 
 struct Scratch {
   alignas(64) float query[kMaxRows * kMaxHeadDim];
   alignas(64) float result[kMaxRows * kMaxHeadDim];
   alignas(64) float keys[kMaxHeadDim * kPanel];    // transposed: [head_dim][16]
-  alignas(64) float tokens[kPanel * kMaxHeadDim];  // sixteen tokens' keys, then values, where the cache has no floats
+  alignas(64) float tokens[kPanel * kMaxHeadDim];  // keys, then values, of 16 tokens of a cache not in float32
   alignas(64) float scores[kMaxRows * kSpan];
   float row_max[kMaxRows];
   float row_sum[kMaxRows];
@@ -35,7 +35,8 @@ void transpose_keys(const float* keys, int64_t head_dim, float* out) {
       transpose8(keys + token * head_dim + d, head_dim, out + d * kPanel + token, kPanel);
 }
 
-// scores[r][t] = query[r] . keys[t] for 16 context tokens, rows kSpan apart: for few rows, where transposing the keys would cost more.
+// scores[r][t] = query[r] . keys[t] for 16 context tokens, rows kSpan apart; for few rows, where transposing the keys
+// would cost more.
 template <int Rows>
 void score_rows(const float* query, const float* keys, int64_t head_dim, float* scores) {
   for (int64_t token = 0; token < kPanel; token += 4, keys += 4 * head_dim) {
@@ -123,8 +124,8 @@ void hide(float* scores, uint32_t visible) {
     if (!(visible >> i & 1)) scores[i] = kMinusInfinity;
 }
 
-// Turns the row of a token at `position` into weights relative to the row's running maximum; rescales what was summed
-// before. scores: of `panels` times 16 context tokens from `start` on.
+// Turns the scores of a token at `position` into weights relative to the row's running maximum, and rescales the sums
+// so far. scores: of `panels` times 16 context tokens from `start` on.
 void softmax_row(float* scores, int64_t panels, int64_t position, int64_t start, int64_t window, float* result,
                  int64_t head_dim, float& row_max, float& row_sum) {
   Widest most = splat_widest(kMinusInfinity);
@@ -177,7 +178,7 @@ void attend(const AttentionArgs& args, const WorkItem& item, Scratch& scratch) {
   std::fill_n(scratch.result, rows * head_dim, 0.0f);
 
   for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {
-    // Tokens past the end were never written for this request: their weight is zero, their bytes may be anything.
+    // Tokens past the end were never written for this request: their weight is zero, and their bytes may be anything.
     const int64_t depth = std::min<int64_t>(kSpan, end - start), panels = (depth + kPanel - 1) / kPanel;
     for (int64_t panel = 0; panel < panels; ++panel) {
       const Place place = place_of(args, table, cache, start + panel * kPanel, head_size);

@@ -1,5 +1,5 @@
-// What attention in float32 (attention.cpp) and in bfloat16 (attention_bfloat16.cpp) share: the items of work and where an
-// item's keys and values lie.
+// Shared by attention in float32 (attention.cpp) and in bfloat16 (attention_bfloat16.cpp): work items and the addresses
+// of their keys and values.
 #pragma once
 #include "abi.h"
 #include "kv_store.h"
@@ -9,7 +9,7 @@ namespace pagemill {
 
 constexpr int64_t kMaxRows = 48;  // of an item: query tokens times the heads that share a key/value head
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kSpan = 4 * kPanel;  // context tokens between two looks at a row's maximum
+constexpr int64_t kSpan = 4 * kPanel;  // context tokens between two updates of a row's maximum
 
 // One key/value head of one request for a tile of query tokens.
 struct WorkItem {
@@ -17,8 +17,8 @@ struct WorkItem {
 };
 
 struct Place {
-  const uint8_t* head;  // of the block, where the keys of the item's head begin
-  int64_t first;        // token of the block
+  const uint8_t* head;  // start of the block's keys of the item's head
+  int64_t first;        // index of the token in the block
 };
 
 inline Place place_of(const AttentionArgs& args, const int32_t* table, const uint8_t* cache, int64_t token,
@@ -26,8 +26,7 @@ inline Place place_of(const AttentionArgs& args, const int32_t* table, const uin
   return {cache + table[token / args.block_size] * 2 * args.num_kv_heads * head_size, token % args.block_size};
 }
 
-// Where there are instructions for it (bfloat16.h): queries, keys, values and weights in bfloat16, sums and softmax in
-// float32.
+// Attends with queries, keys, values and weights in bfloat16, sums and softmax in float32. Requires has_bfloat16().
 void attend_bfloat16(const AttentionArgs& args, const WorkItem& item);
 
 }  // namespace pagemill

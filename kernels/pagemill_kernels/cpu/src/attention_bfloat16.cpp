@@ -1,9 +1,10 @@
-// Attention of many query rows in bfloat16, two products in one instruction, on processors that have it (AVX512_BF16).
+// Attention of many query rows in bfloat16, which multiplies two pairs in one instruction, on processors with
+// AVX512_BF16.
 //
-// Lanes are query rows, up to 48 of them in three registers: scores, weights and results lie transposed. So keys are
-// read where they lie, two inputs of one key broadcast at a time, and a row's maximum and sum are taken lane by lane.
-// Only values are laid out anew, two tokens side by side. Queries are rounded once, weights before they meet the
-// values; they are added up before that. A row's result does not depend on its tile.
+// Lanes are query rows, up to 48 of them in three registers: scores, weights and results are transposed. So keys are
+// read in place, two inputs of one key broadcast at a time, and a row's maximum and sum are computed lane by lane. Only
+// values are rearranged, two tokens adjacent. Queries are rounded once; weights are summed before they are rounded and
+// multiplied by the values. A row's result does not depend on its tile.
 #include "attention.h"
 
 #include <algorithm>
@@ -14,7 +15,7 @@ namespace pagemill {
 #ifdef __AVX512BF16__
 namespace {
 
-constexpr int kAtOnce = 8;  // keys, or columns of the result, beside three registers of rows: 24 sums
+constexpr int kAtOnce = 8;  // keys, or columns of the result, with three registers of rows: 24 sums
 
 struct alignas(64) Scratch {
   uint16_t query[kMaxHeadDim * kMaxRows];  // [head_dim / 2][rows][2]
@@ -23,7 +24,7 @@ struct alignas(64) Scratch {
   uint16_t rounded[kPanel * kMaxHeadDim];  // tokens of a cache that is not in bfloat16
   float scores[kSpan * kMaxRows];          // [kSpan][rows]
   float result[kMaxHeadDim * kMaxRows];    // [head_dim][rows]
-  float rows[kMaxRows * kMaxHeadDim];      // queries, then results, as they lie outside
+  float rows[kMaxRows * kMaxHeadDim];      // queries, then results, in the caller's layout
   float tokens[kPanel * kMaxHeadDim];
   int32_t positions[kMaxRows];
   float row_max[kMaxRows], row_sum[kMaxRows], shrink[kMaxRows];
@@ -35,15 +36,15 @@ inline __m512 multiply_add(__m512 sums, __m512i a, __m512i b) {
 
 inline __m512i broadcast_pair(const uint16_t* from) { return _mm512_set1_epi32(load_as<int32_t>(from)); }
 
-// Of 32 halves: the first and the seventeenth, the second and the eighteenth, and so on.
+// Interleaves 32 halves: the first and the seventeenth, the second and the eighteenth, and so on.
 inline __m512i side_by_side(__m512i halves) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, halves);
 }
 
-// 2^x with a relative error below 3e-6, far below half a step of bfloat16; exact for whole numbers, 0 for -inf. The
-// polynomial's largest error over [0, 1) is the smallest that a fourth degree allows.
+// Computes 2^x with a relative error below 3e-6, far below half a step of bfloat16; exact for integers, 0 for -inf. The
+// polynomial has the smallest maximum error over [0, 1) of all of degree four.
 inline __m512 exp2(__m512 x) {
   const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
   __m512 p = _mm512_set1_ps(1.34266847e-2f);
@@ -59,7 +60,7 @@ void round_floats(const float* from, int64_t count, uint16_t* to) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
 }
 
-// The scores of eight keys, of which the first is `key`. Hides: not every row sees all of them.
+// Computes the scores of eight keys, the first of which is `key`. Hides: not every row sees all of them.
 template <int Vectors, bool Hides>
 void score_keys(const uint16_t* query, const uint16_t* keys, int64_t head_dim, const int32_t* positions, int64_t key,
                 int64_t window, float* scores, float* row_max) {
@@ -97,8 +98,8 @@ void score_keys(const uint16_t* query, const uint16_t* keys, int64_t head_dim, c
   }
 }
 
-// Turns `count` tokens' scores into weights relative to the rows' new maxima. before: the maxima until now. factor: of
-// the scores, times log2(e).
+// Turns `count` tokens' scores into weights relative to the rows' new maxima. before: the previous maxima. factor: the
+// scores' scale times log2(e).
 template <int Vectors>
 void weigh(Scratch& s, const float* before, int64_t count, float factor) {
   constexpr int64_t kWidth = Vectors * kPanel;
@@ -123,7 +124,7 @@ void weigh(Scratch& s, const float* before, int64_t count, float factor) {
   }
 }
 
-// result = result * shrink + weights * values, for `count` tokens.
+// Computes result = result * shrink + weights * values, for `count` tokens.
 template <int Vectors>
 void add_values(Scratch& s, int64_t count, int64_t head_dim) {
   constexpr int64_t kWidth = Vectors * kPanel;
@@ -156,7 +157,7 @@ void add_values(Scratch& s, int64_t count, int64_t head_dim) {
   }
 }
 
-// Where one item reads and writes.
+// The inputs and outputs of one work item.
 struct Source {
   const AttentionArgs& args;
   const WorkItem& item;
@@ -174,11 +175,11 @@ struct Source {
     cache = static_cast<const uint8_t*>(a.cache) + i.kv_head * head_size;
   }
 
-  // In rows of [tokens][num_heads][head_dim].
+  // Indices in [tokens][num_heads][head_dim].
   int64_t head_of(int64_t row) const { return item.kv_head * group + row % group; }
   int64_t token_of(int64_t row) const { return query_start + item.first_token + row / group; }
 
-  // Sixteen tokens from `token` on, of which the first `count` matter: in place where they are bfloat16 already.
+  // Returns sixteen tokens from `token` on, of which the first `count` are used; in place if they are bfloat16.
   const uint16_t* read(bool values, int64_t token, int64_t count, Scratch& s) const {
     const Place place = place_of(args, table, cache, token, head_size);
     const uint8_t* head = place.head + (values ? args.num_kv_heads * head_size : 0);
@@ -206,7 +207,7 @@ void load_queries(const Source& from, Scratch& s) {
     s.positions[row] = static_cast<int32_t>(from.first_position + std::min(row, from.rows - 1) / from.group);
 }
 
-// Two tokens side by side; what is past the end is zero, whatever lies there.
+// Stores pairs of adjacent tokens. Tokens past the end become zero, whatever the cache contains.
 void load_values(const Source& from, int64_t start, int64_t count, Scratch& s) {
   const int64_t head_dim = from.head_dim;
   uint16_t* to = s.values;
@@ -249,7 +250,7 @@ void attend_rows(const Source& from, Scratch& s) {
   load_queries<Vectors>(from, s);
   std::fill_n(s.row_max, kWidth, -INFINITY);
   std::fill_n(s.row_sum, kWidth, args.sinks ? 1.0f : 0.0f);
-  // Maxima are of scores before they are scaled.
+  // Maxima are those of unscaled scores.
   for (int64_t row = 0; args.sinks && row < from.rows; ++row) s.row_max[row] = args.sinks[from.head_of(row)] / args.scale;
   std::fill_n(s.result, kWidth * head_dim, 0.0f);
   for (int64_t start = window_start / kSpan * kSpan; start < end; start += kSpan) {

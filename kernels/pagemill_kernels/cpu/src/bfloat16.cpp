@@ -1,8 +1,8 @@
-// out = x W^T + bias in bfloat16: a slice of x is rounded, three panels of codes are unpacked beside it in the second-level
-// cache, and tiles of eight rows and 48 outputs are multiplied, two inputs in one instruction. Sums are float32, in one
-// order, so that a row's result does not depend on how many rows there are.
+// Computes out = x W^T + bias in bfloat16: a slice of x is rounded and three panels of the weight are unpacked, both
+// within the second-level cache; then tiles of eight rows and 48 outputs are multiplied, two inputs in one instruction.
+// Sums are float32 in a fixed order, so that a row's result does not depend on the number of rows.
 //
-// Unpacked panels and kPairs: [k / 2][n][2], a last odd input beside zeros.
+// Layout of unpacked panels and kPairs: [k / 2][n][2]; a last odd input is paired with zeros.
 #include "bfloat16.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kDepth = 2048;       // inputs unpacked at a time: 64 KiB for a panel
 constexpr int64_t kSlice = 256 * 1024; // elements of x rounded at a time: half of a second-level cache of 1 MiB
-constexpr int64_t kMostRows = 128;     // rows of such a slice
+constexpr int64_t kMostRows = 128;     // most rows of such a slice
 constexpr int kRows = 8, kPanels = 3;  // 24 sums, 3 of the weight and 1 of x: 28 of 32 registers
 
 struct Tile {
@@ -26,11 +26,11 @@ struct Tile {
   int64_t x_stride;
   const uint16_t* weight;  // panels panel_stride apart
   int64_t panel_stride;
-  int64_t pairs;  // of inputs
+  int64_t pairs;  // number of input pairs
   const float* bias;
   float* out;
   int64_t out_stride;
-  int64_t columns;  // of `out` from its first on: the last panel may be partial
+  int64_t columns;  // of `out` from its first on; the last panel may be partial
   bool accumulate;
 };
 
@@ -90,7 +90,7 @@ constexpr Kernel kernel_for(int64_t rows, int64_t panels) {
   return (panels == 3 ? kernel_for<3, Fetch> : panels == 2 ? kernel_for<2, Fetch> : kernel_for<1, Fetch>)(rows);
 }
 
-// The slice of every row; an odd last input gets a zero beside it.
+// Rounds a slice of every row; an odd last input is paired with a zero.
 void round_rows(const float* x, int64_t rows, int64_t x_stride, int64_t depth, uint16_t* to, int64_t to_stride) {
   for (int64_t r = 0; r < rows; ++r, x += x_stride, to += to_stride) {
     int64_t k = 0;
@@ -103,8 +103,8 @@ void round_rows(const float* x, int64_t rows, int64_t x_stride, int64_t depth, u
   }
 }
 
-// Rows in tiles as equal as they can be: a tile of one row waits for its sums. The first one meets the weight where it
-// is stored when it was not unpacked, and the others in the caches.
+// Multiplies the rows in tiles of as equal size as possible, because a tile of one row waits for its sums. The first
+// tile reads a weight that was not unpacked from memory, and the others read it from the caches.
 void multiply(Tile t, int64_t rows, int64_t panels, bool stored) {
   const int64_t tiles = (rows + kRows - 1) / kRows;
   for (int64_t i = 0; i < tiles; ++i) {
@@ -115,7 +115,7 @@ void multiply(Tile t, int64_t rows, int64_t panels, bool stored) {
   }
 }
 
-// Blocks as equal as whole tiles can be.
+// Returns the rows of blocks that are as equal as whole tiles allow.
 int64_t rows_of_block(int64_t rows, int64_t room) {
   const int64_t blocks = (rows + room - 1) / room;
   return ((rows + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
@@ -127,7 +127,7 @@ Element* aligned(std::vector<Element>& storage, int64_t size) {
   return reinterpret_cast<Element*>((reinterpret_cast<uintptr_t>(storage.data()) + 63) / 64 * 64);
 }
 
-// Panels begin..end for all rows.
+// Computes panels begin..end for all rows.
 void multiply_panels(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias,
                      float* out, int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
   thread_local std::vector<uint16_t> rounded_storage, unpacked_storage;
@@ -136,7 +136,7 @@ void multiply_panels(const PackedWeight& w, const float* x, int64_t rows, int64_
   const int64_t most_rows = rows_of_block(rows, room);
   uint16_t* rounded = aligned(rounded_storage, most_rows * most_depth);
   uint16_t* unpacked = aligned(unpacked_storage, kPanels * most_depth * kPanel);
-  // One tile of rows waits for memory, and one stream of it comes faster than three side by side.
+  // One tile of rows waits for memory, and a single stream is read faster than three in parallel.
   const bool stored = w.format == kPairs;
   const int64_t step = stored && rows <= kRows ? 1 : kPanels;
   for (int64_t row = 0; row < rows; row += most_rows) {

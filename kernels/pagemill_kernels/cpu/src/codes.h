@@ -1,10 +1,11 @@
-// Where the codes of one group lie inside a panel. Written by pack.cpp, read by linear.cpp (codes) and dots.cpp (dots).
+// The layout of one group's quantized values inside a panel. pack.cpp writes it; linear.cpp and dots.cpp read it.
 //
 //   kCodes8, kFloats8: rows of 16 bytes, one input each
-//   kCodes4: rows of 16 bytes, input 2k low and 2k + 1 high
-//   kDots4, kFloats4: rows of 32 bytes, four neighbouring inputs side by side: outputs 0 to 7 low, 8 to 15 high
-//   kDots8:  rows of 64 bytes, four neighbouring inputs side by side, signed
-//   kPairs:  no groups: bfloat16, two neighbouring inputs side by side
+//   kCodes4: rows of 16 bytes, input 2k in the lower four bits and 2k + 1 in the upper four
+//   kDots4, kFloats4: rows of 32 bytes, four consecutive inputs adjacent; outputs 0 to 7 in the lower four
+//            bits, 8 to 15 in the upper four
+//   kDots8:  rows of 64 bytes, four consecutive inputs adjacent, signed
+//   kPairs:  no groups; bfloat16, two consecutive inputs adjacent
 #pragma once
 #include <algorithm>
 
@@ -15,7 +16,7 @@ namespace pagemill {
 
 struct Place {
   int64_t byte;
-  bool high;  // the upper four bits of it
+  bool high;  // the upper four bits of the byte
 };
 
 constexpr bool in_nibbles(int32_t format) { return format == kCodes4 || format == kDots4 || format == kFloats4; }
@@ -31,7 +32,7 @@ constexpr Place place_of(int64_t input, int64_t output) {
   }
 }
 
-// kPairs of bfloat16: a panel's elements.
+// Indices of the elements of a bfloat16 panel in kPairs.
 constexpr int64_t pairs_in(int64_t inputs) { return (inputs + 1) / 2; }
 constexpr int64_t pair_place(int64_t input, int64_t output) { return (input / 2 * kPanel + output) * 2 + input % 2; }
 
@@ -39,12 +40,13 @@ inline int64_t group_bytes(int32_t format, int64_t group) { return group * kPane
 
 constexpr int64_t kAheadBytes = 3072;
 
-// A weight's bytes some time before they are multiplied: panels lie one behind another, so this holds across their ends.
+// Prefetches a weight's bytes some time before they are multiplied. Panels are adjacent, so this also works across
+// their ends.
 inline void fetch_ahead(const uint8_t* weight, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(weight + kAheadBytes + at);
 }
 
-// A panel's inputs one run after another: what is multiplied before a scale is applied. A group is one run of 16 inputs
+// A run is the part of a panel's inputs that is multiplied before a scale is applied. A group is one run of 16 inputs
 // or several of 32, which share a scale.
 constexpr int64_t kRun = 32;
 
@@ -54,7 +56,7 @@ inline const float* scales_of(const PackedWeight& w, int64_t panel, int64_t inpu
   return w.scales + (panel * (w.in_features / w.group) + input / w.group) * scale_floats(w);
 }
 
-// Goes along with the runs of a panel, of `run_bytes` each: the scales of the group that the run belongs to.
+// Follows the runs of a panel, of `run_bytes` each, and returns the scales of the run's group.
 class ScaleWalk {
  public:
   ScaleWalk(const PackedWeight& w, int64_t panel, int64_t run_bytes, int64_t input = 0)
@@ -65,8 +67,8 @@ class ScaleWalk {
         ahead_(std::max<int64_t>(kAheadBytes / (run_bytes * runs_), 1) * floats_),
         left_(runs_ - input % w.group / run_of(w)) {}
   const float* scales() const { return scales_; }
-  // The run's bytes from `codes` on, and where a group begins its scales, some time before they are multiplied.
-  // offset: of another panel's scales.
+  // Prefetches the run's bytes from `codes` on and, where a group begins, its scales. offset: of another panel's
+  // scales.
   void fetch(const uint8_t* codes, int64_t offset = 0) const {
     fetch_ahead(codes, run_bytes_);
     if (left_ != runs_) return;

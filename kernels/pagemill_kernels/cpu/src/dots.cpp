@@ -1,7 +1,7 @@
-// out = x W^T + bias for codes, in integers: each group of 32 inputs of a row of x is rounded to a scale times 16-bit
-// integers. (With 8 bits, as others do it, a small model gave other answers.) A group's sum of products is exact; the
-// scales are applied to it in float32, group after group, so that a row's result does not depend on how many rows there
-// are. dots_vnni.h and dots_avx2.h multiply; the second has 4-bit codes only.
+// Computes out = x W^T + bias for quantized weights in integers: each group of 32 inputs of a row of x is rounded to a
+// scale times 16-bit integers. (With 8 bits, which is common, a small model gave other answers.) A group's sum of
+// products is exact; the scales are applied to it in float32, group after group, so that a row's result does not depend
+// on the number of rows. dots_vnni.h and dots_avx2.h multiply; the second supports only 4-bit weights.
 #include "dots.h"
 
 #include <vector>
@@ -20,10 +20,10 @@ namespace pagemill {
 namespace {
 
 constexpr int64_t kRowBlock = 256;    // rows rounded at a time, in the second-level cache beside a panel
-constexpr int64_t kOwnRows = 4;       // up to here every thread rounds all rows for itself: cheaper than waiting
+constexpr int64_t kOwnRows = 4;       // up to here every thread rounds all rows itself: cheaper than waiting
 constexpr float kLargest = 32512.0f;  // 127 * 256: its high byte and those below fit into 8 bits
 
-// Rounded rows, by tiles of up to kDotsRows that meet a panel together.
+// Rounded rows, in tiles of up to kDotsRows that are multiplied by a panel together.
 struct Rounded {
   std::vector<int32_t> words;  // per tile [inputs / 4][row][2]
   std::vector<float> scales;   // per tile [run of the weight][row][2]: scale, scale * sum of the integers
@@ -42,7 +42,7 @@ inline float largest_magnitude(const float* x) {
   for (int i = 0; i < kDotsGroup; i += kLanes) {
     const Floats v = load(x + i);
     most = max(most, max(v, -v));
-    strange += v * 0.0f;  // not a number where v is not finite
+    strange += v * 0.0f;  // NaN if v is not finite
   }
   return largest(most) + sum(strange);
 }
@@ -53,7 +53,7 @@ inline int32_t sum_of(__m256i words) {
   return _mm_cvtsi128_si32(_mm_add_epi32(quarter, _mm_shuffle_epi32(quarter, 0xb1)));
 }
 
-// One row of x to its place in a tile of `tile_rows`.
+// Rounds one row of x to its position in a tile of `tile_rows`.
 void round_row(const float* x, int64_t size, int64_t run, int64_t tile_rows, int32_t* words, float* scales) {
   const int64_t stride = 2 * tile_rows;
   for (int64_t k = 0; k < size; k += kDotsGroup, x += kDotsGroup, words += kDotsGroup / 4 * stride) {
@@ -74,14 +74,15 @@ void round_row(const float* x, int64_t size, int64_t run, int64_t tile_rows, int
   }
 }
 
-// The tile of rows first..first + count.
+// Rounds the tile of rows first..first + count.
 void round_tile(const PackedWeight& w, const float* x, int64_t x_stride, int64_t first, int64_t count, Rounded& to) {
   for (int64_t r = 0; r < count; ++r)
     round_row(x + (first + r) * x_stride, w.in_features, run_of(w), count, to.words.data() + first * to.row_words + 2 * r,
               to.scales.data() + first * to.row_scales + 2 * r);
 }
 
-// Panels begin..end for the rounded rows. One copy: where two are inlined, Clang keeps sums of one in memory.
+// Multiplies panels begin..end by the rounded rows. Not inlined: where two copies are, Clang keeps the sums of one in
+// memory.
 [[gnu::noinline]] void multiply(const PackedWeight& w, const Rounded& x, int64_t rows, const float* bias, float* out, int64_t out_stride,
               bool accumulate, int64_t begin, int64_t end) {
   alignas(64) float c[kDotsRows * kPanel];

@@ -1,19 +1,20 @@
-// The kernel of dots.cpp with AVX2: a row of codes, four inputs of 16 outputs, meets two broadcasts of x by
-// unsigned-signed byte products. Eight sums of two products fit into 16 bits: 8 * 2 * 15 * 128 = 30,720. (For 8-bit codes,
-// times 16-bit integers, the same was 0.8 times as fast as floats at 64 rows and 1.3 times at one: they stay floats.)
+// The kernel of dots.cpp with AVX2: a row of weights, four inputs of 16 outputs, is multiplied by two broadcasts of x
+// in unsigned-signed byte products. Eight sums of two products fit into 16 bits: 8 * 2 * 15 * 128 = 30,720. (For 8-bit
+// weights, times 16-bit integers, this was 0.8 times as fast as floats at 64 rows and 1.3 times at one, so they are
+// multiplied as floats.)
 #pragma once
 #include "codes.h"
 
 namespace pagemill {
 
 constexpr int64_t kDotsGroup = 32;  // inputs that share a scale in x; in the weight a multiple of it
-constexpr int kDotsRows = 2;        // rows that meet a panel at once: 8 sums
+constexpr int kDotsRows = 2;        // rows that are multiplied by a panel at once: 8 sums
 
-// 32 rounded inputs as two words for four of them: four high bytes, then four low ones. `words`: that of the next four is
-// `stride` further on.
+// Stores 32 rounded inputs as two words for four of them: four high bytes, then four low ones. The words of the next
+// four are `stride` further on.
 inline void store_words(const __m256i whole[4], int32_t* words, int64_t stride) {
   alignas(32) int32_t highs[kDotsGroup / 4], lows[kDotsGroup / 4];
-  // Packing works within halves of a register: each permutation puts the quarters back in order.
+  // Packing works within halves of a register: each permutation restores the order of the quarters.
   const __m256i first = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[0], whole[1]), 0xd8);
   const __m256i second = _mm256_permute4x64_epi64(_mm256_packs_epi32(whole[2], whole[3]), 0xd8);
   const __m256i half = _mm256_set1_epi16(128);
@@ -26,7 +27,7 @@ inline void store_words(const __m256i whole[4], int32_t* words, int64_t stride) 
   for (int i = 0; i < kDotsGroup / 4; ++i, words += stride) words[0] = highs[i], words[1] = lows[i];
 }
 
-// c += the products of `Rows` rows with a panel. c: [Rows][16], aligned; it stays in the first-level cache.
+// Adds the products of `Rows` rows with a panel to c, [Rows][16], aligned; it stays in the first-level cache.
 template <int Rows>
 inline void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* words, const float* scales, float* c) {
   const uint8_t* codes = w.codes + panel * group_bytes(kDots4, w.in_features);
@@ -69,11 +70,11 @@ inline void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* word
       _mm256_store_ps(to, _mm256_fmadd_ps(a, _mm256_mul_ps(s0, scale), low));
       _mm256_store_ps(to + kLanes, _mm256_fmadd_ps(b, _mm256_mul_ps(s1, scale), high));
     }
-    asm volatile("" ::: "memory");  // else GCC keeps c in registers and the sums, which need them more, in memory
+    asm volatile("" ::: "memory");  // otherwise GCC keeps c in registers and the sums, which need them more, in memory
   }
 }
 
-// Up to kDotsRows rows of x and a panel. c: [rows][16].
+// Multiplies up to kDotsRows rows of x by a panel. c: [rows][16].
 inline void multiply_tile(const PackedWeight& w, int64_t panel, int64_t rows, const int32_t* words, const float* scales,
                           float* c) {
   (rows == 2 ? panel_rows<2> : panel_rows<1>)(w, panel, words, scales, c);

@@ -1,23 +1,23 @@
-// The kernel of dots.cpp with AVX512_VNNI: codes are widened to 16 bits, and pairs of them meet pairs of x, whose
-// products are added up in 32 bits. 8-bit codes are as welcome as 4-bit ones: 32 * 128 * 32,512 < 2^31.
+// The kernel of dots.cpp with AVX512_VNNI: weights are widened to 16 bits, and pairs of them are multiplied by pairs of
+// x, whose products are added in 32 bits. 8-bit weights fit as well as 4-bit ones: 32 * 128 * 32,512 < 2^31.
 //
-// One panel at a time, and what comes next is fetched ahead: few rows wait for memory, which gives a single stream of
-// codes at twice the speed of two.
+// One panel is processed at a time, and the next data is prefetched: few rows wait for memory, which delivers a single
+// stream at twice the speed of two.
 #pragma once
 #include "codes.h"
 
 namespace pagemill {
 
 constexpr int64_t kDotsGroup = 32;  // inputs that share a scale in x; in the weight 16 or a multiple of it
-constexpr int kDotsRows = 4;        // rows that meet a panel at once
+constexpr int kDotsRows = 4;        // rows that are multiplied by a panel at once
 
-// 32 rounded inputs as two words for four of them: the first and third, the second and fourth, as codes are widened.
-// `words`: that of the next four is `stride` further on.
+// Stores 32 rounded inputs as two words for four of them: the first and third, the second and fourth, in the order of
+// widened weights. The words of the next four are `stride` further on.
 inline void store_words(const __m256i whole[4], int32_t* words, int64_t stride) {
   for (int i = 0; i < 4; ++i) {
     alignas(32) int32_t pairs[kLanes];
     const __m256i low = _mm256_and_si256(whole[i], _mm256_set1_epi32(0xffff));
-    const __m256i third = _mm256_slli_epi32(_mm256_shuffle_epi32(whole[i], 0xee), 16);  // of each four, to the first
+    const __m256i third = _mm256_slli_epi32(_mm256_shuffle_epi32(whole[i], 0xee), 16);  // of each four, moved first
     _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), _mm256_or_si256(low, third));
     words[0] = pairs[0], words[1] = pairs[1];
     words[stride] = pairs[4], words[stride + 1] = pairs[5];
@@ -42,7 +42,7 @@ inline Widened widened(const uint8_t* codes) {
   return {_mm512_and_si512(low, nibble), _mm512_and_si512(_mm512_srli_epi16(low, 8), nibble)};
 }
 
-// c += the products of `Rows` rows with a panel. c: [Rows][16].
+// Adds the products of `Rows` rows with a panel to c, [Rows][16].
 template <int32_t Code, bool Offsets, int Rows>
 void panel_rows(const PackedWeight& w, int64_t panel, const int32_t* words, const float* scales, float* c) {
   constexpr int kRowBytes = (in_nibbles(Code) ? 2 : 4) * kPanel;
@@ -82,7 +82,7 @@ template <int32_t Code, bool Offsets>
 constexpr TileKernel kTileKernels[kDotsRows] = {panel_rows<Code, Offsets, 1>, panel_rows<Code, Offsets, 2>,
                                                 panel_rows<Code, Offsets, 3>, panel_rows<Code, Offsets, 4>};
 
-// Up to kDotsRows rows of x and a panel. c: [rows][16].
+// Multiplies up to kDotsRows rows of x by a panel. c: [rows][16].
 inline void multiply_tile(const PackedWeight& w, int64_t panel, int64_t rows, const int32_t* words, const float* scales,
                           float* c) {
   const auto kernels = w.format == kDots4 ? kTileKernels<kDots4, true>

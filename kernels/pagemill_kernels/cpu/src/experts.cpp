@@ -1,6 +1,6 @@
-// A mixture of experts: rows are sorted by the expert they are sent to, and each expert with rows multiplies them as
-// linear.cpp does, so that its weights are read once for all of them. A token's results are added in the order of the
-// experts, whatever else is in the batch.
+// A mixture of experts: rows are sorted by expert, and each expert with rows multiplies them as linear.cpp does, so
+// that its weights are read once for all of them. A token's results are added in the order of the experts, whatever
+// else is in the batch.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -15,8 +15,10 @@ using namespace pagemill;
 
 namespace {
 
-constexpr int64_t kRows = 192;                  // an expert's rows taken at a time: those for which linear.cpp reads a weight once
-// Which rows each expert gets: `slots` of [tokens][top_k] sorted by expert, those of expert e from starts[e] on.
+// An expert's rows at a time: as many as linear.cpp multiplies while it reads a weight once.
+constexpr int64_t kRows = 192;
+
+// The rows of each expert: `slots` of [tokens][top_k] sorted by expert, those of expert e from starts[e] on.
 struct Sorted {
   std::vector<int64_t> starts, slots;
 
@@ -35,10 +37,10 @@ struct Sorted {
 
 }  // namespace
 
-// The top_k experts with the largest logits of each token, the largest first, and their weights: the softmax over the
-// chosen logits (renormalized) or their shares of the softmax over all. Of equal logits those are chosen that torch's
-// topk takes, which selects and sorts by the same two algorithms; what is not a number is the largest there, too.
-// logits: [tokens][num_experts]; chosen, weights: [tokens][top_k].
+// Returns the top_k experts with the largest logits of each token, the largest first, and their weights: the softmax
+// over the chosen logits (renormalized) or their shares of the softmax over all. Among equal logits the choice is that
+// of torch's topk, which selects and sorts by the same two algorithms; NaN counts as the largest there, too. logits:
+// [tokens][num_experts]; chosen, weights: [tokens][top_k].
 extern "C" void pagemill_route(const float* logits, int64_t tokens, int64_t num_experts, int64_t top_k,
                                int32_t renormalized, int64_t* chosen, float* weights) {
   typedef std::pair<float, int64_t> Choice;
@@ -65,8 +67,8 @@ extern "C" void pagemill_route(const float* logits, int64_t tokens, int64_t num_
   }
 }
 
-// out[t] += sum over j of weights[t][j] * down(gate(up(x[t]))) by expert chosen[t][j]; no expert twice for a token.
-// chosen, weights: [tokens][top_k]. out: [tokens][outputs of down].
+// Adds sum over j of weights[t][j] * down(gate(up(x[t]))) by expert chosen[t][j] to out[t]; a token has no expert
+// twice. chosen, weights: [tokens][top_k]. out: [tokens][outputs of down].
 extern "C" void pagemill_experts(const PackedWeight* const* ups, const float* const* up_biases,
                                  const PackedWeight* const* downs, const float* const* down_biases, int64_t num_experts,
                                  const float* x, int64_t tokens, int64_t x_stride, const int64_t* chosen,

@@ -1,5 +1,5 @@
-// Codes of four bits that choose among the 16 floats of their weight's table: the rows of kFloats4 as floats.
-// linear.cpp multiplies them in float32; bfloat16.cpp's panels are unpack_pairs.h's.
+// 4-bit indices into a weight's table of 16 floats: reads rows of kFloats4 as floats. linear.cpp multiplies them in
+// float32; unpack_pairs.h unpacks panels for bfloat16.cpp.
 #pragma once
 #include "abi.h"
 #include "tile.h"
@@ -34,7 +34,7 @@ inline void multiply_add(Outputs& sums, float x, Outputs weight) {
 }
 #endif
 
-// The 16 floats. `at`: of codes in the lowest four bits of the lanes, whatever is above them.
+// The table of 16 floats. `at`: looks up the lowest four bits of the lanes; higher bits are ignored.
 #ifdef __AVX512F__
 class Table {
  public:
@@ -65,7 +65,7 @@ class Table {
     for (int i = 0; i < 4; ++i) bytes_.val[i] = vreinterpretq_u8_f32(vld1q_f32(table + 4 * i));
   }
   Floats at(Words codes) const {
-    const Words places = (codes & 15) * 0x04040404u + 0x03020100u;  // of a float's four bytes
+    const Words places = (codes & 15) * 0x04040404u + 0x03020100u;  // indices of a float's four bytes
     uint32_t wide[kLanes];
     std::memcpy(wide, &places, sizeof wide);
     Floats found;
@@ -94,7 +94,7 @@ class Table {
 };
 #endif
 
-// A row of codes: four neighbouring inputs of a panel. Outputs 8 to 15 are in the upper halves of the bytes.
+// A row of indices: four neighbouring inputs of a panel. Outputs 8 to 15 are in the upper halves of the bytes.
 #ifdef __AVX512F__
 class Quad {
  public:

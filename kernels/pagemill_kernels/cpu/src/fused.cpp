@@ -1,4 +1,4 @@
-// The small operations around attention, each in one pass over its rows: normalisation, rotary embedding with the
+// The small operations around attention, each in one pass over its rows: normalisation, and rotary embedding with the
 // write of keys and values into the paged cache.
 #include <cmath>
 
@@ -32,7 +32,8 @@ void rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t coun
   });
 }
 
-// (x - mean) / sqrt(variance + eps) * weight + bias; the mean first, so that a large one does not cancel.
+// Computes (x - mean) / sqrt(variance + eps) * weight + bias; the mean comes first, so that a large one does not
+// cancel.
 void center(const float* x, const float* weight, const float* bias, int64_t size, float eps, float* out) {
   Floats totals = zero(), squares = zero();
   int64_t i = 0;
@@ -55,8 +56,8 @@ void center(const float* x, const float* weight, const float* bias, int64_t size
 
 extern "C" {
 
-// out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, for rows of `size` in `groups` of `count` neighbours a stride apart.
-// out: float32, or bfloat16 where asked for.
+// Computes out[r] = x[r] / sqrt(mean(x[r]^2) + eps) * weight, for rows of `size` in `groups` of `count` adjacent rows,
+// the groups a stride apart. out: float32 or bfloat16.
 void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
                        const float* weight, float eps, void* out, int64_t out_group_stride, int32_t bfloat16,
                        int32_t num_threads) {
@@ -68,7 +69,7 @@ void pagemill_rms_norm(const float* x, int64_t groups, int64_t group_stride, int
              num_threads);
 }
 
-// As pagemill_rms_norm around the mean, plus bias (null: none).
+// Normalises like pagemill_rms_norm, but around the mean, plus bias (null: none).
 void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, int64_t count, int64_t size,
                          const float* weight, const float* bias, float eps, float* out, int64_t out_group_stride,
                          int32_t num_threads) {
@@ -78,9 +79,9 @@ void pagemill_layer_norm(const float* x, int64_t groups, int64_t group_stride, i
   });
 }
 
-// heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. Rotates queries and keys in place by halves
-// (arXiv 2104.09864, as in Hugging Face's Llama) and writes keys and values to the slot of each token; slot < 0: none.
-// cos, sin: [tokens][head_dim / 2]; null: nothing turns. cache: kv_store.h.
+// Rotates queries and keys in place by halves (arXiv 2104.09864, as in Hugging Face's Llama) and writes keys and values
+// to the slot of each token; slot < 0: none. heads: [tokens][num_heads + 2 * num_kv_heads][head_dim]. cos, sin:
+// [tokens][head_dim / 2]; null: no rotation. cache: kv_store.h.
 void pagemill_rope_and_store(float* heads, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                              const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
                              const int64_t* slots, int64_t block_size, int32_t num_threads) {

@@ -1,6 +1,6 @@
-// How the paged cache holds one head's tokens of one block: [block_size][head_dim] floats, bfloat16 or 8-bit codes; the
-// codes are followed by a float32 scale for each token. One layer's cache: [blocks][2 * kv_heads] of these, keys before
-// values. fused.cpp writes, attention.cpp reads.
+// The layout of one head's tokens of one block in the paged cache: [block_size][head_dim] floats, bfloat16 or 8-bit
+// values; 8-bit values are followed by a float32 scale for each token. One layer's cache is [blocks][2 * kv_heads] of
+// these, keys before values. fused.cpp writes, attention.cpp reads.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@ inline int64_t head_bytes(int32_t type, int64_t block_size, int64_t head_dim) {
   }
 }
 
-// `count` tokens from `first` on as floats: in place where they are floats already. head_dim: a multiple of 8.
+// Returns `count` tokens from `first` on as floats, in place if they are floats. head_dim: a multiple of 8.
 inline const float* read_tokens(int32_t type, const uint8_t* head, int64_t block_size, int64_t head_dim, int64_t first,
                                 int64_t count, float* buffer) {
   if (type == kCacheFloat32) return reinterpret_cast<const float*>(head) + first * head_dim;
@@ -37,7 +37,8 @@ inline const float* read_tokens(int32_t type, const uint8_t* head, int64_t block
   return buffer;
 }
 
-// The largest magnitude takes the code 127. Values that are not finite make the scale so, and all codes zero.
+// Quantizes one token; the largest magnitude becomes 127. Values that are not finite make the scale so, and all
+// quantized values zero.
 inline void write_codes(const float* from, int64_t head_dim, uint8_t* codes, uint8_t* scale_at) {
   float largest = 0.0f, fault = 0.0f;
   for (int64_t d = 0; d < head_dim; ++d) {
@@ -51,7 +52,7 @@ inline void write_codes(const float* from, int64_t head_dim, uint8_t* codes, uin
     codes[d] = static_cast<uint8_t>(static_cast<int8_t>(usable ? std::nearbyint(from[d] / scale) : 0.0f));
 }
 
-// One token of one head. head: where the head's part of the block begins.
+// Writes one token of one head. head: start of the head's part of the block.
 inline void write_token(int32_t type, const float* from, int64_t block_size, int64_t head_dim, int64_t token,
                         uint8_t* head) {
   if (type == kCacheFloat32) {

@@ -1,6 +1,6 @@
-// All decoder layers in one call. A small model's decode step is a few milliseconds, and each call from Python costs
-// microseconds around work that takes hardly more. The same operations in the same order as one by one, hence the same
-// bits; what is between them lies in `scratch`.
+// All decoder layers in one call. A small model's decode step takes a few milliseconds, and each call from Python costs
+// microseconds, about as much as the work of some calls. The operations and their order are those of single calls, so
+// the results are bitwise equal; intermediate values are in `scratch`.
 #include <algorithm>
 #include <vector>
 
@@ -10,9 +10,10 @@ using namespace pagemill;
 
 namespace {
 
-constexpr int64_t kMlpRows = 128;  // tokens taken through the MLP at a time: what it widens them to stays in the caches
+// Tokens taken through the MLP at a time, so that its wide intermediate values stay in the caches.
+constexpr int64_t kMlpRows = 128;
 
-// `groups` rows of `count` neighbours a stride apart, each neighbour normalised by itself.
+// Normalises each row by itself: `groups` of `count` adjacent rows, the groups a stride apart.
 void normalize(const NormWeights& norm, const float* x, int64_t groups, int64_t stride, int64_t count, float* out,
                int64_t out_stride, int32_t threads) {
   if (norm.centered)
@@ -21,7 +22,7 @@ void normalize(const NormWeights& norm, const float* x, int64_t groups, int64_t 
     pagemill_rms_norm(x, groups, stride, count, norm.size, norm.weight, norm.eps, out, out_stride, 0, threads);
 }
 
-// Query or key heads in place, each alone or all of a token as one row.
+// Normalises query or key heads in place, each alone or all of a token as one row.
 void normalize_heads(const NormWeights& norm, float* heads, int64_t tokens, int64_t stride, int64_t size,
                      int32_t threads) {
   if (norm.weight) normalize(norm, heads, tokens, stride, size / norm.size, heads, stride, threads);
@@ -33,7 +34,7 @@ struct Layer {
   const int64_t size = w.qkv->in_features;
   const int32_t threads = plan.num_threads;
 
-  // What adds to hidden directly has neither a norm of its own nor a scale.
+  // Whether a result is added to hidden directly: it has neither a norm nor a scale.
   bool adds(const NormWeights& norm) const { return !norm.weight && w.residual_scale == 1.0f; }
 
   void add(const NormWeights& norm, float* result, int64_t tokens, float* hidden) const {
@@ -91,19 +92,19 @@ struct Layer {
     if (out != hidden) add(w.mlp_output_norm, result, tokens, hidden);
   }
 
-  // The input of a block: normalised into `out`, or hidden itself.
+  // Returns the input of a block: normalised into `out`, or hidden itself.
   const float* input(const NormWeights& norm, const float* hidden, int64_t tokens, float* out) const {
     if (!norm.weight) return hidden;
     normalize(norm, hidden, tokens, size, 1, out, size, threads);
     return out;
   }
 
-  // hidden: [tokens][size], gains this layer's contribution.
+  // Adds this layer's contribution to hidden, [tokens][size].
   void run(float* hidden, int64_t tokens, const float* cos, const float* sin, uint8_t* cache, int32_t cache_type,
            const int64_t* slots, float* scratch) const {
     float* normed = scratch;
     float* result = normed + tokens * size;
-    float* own = result + tokens * size;  // of a parallel layer's MLP
+    float* own = result + tokens * size;  // input of a parallel layer's MLP
     float* inner = own + tokens * size;
     const float* attention_input = input(w.attention_norm, hidden, tokens, normed);
     const float* shared = nullptr;
@@ -126,10 +127,10 @@ struct Layer {
 
 }  // namespace
 
-// plans: what layers with the same window share. cosines, sines: of each layer; null where nothing turns. caches: of
-// each layer, with slots as in pagemill_rope_and_store. scratch: for each token three times `hidden` floats, then the
-// most that a layer needs of (qkv outputs + output inputs) for each token and (up outputs + down inputs) for each of up
-// to kMlpRows.
+// plans: shared by layers with the same window. cosines, sines: of each layer; null: no rotation. caches: of each
+// layer, with slots as in pagemill_rope_and_store. scratch: for each token three times `hidden` floats, then the most
+// that a layer needs of (qkv outputs + output inputs) for each token and (up outputs + down inputs) for each of up to
+// kMlpRows.
 extern "C" void pagemill_decoder_layers(int64_t num_layers, const LayerWeights* const* layers,
                                         const AttentionArgs* const* plans, uint8_t* const* caches, float* hidden,
                                         int64_t tokens, const float* const* cosines, const float* const* sines,

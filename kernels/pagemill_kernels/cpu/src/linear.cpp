@@ -2,13 +2,15 @@
 //
 // Panel layouts (k runs over the input features, n over the panel's 16 outputs; a group is 16 or 32 inputs):
 //   float32, bfloat16: [k][n]
-//   codes of 8 bits:   [k][n], signed integers or e4m3
-//   codes of 4 bits:   rows of 16 bytes: row k holds input 2k low, 2k + 1 high
+//   8-bit values: [k][n], signed integers or e4m3
+//   4-bit values: rows of 16 bytes; row k has input 2k in the lower four bits, 2k + 1 in the upper four
 //   scales: per panel and group float32 scale[16], then offset[16] where the weight has offsets
-//   codes for dots and pairs, and those of a table: codes.h, dots.cpp, bfloat16.cpp, floats4.h
-// All arithmetic here is float32. Few rows read codes and bfloat16 directly; for many rows a slice of x is repacked by tiles and each
-// panel is unpacked beside it in the second-level cache. Both add the same products in the same order, input after
-// input, so that a row's result does not depend on how many rows there are. Packing of weights: pack.cpp.
+//   the layouts of kDots4, kDots8, kPairs and kFloats4: codes.h, dots.cpp, bfloat16.cpp, floats4.h
+//
+// All arithmetic here is float32. With few rows, quantized and bfloat16 weights are read directly. With many rows, a
+// slice of x is repacked into tiles and each panel is unpacked into a buffer; both fit the second-level cache. The two
+// ways add the same products in the same order, input after input, so a row's result does not depend on the number of
+// rows. pack.cpp packs the weights.
 #include <algorithm>
 #include <vector>
 
@@ -26,11 +28,12 @@ namespace {
 
 constexpr int64_t kDepth = 768;     // inputs unpacked at a time: 48 KiB of floats, in the second-level cache
 constexpr int64_t kRowBlock = 192;  // rows of x repacked at a time, in the second-level cache beside the panel
-constexpr int64_t kDirectRows = 4;  // up to here codes and bfloat16 are read directly
+constexpr int64_t kDirectRows = 4;  // up to here quantized and bfloat16 weights are read without unpacking
 constexpr int64_t kPairRows = 2;    // up to here two panels at a time
-constexpr int64_t kOrderedRows = 768;  // rows of x put into the order of a weight's columns at a time: whole blocks of all kernels
+// Rows of x reordered at a time for a weight with a column order: a multiple of every kernel's row block.
+constexpr int64_t kOrderedRows = 768;
 
-// The scales and offsets of one panel's group, and what its codes stand for.
+// The scales and offsets of one panel's group, which dequantize its values.
 template <bool Offsets>
 struct Scales {
   Floats s0, s1, o0, o1;
@@ -44,7 +47,7 @@ struct Scales {
   }
 };
 
-// A row of 4-bit codes: the panel's outputs for one input and for the next.
+// A row of 4-bit values: the panel's outputs for one input and for the next.
 struct Pair {
   Ints low, high;
 
@@ -53,7 +56,7 @@ struct Pair {
   void second(Floats& a, Floats& b) const { a = to_floats(low >> 4), b = to_floats(high >> 4); }
 };
 
-// The panel's outputs for one input: kCodes8 or kFloats8.
+// Loads the panel's outputs for one input: kCodes8 or kFloats8.
 template <int32_t Code>
 inline void row_of_bytes(const uint8_t* codes, Floats& low, Floats& high) {
   const auto floats = Code == kFloats8 ? from_e4m3_bytes : from_signed_bytes;
@@ -123,7 +126,7 @@ void unpack_bfloat16(const PackedWeight& w, int64_t panel, int64_t begin, int64_
   }
 }
 
-// The panel's inputs begin..end as floats: in place where they are floats already.
+// Returns the panel's inputs begin..end as floats, in place if they are floats.
 const float* unpack(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, float* buffer) {
   switch (w.format) {
     case kFloat32: return reinterpret_cast<const float*>(w.codes) + (panel * w.in_features + begin) * kPanel;
@@ -138,8 +141,8 @@ const float* unpack(const PackedWeight& w, int64_t panel, int64_t begin, int64_t
   return buffer;
 }
 
-// C += x * W^T for `Rows` rows and `Panels` neighbouring panels, C [panels][kDirectRows][16]. Several panels at a time
-// keep the multipliers busy where few rows alone would wait for each sum.
+// Computes C += x * W^T for `Rows` rows and `Panels` neighbouring panels, C [panels][kDirectRows][16]. Several panels
+// at a time keep the multipliers busy where few rows alone would wait for each sum.
 template <int Rows, int Panels>
 struct Sums {
   Floats low[Panels][Rows], high[Panels][Rows];
@@ -286,7 +289,7 @@ void direct(const PackedWeight& w, int64_t panel, const float* x, int64_t rows, 
   kernels[rows - 1](w, panel, x, x_stride, c);
 }
 
-// A few rows: the weight is read as it is stored.
+// Multiplies few rows: the weight is read as it is stored.
 void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
               int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
   alignas(64) float c[2 * kDirectRows * kPanel];
@@ -301,7 +304,7 @@ void few_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_str
   }
 }
 
-// Many rows: a slice of x is repacked by tiles, then every panel is unpacked over the slice's depth and multiplied.
+// Multiplies many rows: a slice of x is repacked in tiles, then every panel is unpacked over the slice's depth.
 void many_rows(const PackedWeight& w, const float* x, int64_t rows, int64_t x_stride, const float* bias, float* out,
                int64_t out_stride, bool accumulate, int64_t begin, int64_t end) {
   thread_local std::vector<float> storage(kRowBlock * kDepth + 2 * kDepth * kPanel + 2 * kRowBlock * kPanel + 48);
@@ -351,7 +354,7 @@ void linear_floats(const PackedWeight& w, const float* x, int64_t rows, int64_t 
   });
 }
 
-// The kernel by all the rows of a call: one that takes them by blocks rounds each as if they came at once.
+// Chooses the kernel by all rows of a call, because a kernel that processes blocks must round each as in one piece.
 auto kernel_for(const PackedWeight& w, int64_t rows) {
   if (w.format == kPairs || (w.bfloat16_rows > 0 && rows >= w.bfloat16_rows)) return linear_bfloat16;
   return w.format == kDots4 || w.format == kDots8 ? linear_dots : linear_floats;

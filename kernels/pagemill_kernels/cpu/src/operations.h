@@ -1,14 +1,14 @@
-// The operations that Python calls one by one and layer.cpp calls in a row. Each is defined in a
-// file of its subject.
+// The operations that Python calls one by one and layer.cpp calls in sequence. Each is defined in the file of its
+// subject.
 #pragma once
 #include "abi.h"
 #include "threads.h"
 
 namespace pagemill {
 
-constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread costs more than it brings
+constexpr int64_t kParallelElements = 1 << 15;  // below this a second thread costs more than it saves
 
-// Threads for work in one pass over so many elements.
+// Returns the number of threads for one pass over `elements`.
 inline int threads_for(int64_t elements, int32_t num_threads) {
   return elements < kParallelElements ? 1 : num_threads;
 }

@@ -1,4 +1,4 @@
-// Where the results of one weight panel go: 16 columns of the output, the last panel's perhaps fewer.
+// The output columns of one weight panel: 16, or fewer for the last panel.
 #pragma once
 #include <algorithm>
 
@@ -15,7 +15,7 @@ struct Target {
 
   Target from_row(int64_t row) const { return {bias, out + row * stride, stride, columns}; }
 
-  // What the products are added to: nothing or what is there, plus the bias.
+  // Initializes c with the bias, plus the current output if `add_out`.
   void begin(float* c, int64_t rows, bool add_bias, bool add_out) const {
     alignas(32) float base[kPanel] = {};
     if (add_bias && bias) std::memcpy(base, bias, columns * sizeof(float));

@@ -1,5 +1,5 @@
-// From row-major weights to the panel layouts that linear.cpp describes. Runs once, at load. Rows past the last output
-// are zero, so that a partial panel computes nothing wrong.
+// Packs row-major weights into the panel layouts that linear.cpp describes. It runs once, at load. Rows past the last
+// output are zero, so that a partial panel computes nothing wrong.
 #include <algorithm>
 #include <cstring>
 
@@ -24,7 +24,7 @@ void pack_plain(const Element* weight, int64_t out_features, int64_t in_features
   });
 }
 
-// Two neighbouring inputs side by side; a last odd one beside zeros.
+// Stores neighbouring inputs in pairs; a last odd input is paired with zeros.
 void pack_pairs(const uint16_t* weight, int64_t out_features, int64_t in_features, uint16_t* packed, int num_threads) {
   const int64_t panel_size = pairs_in(in_features) * 2 * kPanel;
   for_each(num_threads, num_panels(out_features), [&](int64_t panel) {
@@ -83,8 +83,8 @@ float half_at(const uint8_t* at) {
   return static_cast<float>(value);
 }
 
-// One group of 16 rows from stored codes, in the layout of codes.h. Four bits: the low halves of 16 bytes are the first
-// 16 codes, the high halves the rest.
+// Packs one group of 16 rows from stored values, in the layout of codes.h. With four bits, the low halves of 16 bytes
+// are the first 16 values, the high halves the rest.
 template <int32_t Code>
 void pack_group(const uint8_t* const codes[kPanel], uint8_t* to);
 
@@ -206,8 +206,8 @@ void pagemill_pack_pairs(const uint16_t* weight, int64_t out_features, int64_t i
   pack_pairs(weight, out_features, in_features, packed, num_threads);
 }
 
-// codes: [out_features][in_features], one byte a code (signed integers or e4m3 for 8 bits, 0 to 15 for 4 bits).
-// scales, offsets: [out_features][in_features / group]; offsets may be null, not with 4-bit codes that are integers.
+// codes: [out_features][in_features], one byte per value (signed integers or e4m3 for 8 bits, 0 to 15 for 4 bits).
+// scales, offsets: [out_features][in_features / group]; offsets may be null, except for 4-bit integers.
 void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float* offsets, int64_t out_features,
                          int64_t in_features, int32_t format, int32_t group, uint8_t* packed, float* packed_scales,
                          int32_t num_threads) {
@@ -222,9 +222,9 @@ void pagemill_pack_codes(const uint8_t* codes, const float* scales, const float*
   }
 }
 
-// blocks: [out_features][in_features / 32] of a float16 scale, a float16 offset if stored_offsets, then 32 codes (signed
-// for 8 bits; 4 bits: see pack_group). Four bits without a stored offset count from -8. The result is pagemill_pack_codes's
-// of the same codes, scales and offsets.
+// Packs blocks like pagemill_pack_codes packs the same values, scales and offsets. blocks: [out_features][in_features /
+// 32] of a float16 scale, a float16 offset if stored_offsets, then 32 values (signed for 8 bits; 4 bits: see
+// pack_group). Four bits without a stored offset have the offset -8 scales.
 void pagemill_pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t in_features, int32_t format,
                           int32_t stored_offsets, uint8_t* packed, float* packed_scales, int32_t num_threads) {
   const auto pack = format == kCodes8   ? pack_blocks<kCodes8>
@@ -234,8 +234,8 @@ void pagemill_pack_blocks(const uint8_t* blocks, int64_t out_features, int64_t i
   pack(blocks, out_features, in_features, stored_offsets != 0, packed, packed_scales, num_threads);
 }
 
-// out[i] = row ids[i] of the weight, as floats in the order of its columns. For embeddings that share their matrix with
-// the head.
+// Computes out[i] = row ids[i] of the weight, as floats in the order of its columns, for embeddings that share their
+// matrix with the head.
 void pagemill_gather_rows(const PackedWeight* weight, const int64_t* ids, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i, out += weight->in_features) {
     switch (weight->format) {

@@ -1,6 +1,6 @@
-// One token for each row of logits: masks, edits and penalties, the filters, the seeded draw, and what is reported of a
-// row. Mirrors pagemill_kernels/sampling (arithmetic, randomness, filters, reference), whose tokens these are bit by bit:
-// each product and each sum is rounded once, so the build contracts nothing here. Rows share nothing; threads take rows.
+// Samples one token for each row of logits: masks, edits and penalties, filters, the seeded draw, and reports. It
+// mirrors pagemill_kernels/sampling (arithmetic, randomness, filters, reference) and draws the same tokens: each
+// product and each sum is rounded once, so the build must not contract them. Rows share nothing; threads take rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,7 +18,7 @@ constexpr float kReach = 26.0f;
 constexpr int32_t kSqrtHalfBits = 0x3f3504f3;
 constexpr float kLn2 = 0.6931471805599453f, kLog2e = 1.4426950408889634f;
 constexpr int kMassBits = 40, kShareBits = 24;
-constexpr int64_t kShortlist = 1024;  // candidates that are put in order at first
+constexpr int64_t kShortlist = 1024;  // candidates that are sorted at first
 constexpr int64_t kBlock = 1024;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -51,7 +51,7 @@ inline float logarithm(float y) {
   return series + static_cast<float>(exponent) * kLn2;
 }
 
-// 2^(x * log2(e) + kMassBits), x > -kReach.
+// Computes 2^(x * log2(e) + kMassBits), x > -kReach.
 inline float scaled_power(float x) {
   float power = std::max(x, -kReach) * kLog2e;
   const float whole = std::floor(power + 0.5f);
@@ -107,7 +107,7 @@ inline bool any(Ints lanes) {
 
 inline Floats as_floats(Ints bits) { return (Floats)bits; }
 
-// The largest value and its first place. Not finite where there is a NaN, or the largest is none.
+// Returns the largest value and its first index. `finite` is false if there is a NaN or the largest value is infinite.
 Best best_of(const float* row, int64_t size) {
   float best = -kInfinity;
   int64_t from = 0;
@@ -169,14 +169,15 @@ void change(const SamplingArgs& a, int64_t at, const float* raw, float* row) {
   }
 }
 
-// x is at most 0: the more its magnitude, the further behind; among equal ones the lower token comes first.
+// Keys order tokens by likelihood: x is at most 0, so a larger magnitude comes later; of equal ones the lower token is
+// first.
 inline uint64_t key_of(float x, int32_t token) {
   return static_cast<uint64_t>(static_cast<uint32_t>(as_bits(x)) & 0x7fffffffu) << 32 | static_cast<uint32_t>(token);
 }
 
 inline float value_of(uint64_t key) { return -as_float(static_cast<int32_t>(key >> 32)); }
 
-// What a row's logits are in a draw: x = (logit - best) / temperature, of which those below `least` are dropped.
+// A row's logits in a draw: x = (logit - best) / temperature, of which those below `least` are dropped.
 struct Scaled {
   const float* row;
   int64_t size;
@@ -192,7 +193,7 @@ inline Floats floor_of(Floats value) {
   return whole > value ? whole - splat(1.0f) : whole;
 }
 
-// `scaled_power` without its fraction.
+// Computes `scaled_power` without its fraction.
 inline Floats masses(Floats x) {
   Floats power = (x < splat(-kReach) ? splat(-kReach) : x) * splat(kLog2e);
   const Floats whole = floor_of(power + splat(0.5f));
@@ -205,14 +206,14 @@ inline Floats masses(Floats x) {
   series = series * power + splat(1.0000001192092896f);
   const Floats scale = as_floats((__builtin_convertvector(whole, Ints) + (127 + kMassBits)) << 23);
   const Floats mass = series * scale;
-  return mass < splat(0x1p23f) ? floor_of(mass < splat(0x1p23f) ? mass : zero()) : mass;  // larger ones are whole
+  return mass < splat(0x1p23f) ? floor_of(mass < splat(0x1p23f) ? mass : zero()) : mass;  // larger ones are integers
 }
 
 int64_t total_mass(const Scaled& s) {
   typedef double Doubles __attribute__((vector_size(64)));
   int64_t total = 0, i = 0;
   while (i + kLanes <= s.size) {
-    Doubles sums = {};  // of so few masses exact
+    Doubles sums = {};  // exact for so few masses
     const int64_t stop = std::min(i + kBlock, s.size - s.size % kLanes);
     for (; i < stop; i += kLanes) {
       const Floats x = s.lanes(i);
@@ -225,7 +226,7 @@ int64_t total_mass(const Scaled& s) {
   return total;
 }
 
-// Keys of the tokens with x > -reach that stay.
+// Collects the keys of the candidates with x > -reach.
 void gather(const Scaled& s, float reach, std::vector<uint64_t>& keys) {
   keys.clear();
   const float bound = -reach * s.temperature * 1.001f - std::numeric_limits<float>::min();
@@ -241,8 +242,8 @@ void gather(const Scaled& s, float reach, std::vector<uint64_t>& keys) {
   for (; i < s.size; ++i) take(i);
 }
 
-// How many of the first `size` keys come before the mass `limit` is full, -1 where it never is; they are put in order as
-// far as that takes.
+// Returns how many of the first `size` keys are needed to reach the mass `limit`, -1 if they do not reach it. The keys
+// are sorted only as far as necessary.
 int64_t cut_by_mass(std::vector<uint64_t>& keys, int64_t size, int64_t limit) {
   int64_t running = 0, start = 0;
   for (int64_t stop = kShortlist; start < size; start = stop, stop *= 8) {
@@ -257,7 +258,7 @@ int64_t cut_by_mass(std::vector<uint64_t>& keys, int64_t size, int64_t limit) {
   return -1;
 }
 
-// Leaves the keys of the tokens that top_k and top_p leave. Most rows are decided among few tokens near the best one.
+// Collects the keys of the tokens that pass top_k and top_p. Most rows are decided among few tokens near the best one.
 void filter(const Scaled& s, int64_t top_k, float top_p, std::vector<uint64_t>& keys) {
   const bool by_count = top_k < s.size;
   const int64_t share = static_cast<int64_t>(std::min(top_p, 1.0f) * 0x1p24f);
@@ -295,8 +296,8 @@ struct Winner {
   }
 };
 
-// All tokens that stay. Noise is at most -log(u), u its uniform number: where that is too little to win, which a bound
-// of 2^t from above tells (a line between powers of two, a thousandth raised), no logarithm is taken.
+// Draws among all candidates. Noise is at most -log(u) with the uniform number u: if that is too little to win, by an
+// upper bound of 2^t (linear between powers of two, raised by a thousandth), no logarithm is computed.
 void meet_all(const Scaled& s, uint64_t key, Winner& winner) {
   const Words low = Words{} + static_cast<uint32_t>(key), high = Words{} + static_cast<uint32_t>(key >> 32);
   Words tokens = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -324,7 +325,7 @@ void meet_all(const Scaled& s, uint64_t key, Winner& winner) {
 }
 
 int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& best, std::vector<uint64_t>& keys) {
-  if (!(best.value > -kInfinity)) return best.token;  // all were forbidden
+  if (!(best.value > -kInfinity)) return best.token;  // all tokens were forbidden
   const float least = a.min_p[at] > 0 ? logarithm(a.min_p[at]) : -kInfinity;
   const Scaled scaled{row, a.vocab_size, best.value, a.temperature[at], least};
   Winner winner{-kInfinity, best.token};
@@ -338,7 +339,8 @@ int64_t draw(const SamplingArgs& a, int64_t at, const float* row, const Best& be
   return winner.token;
 }
 
-// The `width` most likely tokens, falling; of equal ones the lower first. Keeps them in order while it reads.
+// Returns the `width` most likely tokens, descending, of equal ones the lower first. It keeps them sorted while it
+// reads.
 void most_likely(const float* row, int64_t size, int64_t width, float* top, int64_t* tokens) {
   int64_t held = 0;
   const auto meet = [&](int64_t i) {
@@ -406,7 +408,7 @@ void sample_row(const SamplingArgs& a, int64_t at, Scratch& s) {
   if (a.report_of && a.report_of[at] >= 0) report(a, a.report_of[at], raw, first, token);
 }
 
-// Calls `work` with each row, on as many threads as that is worth, and the thread's memory.
+// Calls `work` with each row and the thread's memory, on as many threads as the work is worth.
 template <typename Work>
 void each_row(const SamplingArgs& a, Work work) {
   const int threads =
@@ -425,7 +427,7 @@ extern "C" void pagemill_sample(const pagemill::SamplingArgs* arguments) {
   pagemill::each_row(a, [&](int64_t at, pagemill::Scratch& scratch) { pagemill::sample_row(a, at, scratch); });
 }
 
-// What is reported of rows whose tokens are given: row i is report i.
+// Computes the reports of rows with given tokens: row i is report i.
 extern "C" void pagemill_report(const pagemill::SamplingArgs* arguments) {
   const pagemill::SamplingArgs& a = *arguments;
   pagemill::each_row(a, [&](int64_t at, pagemill::Scratch&) {

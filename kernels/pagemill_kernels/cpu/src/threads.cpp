@@ -1,6 +1,6 @@
-// The pool behind threads.h. A decode step of a small model is hundreds of regions of some ten microseconds, so a thread
-// that waits first spins, and sleeps when that was in vain: cores may be shared with other work, and idle engines must
-// take no time. For the same reason no thread waits for one that has not woken up: the caller does its part.
+// The thread pool behind threads.h. A decode step of a small model is hundreds of regions of some ten microseconds, so
+// a waiting thread spins first and then sleeps: cores may be shared with other work, and idle engines must not use any
+// time. For the same reason no thread waits for one that has not woken up: the caller takes over its part.
 #include "threads.h"
 
 #include <linux/futex.h>
@@ -27,7 +27,7 @@ inline void pause() {
 #endif
 }
 
-// Whether the condition came true before it was given up.
+// Returns whether the condition became true within kSpin.
 template <typename Condition>
 bool spin_until(Condition condition) {
   const auto end = std::chrono::steady_clock::now() + kSpin;
@@ -50,9 +50,9 @@ void wake(std::atomic<uint32_t>& word) {
 }
 
 enum State : uint32_t {
-  kIdle,     // waits for work, awake
-  kAsleep,   // waits for work and has to be woken
-  kOffered,  // has work that it has not begun; the caller may take that back
+  kIdle,     // awake and waiting for work
+  kAsleep,   // asleep and waiting for work; must be woken
+  kOffered,  // has work that it has not begun; the caller may take the work back
   kRunning,
   kAwaited,  // runs, and the caller sleeps until it is done
 };
@@ -63,18 +63,18 @@ struct alignas(64) Worker {
 
 struct Pool {
   std::atomic<bool> busy{false};  // one region at a time
-  int size = 1;                   // threads that exist, the caller included; the first worker's number is 1
-  bool exhausted = false;         // the system gives no more
+  int size = 1;                   // existing threads, including the caller; the first worker's number is 1
+  bool exhausted = false;         // the system cannot create more threads
   Worker workers[kMostThreads];
   Part parts[kMostThreads];
-  // The region's, written before work is offered.
+  // The current region; written before work is offered.
   int threads = 0;
   Work work = nullptr;
   void* context = nullptr;
 };
 
 Pool pool;
-// A child of fork() has none of the threads, and perhaps a region that it will never see end.
+// A child of fork() has none of the threads, and may have inherited a region that never ends.
 const int child_starts_anew = pthread_atfork(nullptr, nullptr, [] { new (&pool) Pool; });
 
 void run_worker(int number) {
@@ -96,10 +96,10 @@ void* thread_main(void* number) {
   return nullptr;
 }
 
-// As many threads as asked for, or as many as there can be.
+// Creates threads until there are `threads`, or as many as possible.
 void grow(int threads) {
   if (pool.size >= threads || pool.exhausted) return;
-  // Signals are for the threads that the program knows.
+  // Signals are left to the program's own threads.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -131,7 +131,7 @@ void offer(Worker& worker) {
   if (worker.state.exchange(kOffered) == kAsleep) wake(worker.state);
 }
 
-// Returns when the worker touches the region no more.
+// Returns once the worker no longer uses the region.
 void settle(Worker& worker) {
   uint32_t seen = kOffered;
   if (worker.state.compare_exchange_strong(seen, kIdle)) return;
@@ -151,7 +151,7 @@ void run_alone(int64_t items, Work work, void* context) {
 void share_items(int threads, int64_t items, int64_t pieces, Work work, void* context) {
   threads = static_cast<int>(std::min<int64_t>({threads, items, kMostThreads}));
   if (threads <= 1) return run_alone(items, work, context);
-  // Beside another thread's region, or inside one, this thread does it by itself.
+  // If another thread's region is running, or this is inside one, this thread does all the work.
   if (pool.busy.exchange(true, std::memory_order_acquire)) return run_alone(items, work, context);
   grow(threads);
   threads = std::min(threads, pool.size);

@@ -1,6 +1,6 @@
-// Matrix micro-kernels over panels of 16 columns: C[rows][16] (+)= A[rows][depth] * B[depth][16].
-// `tile` reads A as it lies (attention.cpp: B is a transposed key block or a value block, used once); `packed_tile` reads
-// A repacked (linear.cpp: B is a weight panel, and A meets many of them).
+// Matrix micro-kernels over panels of 16 columns: C[rows][16] (+)= A[rows][depth] * B[depth][16]. `tile` reads A in
+// place (attention.cpp: B is a transposed key block or a value block, used once); `packed_tile` reads A repacked
+// (linear.cpp: B is a weight panel, and A is multiplied by many of them).
 #pragma once
 #include "vec.h"
 
@@ -35,8 +35,8 @@ inline void tile_rows(const float* a, int64_t a_stride, const float* b, int64_t 
 }
 
 #ifdef __AVX512F__
-// With sixteen lanes a row of C is one register and twelve of them keep the multipliers busy. Each sum adds the same
-// products in the same order, hence the same bits.
+// With sixteen lanes a row of C is one register, and twelve of them keep the multipliers busy. Each sum adds the same
+// products in the same order, so the bits are the same.
 constexpr int kWideRows = 12;
 
 template <int Rows>
@@ -55,7 +55,7 @@ inline void wide_rows(const float* a, int64_t a_stride, const float* b, int64_t 
 }
 #endif
 
-// C += A * B for any number of rows.
+// Computes C += A * B for any number of rows.
 inline void tile(int64_t rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
                  float* c, int64_t c_stride) {
 #ifdef __AVX512F__
@@ -82,12 +82,12 @@ inline void tile(int64_t rows, const float* a, int64_t a_stride, const float* b,
   }
 }
 
-// A repacked for `packed_tile`: tiles of up to six rows one after another, each [depth][rows of the tile].
+// Repacks A for `packed_tile`: tiles of up to six rows one after another, each [depth][rows of the tile].
 inline void pack_tiles(int64_t rows, const float* a, int64_t a_stride, int64_t depth, float* out) {
   for (int64_t row = 0; row < rows; row += kTileRows, a += kTileRows * a_stride, out += kTileRows * depth) {
     const int64_t count = rows - row < kTileRows ? rows - row : kTileRows;
     int64_t k = 0;
-    // Eight rows are read and each store writes two floats too many: both belong to the tile that comes next.
+    // This reads eight rows, and each store writes two floats too many: both belong to the next tile.
     if (rows - row >= kLanes)
       for (; k + kLanes <= depth; k += kLanes) transpose8(a + k, a_stride, out + k * kTileRows, kTileRows);
     for (; k < depth; ++k)
@@ -121,7 +121,7 @@ inline void packed_tile_rows(const float* a, const float* b, int64_t depth, floa
 }
 
 #ifdef __AVX512F__
-// Two tiles of six rows that lie one after another, as `wide_rows`.
+// Computes two adjacent tiles of six rows, like `wide_rows`.
 inline void packed_wide_rows(const float* a, const float* b, int64_t depth, float* c) {
   const float* second = a + kTileRows * depth;
   __m512 sums[kWideRows];
@@ -142,8 +142,8 @@ inline void packed_wide_rows(const float* a, const float* b, int64_t depth, floa
 #endif
 
 #ifdef __AVX512F__
-// As `packed_wide_rows`, over two panels at once: a number of A that is read is multiplied twice, so that the multipliers
-// are what is waited for, and not the loads.
+// Computes `packed_wide_rows` over two panels at once: each loaded value of A is multiplied twice, so that
+// multiplications and not loads are the limit.
 inline void packed_wide_pair(const float* a, const float* b, const float* next_b, int64_t depth, float* c,
                              float* next_c) {
   const float* second = a + kTileRows * depth;
@@ -172,7 +172,7 @@ inline void packed_wide_pair(const float* a, const float* b, const float* next_b
 }
 #endif
 
-// C += A * B: A by `pack_tiles`, B [depth][16], C [rows][16].
+// Computes C += A * B: A by `pack_tiles`, B [depth][16], C [rows][16].
 inline void packed_tile(int64_t rows, const float* a, const float* b, int64_t depth, float* c) {
 #ifdef __AVX512F__
   for (; rows >= kWideRows; rows -= kWideRows, a += kWideRows * depth, c += kWideRows * kPanel)
@@ -190,7 +190,7 @@ inline void packed_tile(int64_t rows, const float* a, const float* b, int64_t de
   }
 }
 
-// As `packed_tile`, over two panels.
+// Computes `packed_tile` over two panels.
 inline void packed_tile_pair(int64_t rows, const float* a, const float* b, const float* next_b, int64_t depth, float* c,
                              float* next_c) {
 #ifdef __AVX512F__

@@ -1,4 +1,4 @@
-// Panels of codes as bfloat16 in pairs of inputs, as bfloat16.cpp multiplies them: [k / 2][n][2].
+// Unpacks quantized panels to bfloat16 in pairs of inputs for bfloat16.cpp: [k / 2][n][2].
 #pragma once
 #include <algorithm>
 
@@ -8,14 +8,14 @@
 #ifdef __AVX512BF16__
 namespace pagemill {
 
-// Sixteen floats of one input and sixteen of the next, rounded and side by side.
+// Rounds sixteen floats of one input and sixteen of the next, and interleaves them.
 inline __m512i rounded_pairs(__m512 first, __m512 second) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                          21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-// Four neighbouring inputs of a panel.
+// Stores four neighbouring inputs of a panel.
 inline uint16_t* store_pairs(uint16_t* out, const __m512 values[4]) {
   _mm512_storeu_si512(out, rounded_pairs(values[0], values[1]));
   _mm512_storeu_si512(out + 2 * kPanel, rounded_pairs(values[2], values[3]));
@@ -24,7 +24,7 @@ inline uint16_t* store_pairs(uint16_t* out, const __m512 values[4]) {
 
 constexpr float kIntegers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Codes of four bits: integers with offsets, or those of a table without.
+// Unpacks 4-bit values: integers with offsets, or indices of a table without.
 template <int32_t Code>
 void unpack_nibbles(const PackedWeight& w, int64_t panel, int64_t begin, int64_t end, uint16_t* out) {
   const uint8_t* codes = w.codes + group_bytes(Code, panel * w.in_features + begin);
@@ -93,7 +93,7 @@ struct Pairs {
   int64_t panel_stride;
 };
 
-// Inputs begin..end of `panels` panels: in `buffer`, or where they lie when they are pairs already.
+// Returns inputs begin..end of `panels` panels: in `buffer`, or in place if they are pairs.
 inline Pairs unpack_pairs(const PackedWeight& w, int64_t panel, int64_t panels, int64_t begin, int64_t end,
                           uint16_t* buffer) {
   if (w.format == kPairs) {

@@ -1,5 +1,5 @@
-// Eight float lanes as a compiler vector: AVX2, AVX-512VL and NEON all lower from this one source.
-// Neighbours: tile.h builds the matrix micro-kernels on it. Nothing here knows an operation.
+// Eight float lanes as a compiler vector: AVX2, AVX-512VL and NEON are all compiled from this one source. tile.h builds
+// the matrix micro-kernels on it. No operation is defined here.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -13,14 +13,14 @@ constexpr int kLanes = 8;
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(32)));
-typedef uint8_t Bytes __attribute__((vector_size(16)));  // 16 codes: one panel row
+typedef uint8_t Bytes __attribute__((vector_size(16)));  // 16 quantized values: one panel row
 typedef int8_t SignedBytes __attribute__((vector_size(8)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
 
-// Of the float32 with an e4m3 float's fields: its sign and the seven bits behind it, 20 bits up from a signed byte's.
+// The fields of an e4m3 float in a float32: its sign and the seven bits behind it, 20 bits up from a signed byte's.
 constexpr int32_t kE4m3Fields = static_cast<int32_t>(0x87f00000);
-constexpr float kFromE4m3 = 0x1p120f;  // and what that float32 is to be multiplied with
-// The same of a float16, 7 bits up: Intel's are slow at float32 below its normal range, not at float16.
+constexpr float kFromE4m3 = 0x1p120f;  // the factor for that float32
+// The same for a float16, 7 bits up: Intel's processors are slow at subnormal float32, but not at subnormal float16.
 constexpr int16_t kE4m3Halves = static_cast<int16_t>(0xbf80);
 constexpr float kFromE4m3Halves = 0x1p8f;
 
@@ -36,7 +36,7 @@ inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof valu
 inline Floats splat(float v) { return Floats{v, v, v, v, v, v, v, v}; }
 inline Floats zero() { return Floats{}; }
 
-// GCC 12 splits narrow-to-wide conversions of small vectors into scalars, hence the intrinsics where they exist.
+// GCC 12 splits narrow-to-wide conversions of small vectors into scalars, hence the intrinsics.
 inline Ints widen(Bytes codes, int half) {
 #ifdef __AVX2__
   return (Ints)_mm256_cvtepu8_epi32(half == 0 ? (__m128i)codes : _mm_srli_si128((__m128i)codes, 8));
@@ -84,7 +84,7 @@ inline Floats from_bfloat16(Halves halves) {
 #endif
 }
 
-// To the nearest, ties to even; what is not a number stays so.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline uint16_t to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -104,7 +104,7 @@ inline Halves to_bfloat16(Floats value) {
 #endif
 }
 
-// Floats from and to rows of float32 or of bfloat16.
+// Loads and stores floats from and to rows of float32 or of bfloat16.
 inline Floats load(const uint16_t* from) { return from_bfloat16(load_as<Halves>(from)); }
 inline void store(uint16_t* to, Floats value) {
   const Halves halves = to_bfloat16(value);
@@ -146,7 +146,7 @@ inline float largest(Floats v) {
 #endif
 }
 
-// The sums of four vectors, stored side by side.
+// Stores the sums of four vectors adjacently.
 inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
 #ifdef __AVX2__
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)a, (__m256)b), _mm256_hadd_ps((__m256)c, (__m256)d));
@@ -156,7 +156,7 @@ inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
 #endif
 }
 
-// Eight rows of eight, from_stride floats apart, become eight columns, to_stride floats apart and stored in order.
+// Transposes eight rows of eight, from_stride floats apart, to eight rows, to_stride floats apart, stored in order.
 inline void transpose8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
 #ifdef __AVX2__
   __m256 pairs[8], quads[8];
@@ -181,7 +181,7 @@ inline void transpose8(const float* from, int64_t from_stride, float* to, int64_
 #endif
 }
 
-// As many lanes as an instruction takes, for what is done lane by lane.
+// As many lanes as an instruction has, for element-wise operations.
 #ifdef __AVX512F__
 typedef float Widest __attribute__((vector_size(64)));
 inline Widest max(Widest a, Widest b) { return (Widest)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -193,7 +193,8 @@ typedef Floats Widest;
 constexpr int kWidest = sizeof(Widest) / sizeof(float);
 inline Widest splat_widest(float value) { return Widest{} + value; }
 
-// exp(x), relative error below 3e-7; 0 below -87, exp(88) above 88. Cody-Waite reduction, degree-6 polynomial (Cephes).
+// Computes exp(x) with a relative error below 3e-7; 0 below -87, exp(88) above 88. Cody-Waite reduction, degree-6
+// polynomial (Cephes).
 template <typename Vector>
 inline Vector exp(Vector x) {
   typedef int32_t Integers __attribute__((vector_size(sizeof(Vector))));
