@@ -1,7 +1,7 @@
 """Write the files that are generated from the models: `python -m pagemill_crds.generate [--check]`.
 
-`crds/llmdeployments.yaml` is the CustomResourceDefinition, `docs/reference/llmdeployment.md` the reference page.
-With `--check` nothing is written, and the exit code is 1 when a file differs from the models.
+`crds/llmdeployments.yaml` is the CustomResourceDefinition, `docs/reference/llmdeployment.md` the reference page. With
+`--check` nothing is written, and the exit code is 1 when a file differs from the models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kubernetes quantities and Go durations: their patterns and their values in bytes, cores and seconds.
 
-Neighbours: `fields` makes pydantic types of them; the operator's plan reads values with the functions below.
-Sources: the Kubernetes resource-quantity format (a decimal with an SI or binary suffix) and Go's `time.ParseDuration`.
+Neighbours: `fields` makes pydantic types of them; the operator's plan reads values with the functions below. Sources:
+the Kubernetes resource-quantity format (a decimal with an SI or binary suffix) and Go's `time.ParseDuration`.
 """
 
 from __future__ import annotations
