@@ -70,7 +70,7 @@ def _value(argument: Argument) -> Format:
     least, most = held.pop("minLength", 0), held.pop("maxLength", "")
     if texts is not None or held:
         keys = ", ".join(held) or "enum with a length"
-        raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot be held to {keys}")
+        raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot enforce {keys}")
     return Regex(pattern=f"[^<]{{{least},{most}}}") if least or most != "" else AnyText()
 
 

@@ -1,6 +1,6 @@
 """KServe's Open Inference Protocol (v2) and Triton's generate extension: text in, text out, as fields or as tensors.
 
-A path may name the model's version: `/versions/1`, the only one there is, is the end of the model's name to the routes.
+A path may name the model's version; to the routes, `/versions/1`, the only version, is the end of the model's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagemill_protocol.openai.render import ModelCard
 from pagemill_protocol.openai.schemas import CompletionRequest
 
 MODEL = "/v2/models/{model:text}"
-"""`text` is registered by `http.route_names`."""
+"""`http.route_names` registers the convertor `text`."""
 LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
 RENAMED = (("`prompt", "`text_input"),)
 HEADER_LENGTH = "inference-header-content-length"
@@ -87,13 +87,13 @@ def _model(place: Place) -> str:
 
 
 def _repeated(body: GenerateBody, **fields: Any) -> str:
-    """What an answer needs of its body."""
+    """Return the fields of the body that the answer needs."""
     before = "" if body.exclude_input_in_output else body.text_input
     return json.dumps({name: value for name, value in {**fields, "before": before}.items() if value})
 
 
 def _header_length(value: str | None, num_bytes: int) -> int:
-    """Bytes of a body that are JSON. Raises `PagemillError` 400."""
+    """Return the number of JSON bytes at the start of a body. Raises `PagemillError` 400."""
     if value is None:
         return num_bytes
     if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= num_bytes):

@@ -1,5 +1,5 @@
-"""Ollama's API: `/api/chat` and `/api/generate`, and its lists of models. Both generate by chats; `raw` prompts go
-without a template."""
+"""Ollama's API: `/api/chat` and `/api/generate`, and its lists of models. Both generate as chats; `raw` prompts use no
+template."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OllamaGenerateDialect(OllamaChatDialect):
 
 
 class RawPrompt(TranslatedChat):
-    """A chat whose one message is the prompt as the model reads it."""
+    """A chat whose only message is the prompt as the model reads it."""
 
     renders = False
 
@@ -105,7 +105,7 @@ class ShowRequest(RequestModel):
 
 
 def _listed(card: ModelCard) -> dict[str, Any]:
-    """As Ollama names models: each has a tag. What only files would tell is empty."""
+    """Return the entry of a model in Ollama's lists, where each name has a tag. Facts about files are empty."""
     name = card.id if ":" in card.id else card.id + LATEST
     return {"name": name, "model": name, "digest": "", "size": 0, **_described(card)}
 

@@ -70,7 +70,7 @@ class TgiBody(TranslatedCompletion):
 def _info(asked: Asked) -> bytes:
     models = {card.root or card.id: card for card in reversed(asked.cards) if card.parent is None and not card.pools}
     if len(models) != 1:
-        raise invalid_field("model", f"{len(models)} models are served here, and /info is of one. Ask /v1/models.")
+        raise invalid_field("model", f"{len(models)} models are served here, and /info describes one. Use /v1/models.")
     (card,) = models.values()
     max_tokens = card.max_model_len
     return orjson.dumps(

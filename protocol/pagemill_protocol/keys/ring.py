@@ -62,7 +62,7 @@ class KeyRing:
         caller = self._callers.get(given)
         known = self._blind(caller.key_hash) if caller is not None else self._anonymous
         if not hmac.compare_digest(known, given) or caller is None:
-            raise self._stranger()
+            raise self._unknown_key()
         return caller
 
     def by_hash(self, key_hash: str) -> Caller | None:
@@ -76,14 +76,14 @@ class KeyRing:
         self._follow_file()
         caller = self._callers.get(self._blind(key_hash))
         if caller is None and self._waits_for_shared:
-            raise self._stranger()
+            raise self._unknown_key()
         return caller
 
     def _follow_file(self) -> None:
         if self._file is not None and self._file.lines() is not self._file_lines:
             self._index()
 
-    def _stranger(self) -> PagemillError:
+    def _unknown_key(self) -> PagemillError:
         if self._waits_for_shared:
             return unavailable("The API keys are not loaded yet. Try again.", retry_after_s=1, code="keys_not_loaded")
         return unauthorized()

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv 2211.05100): ALiBi in place of positions, a norm behind the embedding."""
+"""BLOOM (arXiv 2211.05100): ALiBi in place of positions, a norm after the embedding."""
 
 from __future__ import annotations
 

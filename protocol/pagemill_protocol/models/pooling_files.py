@@ -1,8 +1,8 @@
-"""Reads from a model's folder how it pools: the files of sentence-transformers. Whether it pools is `pooled`'s.
+"""Read how a model pools from its folder: the files of sentence-transformers. `pooled` decides whether it pools.
 
-`modules.json` lists what sentence-transformers runs one after another (a transformer, a pooling, perhaps a
-normalization); folders without it are pooled as that library pools them: the mean of the tokens. Classifiers are read
-from `config.json` alone. What the numbers mean is `pagemill_protocol.pooling`'s.
+`modules.json` lists the modules that sentence-transformers runs in order (a transformer, a pooling, optionally a
+normalization); folders without it are pooled by that library's default: the mean of the tokens. Classifiers are read
+from `config.json` alone. `pagemill_protocol.pooling` defines the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMIT = "max_seq_length"
 
 
 def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> PoolingSpec:
-    """Of a model without a head. Raises `SourceError` for what is not computed."""
+    """Return the pooling of a model without a head. Raises `SourceError` for unsupported pooling."""
     whole = not decoder.is_causal
     if decoder.classifier is not None:
         return _scores(folder, values, decoder.classifier, whole)
@@ -54,7 +54,7 @@ def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> 
 
 
 def most_tokens(folder: Path, decoder: DecoderSpec) -> int:
-    """Tokens of a text that the model takes: those of its positions, or what its folder says."""
+    """Return the maximum tokens of a text: those of the model's positions, or a smaller limit of its folder."""
     limit, most = read_optional(folder / "sentence_bert_config.json").get(_LIMIT), decoder.max_position_embeddings
     return min(most, limit) if type(limit) is int and limit > 0 else most
 
@@ -75,7 +75,8 @@ def _scores(folder: Path, values: dict[str, Any], classifier: ClassifierSpec, wh
 
 
 def _has_sigmoid(folder: Path, values: dict[str, Any]) -> bool:
-    """What sentence-transformers' CrossEncoder does with a score; a sigmoid where the files say nothing."""
+    """Whether scores pass a sigmoid, as in sentence-transformers' CrossEncoder; the default of files without a
+    setting."""
     own = values.get("sentence_transformers")
     name = own.get("activation_fn") if isinstance(own, dict) else None
     name = name or values.get("sbert_ce_default_activation_function") or "Sigmoid"
@@ -88,7 +89,7 @@ def _has_sigmoid(folder: Path, values: dict[str, Any]) -> bool:
 
 
 def _modules(folder: Path) -> dict[str, str]:
-    """Where the modules' settings lie, by the last part of their types, in order."""
+    """Return the modules' folders by the last part of their types, in order."""
     path = folder / MODULES_FILE
     if not path.is_file():
         return {"Transformer": "", "Pooling": "1_Pooling"}
@@ -127,7 +128,7 @@ def _method(folder: Path, modules: dict[str, str]) -> PoolingMethod:
 
 
 def _dimensions(folder: Path, values: dict[str, Any]) -> list[int] | None:
-    """As vLLM reads them."""
+    """Return the sizes of Matryoshka representations, read as in vLLM: empty for any size, None for none."""
     sizes = values.get("matryoshka_dimensions")
     if sizes is None:
         return [] if values.get("is_matryoshka") is True else None
