@@ -107,8 +107,8 @@ def request_timeout() -> PagemillError:
 
 def client_too_slow() -> PagemillError:
     return PagemillError(
-        "The answer was not read as fast as it came and grew too large to keep. Read faster, or ask for less: fewer "
-        "choices, fewer log probabilities.",
+        "The answer was not read as fast as it was generated and became too large to buffer. Read faster, or request "
+        "less: fewer choices, fewer log probabilities.",
         status=408,
         type="timeout_error",
         code="client_too_slow",
@@ -149,8 +149,8 @@ def bad_upstream(message: str) -> PagemillError:
 
 def request_crashed_engine() -> PagemillError:
     return PagemillError(
-        "Engines went down whenever they computed this request, at last when it was tried alone. Nothing else can be "
-        "the cause. It is not tried again. The engines' logs say more.",
+        "Engines failed whenever they computed this request, the last one while it was computed alone. No other "
+        "request can be the cause. It is not tried again. The engines' logs have the details.",
         status=500,
         type="server_error",
         code="request_crashed_engine",

@@ -171,7 +171,7 @@ class GGUFFile:
         value = self.metadata.get(key, default)
         if value is default or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
             return value
-        raise GGUFError(f"`{self.path}`: `{key}` has type {type(value).__name__}, which it must not have. {_REMEDY}")
+        raise GGUFError(f"`{self.path}`: `{key}` has the wrong type {type(value).__name__}. {_REMEDY}")
 
 
 def check_gguf(path: Path) -> None:

@@ -91,11 +91,11 @@ def _gateway(
 
 # Engine pods: names of vLLM.
 NUM_REQUESTS_RUNNING = _vllm("gauge", "num_requests_running", "Requests in the running batch.")
-NUM_REQUESTS_WAITING = _vllm("gauge", "num_requests_waiting", "Requests that wait for a place in the batch.")
+NUM_REQUESTS_WAITING = _vllm("gauge", "num_requests_waiting", "Requests that wait to enter the running batch.")
 KV_CACHE_USAGE = _vllm(
     "gauge",
     "kv_cache_usage_perc",
-    "KV blocks held by running requests over all KV blocks, 0 to 1; cached ones are free.",
+    "Share of the KV blocks that running requests use, 0 to 1; cached blocks count as free.",
 )
 CACHE_CONFIG_INFO = _vllm(
     "gauge",
@@ -153,7 +153,7 @@ ENGINE_INFO = _engine(
     ("version", "weights_digest", "kv_dtype", "device", "compute"),
 )
 ENGINE_READY = _engine("gauge", "ready", "1 when requests are accepted, else 0.")
-ENGINE_DRAINING = _engine("gauge", "draining", "1 when no new request is accepted and running ones finish.")
+ENGINE_DRAINING = _engine("gauge", "draining", "1 while no new requests are accepted and running ones finish.")
 ENGINE_SLEEPING = _engine("gauge", "sleeping", "1 while the engine sleeps: weights in memory, no KV cache.")
 ENGINE_WAKE_SECONDS = _engine(
     "histogram", "wake_seconds", "From the call to wake up to a first token.", buckets=_SHORT_S
@@ -162,12 +162,14 @@ ENGINE_LOAD_SECONDS = _engine("gauge", "load_seconds", "Time that each phase of 
 ENGINE_KV_BLOCKS = _engine("gauge", "kv_blocks", "KV blocks by state: active, evictable (cached) or free.", ("state",))
 ENGINE_MAX_NUM_SEQS = _engine("gauge", "max_num_seqs", "Sequences that may run at once.")
 ENGINE_WAITING_TOKENS = _engine("gauge", "waiting_tokens", "Prompt tokens not yet computed.")
-ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Tokens of context held by running requests.")
+ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Context tokens of running requests.")
 ENGINE_STEP_SECONDS = _engine("histogram", "step_seconds", "Duration of one engine step.", buckets=_SHORT_S)
 ENGINE_STEP_ERROR_P50 = _engine("gauge", "step_prediction_error_p50", "Median relative error of step-time predictions.")
-ENGINE_STEP_ERROR_P95 = _engine("gauge", "step_prediction_error_p95", "95th percentile of the same error.")
+ENGINE_STEP_ERROR_P95 = _engine(
+    "gauge", "step_prediction_error_p95", "95th percentile of the relative error of step-time predictions."
+)
 ENGINE_REJECTED = _engine("counter", "requests_rejected", "Requests refused, by error code.", ("code",))
-ENGINE_ABORTED = _engine("counter", "requests_aborted", "Requests dropped before their end, by cause.", ("reason",))
+ENGINE_ABORTED = _engine("counter", "requests_aborted", "Requests aborted before their end, by cause.", ("reason",))
 ENGINE_FAILED = _engine("counter", "requests_failed", "Requests that failed inside the engine.")
 ENGINE_HTTP_REQUESTS = _engine("counter", "http_requests", "HTTP requests answered.", ("route", "status"))
 ENGINE_STATE_STREAMS = _engine("gauge", "state_streams", "Gateways connected to the state stream.")
@@ -204,32 +206,32 @@ GATEWAY_ROUTING_SECONDS = _gateway(
 GATEWAY_ROUTING_DECISIONS = _gateway(
     "counter",
     "routing_decisions",
-    "Decisions on where a request goes, by policy and by what was known of the chosen endpoint: its own fresh report, "
-    "or this gateway's counts alone.",
+    "Routing decisions, by policy and by the source of the chosen endpoint's load: its own recent report, or only this "
+    "gateway's counts.",
     ("model", "policy", "basis"),
 )
 GATEWAY_TTFT_ERROR = _gateway(
     "histogram",
     "ttft_prediction_error_ratio",
-    "Predicted minus measured time to the first token, as share of the measured one, without its sign. Streams only.",
+    "Absolute error of the predicted time to first token, relative to the measured time. Streams only.",
     ("model",),
     (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
 )
 GATEWAY_CACHED_PREDICTIONS = _gateway(
     "counter",
     "cached_token_predictions",
-    "Answers by whether the engine found as many cached prompt tokens as predicted, to the prefix chunk (exact), fewer "
-    "(over) or more (under).",
+    "Answers by accuracy of the predicted number of cached prompt tokens: exact (to the prefix chunk), over (the "
+    "engine found fewer) or under (it found more).",
     ("model", "outcome"),
 )
 GATEWAY_CACHED_ERROR_TOKENS = _gateway(
     "counter",
     "cached_token_prediction_error_tokens",
-    "Cached prompt tokens by which predictions that were not exact were off.",
+    "Sum of the absolute errors of predicted numbers of cached prompt tokens.",
     ("model",),
 )
 GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for capacity.", ("model",))
-GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of requests that wait.", ("model",))
+GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of waiting requests.", ("model",))
 GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(
     "gauge", "queue_oldest_seconds", "Waiting time of the oldest waiting request.", ("model",)
 )
@@ -271,7 +273,9 @@ GATEWAY_MIGRATIONS = _gateway(
 GATEWAY_MIGRATED_TOKENS = _gateway(
     "counter", "migrated_tokens", "Generated tokens that another engine computed again to continue.", ("model",)
 )
-GATEWAY_JOURNAL_TOKENS = _gateway("gauge", "journal_tokens", "Tokens kept so that answers can be continued elsewhere.")
+GATEWAY_JOURNAL_TOKENS = _gateway(
+    "gauge", "journal_tokens", "Tokens stored so that other engines can continue answers."
+)
 GATEWAY_BROKEN_STREAMS = _gateway(
     "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
 )
@@ -315,11 +319,14 @@ GATEWAY_TENANT_TOKENS = _gateway(
 GATEWAY_ENDPOINTS = _gateway(
     "gauge",
     "endpoints",
-    "Engines known, by phase: ready, starting, stale, ejected, sleeping or draining.",
+    "Known engines, by phase: ready, starting, stale, ejected, sleeping or draining.",
     ("model", "variant", "phase"),
 )
 GATEWAY_ENDPOINT_IN_FLIGHT = _gateway(
-    "gauge", "endpoint_in_flight_requests", "Requests this gateway has at one engine.", ("model", "endpoint")
+    "gauge",
+    "endpoint_in_flight_requests",
+    "Requests in progress at one engine from this gateway.",
+    ("model", "endpoint"),
 )
 GATEWAY_STATE_AGE_SECONDS = _gateway(
     "gauge", "endpoint_state_age_seconds", "Age of the last state frame of one engine.", ("model", "endpoint")
@@ -333,10 +340,8 @@ GATEWAY_CATALOG_CURRENT = _gateway(
 )
 GATEWAY_READY = _gateway("gauge", "ready", "1 when requests are accepted, else 0.")
 GATEWAY_WORKERS = _gateway("gauge", "workers", "Workers that serve clients (setting `workers`).")
-GATEWAY_WORKERS_LOST = _gateway("counter", "workers_lost", "Worker processes that ended before the gateway did.")
-GATEWAY_CONTROL_PROCESS_RESTARTS = _gateway(
-    "counter", "control_process_restarts", "Times that the control process had to be replaced."
-)
+GATEWAY_WORKERS_LOST = _gateway("counter", "workers_lost", "Worker processes that ended unexpectedly.")
+GATEWAY_CONTROL_PROCESS_RESTARTS = _gateway("counter", "control_process_restarts", "Restarts of the control process.")
 
 
 class Sample(NamedTuple):

@@ -108,14 +108,14 @@ def checked(spec: ModelSpec, path: Path) -> ModelSpec:
     """Return `spec`. Raises an error that names the numbers that do not fit together."""
     attentions = list(spec.decoder.attentions())
     if not attentions:
-        raise UnsupportedModelArchitecture(f"`{path}` has no attention layer; such models are not computed.")
+        raise UnsupportedModelArchitecture(f"`{path}` has no attention layer; such models are not supported.")
     for attention in {(each.num_heads, each.num_kv_heads, each.head_dim): each for each in attentions}.values():
         if isinstance(attention, AttentionSpec):
             _check_heads(attention, path)
         _check_rotation(attention, path)
     if len({(each.cache_heads, each.head_dim) for each in attentions}) > 1:
         raise UnsupportedModelArchitecture(
-            f"`{path}` has layers that keep keys and values of different shapes, which one KV cache cannot hold yet."
+            f"`{path}` has layers with keys and values of different shapes, which one KV cache does not support yet."
         )
     positions = spec.decoder.embedding.positions
     if positions is not None and positions.num_rows - positions.offset < spec.max_position_embeddings:

@@ -124,7 +124,10 @@ _PLAIN_ERROR: Schema = {
     "type": "object",
     "required": ["error"],
     "additionalProperties": False,
-    "properties": {"error": {"type": "string"}, "error_type": {"type": "string", "description": "TGI's alone."}},
+    "properties": {
+        "error": {"type": "string"},
+        "error_type": {"type": "string", "description": "Only in TGI's dialect."},
+    },
 }
 _USAGE: Schema = {
     "type": "object",
@@ -285,7 +288,7 @@ def _answers(body: Schema, *, unready: bool = False) -> Schema:
         },
     }
     if unready:
-        responses["503"] = {"description": "Not now.", "content": {"application/json": {"schema": _object()}}}
+        responses["503"] = {"description": "Not ready.", "content": {"application/json": {"schema": _object()}}}
     return {"responses": responses, "security": [{"key": []}, {}]}
 
 
@@ -300,7 +303,7 @@ def _shows(media_type: str) -> Schema:
 
 
 def _probe() -> Schema:
-    return {"responses": {"200": {"description": "Ready."}, "503": {"description": "Not now."}}, "security": []}
+    return {"responses": {"200": {"description": "Ready."}, "503": {"description": "Not ready."}}, "security": []}
 
 
 def _object(*required: str) -> Schema:

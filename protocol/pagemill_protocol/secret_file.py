@@ -77,7 +77,7 @@ class SecretFile:
         """Keep the previous lines in use, and log the problem once."""
         if problem != self.problem:
             self.problem = problem
-            message = "%s is not used as it is now: %s. Lines of before that stay in use: %d"
+            message = "%s is not used: %s. Previous lines that stay in use: %d"
             self._log(logging.ERROR, message, self._path, problem.rstrip("."), len(self._lines))
 
     def _parse(self, content: bytes) -> tuple[tuple[str, ...], tuple[tuple[int, str], ...]]:

@@ -55,7 +55,7 @@ def require_protocol(headers: Iterable[tuple[bytes, bytes]], peer: str) -> int:
 
 def _check(peer: str, text: str) -> int:
     if text and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
-        raise UnsupportedProtocol(f"{peer} names the protocol version {text[:40]!r}, which is no number.")
+        raise UnsupportedProtocol(f"{peer} names the protocol version {text[:40]!r}, which is not a number.")
     version = int(text) if text else FIRST_VERSION
     if version < OLDEST_VERSION:
         raise UnsupportedProtocol(

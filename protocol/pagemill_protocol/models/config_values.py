@@ -47,7 +47,7 @@ def check_quantization(method: str | None, where: str) -> None:
         return
     raise SourceError(
         "model.source",
-        f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not read; "
+        f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not supported; "
         f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file "
         "of it.",
         reason="UnsupportedQuantization",

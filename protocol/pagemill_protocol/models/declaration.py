@@ -88,8 +88,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     scaling: RopeScaling | None = None
     """`None`: plain rotary embedding."""
     interleaved: bool = False
-    """Whether neighbouring values form a pair, as in GPT-J; otherwise value i is paired with value i + rotary_dim /
-    2."""
+    """Whether neighbouring values form a pair, as in GPT-J; otherwise value i is paired with value i + rotary_dim
+    / 2."""
     divisors: str | None = None
     """Name of a stored tensor [rotary_dim / 2] that divides the frequencies, in place of `scaling`."""
 
@@ -203,8 +203,8 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     activation: Activation
     gated: bool
     limit: float | None = None
-    """gpt-oss: upper bound of the gate; the up projection is clamped to its negative and positive, then increased by
-    1."""
+    """gpt-oss: upper bound of the gate; the up projection is clamped to its negative and positive, then increased
+    by 1."""
 
     @property
     def intermediate_size(self) -> int:

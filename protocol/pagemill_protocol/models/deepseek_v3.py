@@ -1,5 +1,5 @@
-"""DeepSeek-V3 (arXiv 2412.19437), R1, Kimi K2: V2 with sigmoid scores and a bias of choices. Its GGUF names include
-V2."""
+"""DeepSeek-V3 (arXiv 2412.19437), R1, Kimi K2: V2 with sigmoid scores and a bias of choices. Its GGUF names
+include V2."""
 
 from __future__ import annotations
 

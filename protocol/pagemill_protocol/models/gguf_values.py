@@ -74,7 +74,7 @@ class GGUFValues:
     def vocab_size(self) -> int:
         embedding = self.file.tensors.get(EMBEDDING)
         if embedding is None:
-            raise GGUFError(f"`{self.file.path}` has no tensor `{EMBEDDING}`. It does not hold a whole model.")
+            raise GGUFError(f"`{self.file.path}` has no tensor `{EMBEDDING}`. It is not a complete model.")
         return check_size(self.file.path, "vocab_size", embedding.shape[0])
 
     def window(self) -> int | None:

@@ -82,7 +82,7 @@ BUILT_IN: dict[str, Names] = {
 }
 """Names by module of this package."""
 
-RECURRENT = "layers that keep a recurrent state beside the KV cache"
+RECURRENT = "layers with a recurrent state in addition to the KV cache"
 """Feature of unsupported hybrid models: docs/adr/0053."""
 RECURRENT_GGUF = (
     "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe",

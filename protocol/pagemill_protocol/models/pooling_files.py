@@ -62,8 +62,8 @@ def most_tokens(folder: Path, decoder: DecoderSpec) -> int:
 def _scores(folder: Path, values: dict[str, Any], classifier: ClassifierSpec, whole: bool) -> PoolingSpec:
     if classifier.num_labels != 1:
         raise UnsupportedModelArchitecture(
-            f"`{folder}` is a classifier of {classifier.num_labels} labels; those of one label are served, which score "
-            "pairs of texts. Use a cross-encoder for reranking."
+            f"`{folder}` is a classifier of {classifier.num_labels} labels; only those of one label are supported, "
+            "which score pairs of texts. Use a cross-encoder for reranking."
         )
     return PoolingSpec(
         task="score",
@@ -83,7 +83,7 @@ def _has_sigmoid(folder: Path, values: dict[str, Any]) -> bool:
     kind = str(name).rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
         raise UnsupportedModelArchitecture(
-            f"`{folder}`: its scores pass `{name}` (config.json), which is not computed; Sigmoid and Identity are."
+            f"`{folder}`: its scores pass `{name}` (config.json), which is not supported; Sigmoid and Identity are."
         )
     return kind == "Sigmoid"
 
@@ -97,12 +97,12 @@ def _modules(folder: Path) -> dict[str, str]:
         entries = orjson.loads(read_text(path))
         found = {str(entry["type"]).rpartition(".")[2]: str(entry.get("path", "")) for entry in entries}
     except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
-        raise UnreadableModelError(f"`{path}` is no list of modules with their types.") from None
+        raise UnreadableModelError(f"`{path}` is not a list of modules with their types.") from None
     others = found.keys() - {"Transformer", "Pooling", "Normalize"}
     if others or found.get("Transformer"):
         what = f"the module `{min(others)}`" if others else f"its weights in `{found['Transformer']}`"
         raise UnsupportedModelArchitecture(
-            f"`{folder}` has {what} ({MODULES_FILE}), which is not computed; Transformer (in the folder itself), "
+            f"`{folder}` has {what} ({MODULES_FILE}), which is not supported; Transformer (in the folder itself), "
             "Pooling and Normalize are."
         )
     return found
@@ -114,7 +114,7 @@ def _method(folder: Path, modules: dict[str, str]) -> PoolingMethod:
     if not values:
         return "mean"
     if values.get("include_prompt") is False:
-        raise UnsupportedModelArchitecture(f"`{path}` leaves prompts out of the pooling, which is not computed.")
+        raise UnsupportedModelArchitecture(f"`{path}` leaves prompts out of the pooling, which is not supported.")
     mode = values.get("pooling_mode")
     if isinstance(mode, str):
         modes = [mode]
@@ -122,7 +122,7 @@ def _method(folder: Path, modules: dict[str, str]) -> PoolingMethod:
         modes = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
     if len(modes) != 1 or modes[0] not in _METHODS:
         raise UnsupportedModelArchitecture(
-            f"`{path}` pools by {', '.join(modes) or 'nothing'}; cls, mean and lasttoken are computed, one of them."
+            f"`{path}` pools by {', '.join(modes) or 'nothing'}; exactly one of cls, mean and lasttoken is supported."
         )
     return _METHODS[modes[0]]
 

@@ -118,7 +118,7 @@ def _lacking(template: str, tool_format: str) -> str | None:
     """Return why the template's own rendering of tools cannot be used, or None."""
     if not _MENTIONS_TOOLS.search(template):
         return "renders no tools"
-    return None if tool_format else "asks for calls in a format that no parser reads"
+    return None if tool_format else "uses a format of calls that no parser supports"
 
 
 def _with_default_tools(

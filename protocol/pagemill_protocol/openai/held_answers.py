@@ -83,8 +83,8 @@ def prescribed(
 def _with_calls(req: ChatCompletionRequest, syntax: CallSyntax | None, text: Format | None) -> Format:
     if syntax is None:
         raise PagemillError(
-            "The parser of this model's tool calls declares no syntax, so calls cannot be forced or constrained to a schema. "
-            'Send `tool_choice` "auto" and tools without `strict`.',
+            "The parser of this model's tool calls declares no syntax, so calls cannot be forced or constrained "
+            'to a schema. Send `tool_choice` "auto" and tools without `strict`.',
             param="tool_choice",
             code="unsupported_parameter",
         )
