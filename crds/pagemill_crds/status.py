@@ -88,19 +88,19 @@ class Start(Section):
     pod: str
     """Name of the pod."""
     schedule_ms: Count = 0
-    """From the creation of the pod to its assignment to a node."""
+    """Time from the creation of the pod to its assignment to a node."""
     pull_ms: Count = 0
-    """From the assignment to the start of the container: pulling the image and mounting volumes."""
+    """Time from the assignment to the start of the container: pulling the image and mounting volumes."""
     boot_ms: Count = 0
-    """Start of the engine process before it reads the model, and the time until the kubelet observed readiness."""
+    """Remaining time until the pod is ready: starting the engine process, and the delay of the readiness probe."""
     load_ms: Count = 0
-    """Loading the weights and allocating the KV cache."""
+    """Time for loading the weights and allocating the KV cache."""
     warm_ms: Count = 0
-    """Preparing kernels and measuring step times."""
+    """Time for preparing kernels and measuring step times."""
     first_token_ms: Count = 0
-    """Generating the first token."""
+    """Time for generating the first token."""
     total_ms: Count = 0
-    """From the creation of the pod until it is ready."""
+    """Time from the creation of the pod until it is ready."""
 
 
 class LLMDeploymentStatus(Section):

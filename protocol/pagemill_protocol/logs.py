@@ -14,7 +14,10 @@ class JsonLines(logging.Formatter):
     """
 
     def __init__(self, process: str = "", structured: frozenset[str] = frozenset()) -> None:
-        """`process`: the name of this process; `structured`: loggers whose messages are JSON objects already."""
+        """Make a formatter.
+
+        `process`: name of this process; `structured`: loggers whose messages are JSON objects already.
+        """
         super().__init__()
         self._process = process
         self._structured = structured

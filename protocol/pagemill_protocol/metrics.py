@@ -233,7 +233,7 @@ GATEWAY_CACHED_ERROR_TOKENS = _gateway(
 GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for capacity.", ("model",))
 GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of waiting requests.", ("model",))
 GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(
-    "gauge", "queue_oldest_seconds", "Waiting time of the oldest waiting request.", ("model",)
+    "gauge", "queue_oldest_seconds", "Time since the arrival of the oldest waiting request.", ("model",)
 )
 GATEWAY_QUEUE_SECONDS = _gateway(
     "histogram",

@@ -61,7 +61,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_heads(self) -> int:
-        """Vectors of `head_dim` values that one layer's cache holds for each token."""
+        """Vectors of `head_dim` values that one layer's cache stores for each token."""
         return self._attention.cache_heads
 
     @property

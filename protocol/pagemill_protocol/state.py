@@ -114,7 +114,7 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_num_seqs: int = 0
     """Requests that may run at once; 0: not reported."""
     prefix_chunk_blocks: int = 0
-    """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, the fewest that hold 64 tokens."""
+    """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, which means the fewest with 64 tokens."""
     start_s: dict[str, float] = {}
     """Seconds of each phase of the engine's start, `load`, `warm`, `first_token`, and of its latest `wake`; empty: not
     reported."""

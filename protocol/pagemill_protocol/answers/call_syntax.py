@@ -90,14 +90,14 @@ def text_and_calls(syntax: CallSyntax, functions: Sequence[Function], *, paralle
 
 
 def with_opening(syntax: CallSyntax | None, form: Format) -> Format:
-    """Return `form` behind the header that the format writes before content, if it writes one."""
+    """Return `form` after the header that the format writes before content, if it writes one."""
     if syntax is None or not syntax.text_opening:
         return form
     return InOrder(elements=[ConstString(value=syntax.text_opening), form])
 
 
 def behind_reasoning(begin: str, end: str, form: Format, *, is_open: bool) -> Format:
-    """Return `form` behind reasoning between two markers.
+    """Return `form` after reasoning between two markers.
 
     `is_open`: the prompt already ends with `begin`, so the end marker must follow.
     """

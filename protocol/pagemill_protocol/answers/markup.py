@@ -37,7 +37,7 @@ class MarkupParser:
         return events
 
     def _text(self) -> bool:
-        """The first state."""
+        """Read the buffer in the first state."""
         raise NotImplementedError
 
     def _rest(self) -> None:

@@ -103,34 +103,34 @@ def _header_length(value: str | None, num_bytes: int) -> int:
     return int(value)
 
 
-def _card(asked: Asked) -> ModelCard:
-    return asked.card(_model(asked.place))
+def _card(request: Asked) -> ModelCard:
+    return request.card(_model(request.place))
 
 
-def _server(asked: Asked) -> bytes:
+def _server(request: Asked) -> bytes:
     extensions = ["binary_tensor_data", "generate", "model_configuration", "parameters"]
-    return orjson.dumps({"name": "pagemill", "version": asked.version, "extensions": extensions})
+    return orjson.dumps({"name": "pagemill", "version": request.version, "extensions": extensions})
 
 
-def _metadata(asked: Asked) -> bytes:
+def _metadata(request: Asked) -> bytes:
     inputs = [{"name": name, "datatype": each.datatype, "shape": [each.length]} for name, each in INPUTS.items()]
     outputs = [{"name": "text_output", "datatype": "BYTES", "shape": [1]}]
-    named = {"name": _card(asked).id, "versions": [render.VERSION], "platform": "pagemill"}
+    named = {"name": _card(request).id, "versions": [render.VERSION], "platform": "pagemill"}
     return orjson.dumps({**named, "inputs": inputs, "outputs": outputs})
 
 
-def _config(asked: Asked) -> bytes:
+def _config(request: Asked) -> bytes:
     inputs = [
         {"name": name, "data_type": each.config_type, "dims": [each.length], "optional": name != "text_input"}
         for name, each in INPUTS.items()
     ]
     outputs = [{"name": "text_output", "data_type": "TYPE_STRING", "dims": [1]}]
-    named = {"name": _card(asked).id, "platform": "pagemill", "backend": "pagemill", "max_batch_size": 0}
+    named = {"name": _card(request).id, "platform": "pagemill", "backend": "pagemill", "max_batch_size": 0}
     return orjson.dumps({**named, "input": inputs, "output": outputs})
 
 
-def _ready(asked: Asked) -> bytes:
-    card = _card(asked)
+def _ready(request: Asked) -> bytes:
+    card = _card(request)
     if card.max_model_len is None:
         raise unavailable(f"No engine serves the model `{card.id}` now.", code="model_not_ready")
     return b"{}"

@@ -116,19 +116,19 @@ def _described(card: ModelCard) -> dict[str, Any]:
     return {"modified_at": modified_at, "details": {**empty, "families": []}}
 
 
-def _tags(asked: Asked) -> bytes:
-    return orjson.dumps({"models": [_listed(card) for card in asked.cards]})
+def _tags(request: Asked) -> bytes:
+    return orjson.dumps({"models": [_listed(card) for card in request.cards]})
 
 
-def _running(asked: Asked) -> bytes:
-    cards = [card for card in asked.cards if card.max_model_len is not None]
+def _running(request: Asked) -> bytes:
+    cards = [card for card in request.cards if card.max_model_len is not None]
     return orjson.dumps(
         {"models": [{**_listed(card), "size_vram": 0, "context_length": card.max_model_len} for card in cards]}
     )
 
 
-def _show(asked: Asked) -> bytes:
-    card = asked.card(parse_body(asked.raw, ShowRequest).model.removesuffix(LATEST))
+def _show(request: Asked) -> bytes:
+    card = request.card(parse_body(request.raw, ShowRequest).model.removesuffix(LATEST))
     info = {"general.architecture": "pagemill", "general.basename": card.id}
     return orjson.dumps(
         {
@@ -142,8 +142,8 @@ def _show(asked: Asked) -> bytes:
     )
 
 
-def _version(asked: Asked) -> bytes:
-    return orjson.dumps({"version": asked.version})
+def _version(request: Asked) -> bytes:
+    return orjson.dumps({"version": request.version})
 
 
 _page = partial(Page, error_body=render.error_body)

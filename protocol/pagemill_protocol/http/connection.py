@@ -1,4 +1,4 @@
-"""Bounds on what happens before ASGI and `door` therefore cannot see, such as headers that never end.
+"""Bounds on what happens before ASGI and is therefore invisible to `door`, such as headers that never end.
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`. Request heads above a size or time get 431 or 408
 and the connection closes; a silent connection is closed; trailers are dropped; a malformed request gets a 400 in
@@ -136,7 +136,7 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Parse data; a request that offers another protocol is parsed again without the offer.
 
-        httptools attributes all bytes behind such a head to that protocol: it would drop the body, or read it as a
+        httptools attributes all bytes after such a head to that protocol: it would drop the body, or read it as a
         request.
         """
         rest: bytes | memoryview = data

@@ -91,7 +91,7 @@ def _layer(config: ConfigValues, name: str, size: int, eps: float) -> LayerSpec:
 
 
 def _classifier(config: ConfigValues) -> ClassifierSpec:
-    """Return the classifier behind the pooler, which is part of BERT's pretraining too."""
+    """Return the classifier after the pooler, which is part of BERT's pretraining too."""
     size = config.size("hidden_size", default=768)
     pooler = DenseSpec(linear=linear(size, ("bert.pooler.dense", size), bias=True), activation="tanh")
     labels = DenseSpec(linear=linear(size, ("classifier", config.num_labels), bias=True))

@@ -15,7 +15,7 @@ from pagemill_protocol.models.known import BUILT_IN, GGUF_GROUP, GROUP, RECURREN
 
 class Found(NamedTuple):
     architecture: str
-    """Its canonical name."""
+    """Canonical name of the architecture."""
     family: Family
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 
 def confine(memory_bytes: int) -> None:
-    """Confine this process: timers end it, signals to the terminal's group do not; no files, no processes, less
+    """Confine this process: timers end it, signals to the terminal's group do not; no files, no processes, limited
     memory."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGALRM, signal.SIGPROF):
