@@ -1,8 +1,8 @@
 """The additive rule: a schema may only grow, so that every object that was accepted stays accepted and means the same.
 
-Pure: it compares two structural schemas and names what breaks the rule, with the field and what to do instead. Tests
-hold today's schema against the one of the last release. Neighbours: `schema` makes the schemas; which versions of the
-resource are served is said in the package's constants.
+Pure functions: they compare two structural schemas and name each change that breaks the rule, with the field and the
+remedy. Tests compare the current schema with that of the last release. Neighbours: `schema` makes the schemas; the
+package's constants name the served versions of the resource.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Schema = dict[str, Any]
 
 
 class Break(NamedTuple):
-    """One way in which objects of the earlier schema are refused or mean something else."""
+    """One change by which objects of the earlier schema are refused or mean something else."""
 
     path: str
-    """Field, dotted, with `[]` after lists and `{}` after maps."""
+    """Dotted path of the field, with `[]` after lists and `{}` after maps."""
     keyword: str
-    """Of the schema; `properties` for a field that is gone."""
+    """Keyword of the schema that changed; `properties` for a field that was removed."""
     message: str
     """What changed and what to do."""
 
@@ -30,7 +30,7 @@ class Break(NamedTuple):
 
 
 def breaks(before: Schema, after: Schema, path: str = "") -> Iterator[Break]:
-    """Every break of the additive rule from one schema to the next. Descriptions and messages may change freely."""
+    """Yield every break of the additive rule between two schemas. Descriptions and messages may change freely."""
     for keyword in (*_FIXED, "pattern", "format"):
         if keyword in _FIXED or keyword in after:
             yield from _same(keyword, before, after, path)
@@ -55,7 +55,7 @@ _FIXED = (
     "x-kubernetes-list-type",
     "x-kubernetes-list-map-keys",
 )
-"""Any change of these refuses objects, or gives them another meaning; appearing and vanishing are changes."""
+"""Keywords that may neither change, appear nor vanish: each change refuses objects or gives them another meaning."""
 _BOUNDS: dict[str, Callable[[float, float], bool]] = {
     "minimum": lambda after, before: after > before,
     "minLength": lambda after, before: after > before,
@@ -101,7 +101,10 @@ def _choices(before: Schema, after: Schema, path: str) -> Iterator[Break]:
 
 
 def _rules(before: Schema, after: Schema, path: str) -> Iterator[Break]:
-    """A rule may come with a field: it is about objects that have the field, and none had."""
+    """Yield rules that may refuse objects of the earlier schema.
+
+    A rule that begins by testing for a new field is allowed: no earlier object has that field.
+    """
     known = {rule["rule"] for rule in before.get("x-kubernetes-validations", [])}
     for rule in after.get("x-kubernetes-validations", []):
         guard = _GUARD.match(rule["rule"])

@@ -1,7 +1,7 @@
-"""What every section of the resource has in common: strictness, camelCase names, rules between fields.
+"""What all sections of the resource share: strictness, camelCase names, rules between fields.
 
-A rule is written twice, side by side: in CEL for the API server and in Python for `pagemill up`; tests run both on the
-same documents. Neighbours: `sections` uses this, `schema` reads it.
+Each rule is written twice, side by side: in CEL for the API server and in Python for `pagemill up`; tests run both on
+the same documents. Neighbours: `sections` uses this module, `schema` reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from pagemill_crds.invalid import INVALID
 
 RULES_ERROR = "rules"
-"""Type of the pydantic error of a section with broken rules; `partial.broken_rules` lists them."""
+"""Type of the pydantic error of a section with broken rules; `partial.broken_rules` lists the rules."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class Rule:
     """One condition between fields of a section."""
 
     field: str
-    """Field that the message is about, relative to the section, dotted."""
+    """Dotted path, relative to the section, of the field that the message is about."""
     message: str
     """What is wrong and what to do."""
     cel: str
     check: Callable[[Any], bool]
-    """The same condition on the parsed section; True is good."""
+    """The same condition on the parsed section: True where the section satisfies it."""
 
     def schema(self) -> dict[str, Any]:
         return {"rule": self.cel, "message": self.message, "fieldPath": f".{self.field}"}
 
 
 class Section(BaseModel):
-    """A strict object of the resource: unknown fields refused, no type coerced, `null` the same as absent."""
+    """A strict object of the resource: it refuses unknown fields, coerces no types and reads `null` as absent."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -53,12 +53,12 @@ class Section(BaseModel):
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     immutable: ClassVar[dict[str, str]] = {}
-    """Fields that cannot change once set, by camelCase name, with the remedy."""
+    """Fields that cannot change once they are set: camelCase name to remedy."""
 
     @model_validator(mode="before")
     @classmethod
     def _prune_nulls(cls, data: Any) -> Any:
-        # As the API server does for fields that are not nullable, before it fills in defaults.
+        # The API server prunes nulls of fields that are not nullable before it fills in defaults.
         if isinstance(data, dict):
             return {name: value for name, value in data.items() if value is not None}
         return data
@@ -85,7 +85,7 @@ class Section(BaseModel):
 
 
 def forbidden_changes(old: Section, new: Section, path: str = "") -> list[tuple[str, str]]:
-    """(field path, message) of every immutable field that differs between two versions of a section."""
+    """Return (field path, message) of every immutable field that differs between two versions of a section."""
     found = []
     for name, field in type(old).model_fields.items():
         alias = field.alias or name

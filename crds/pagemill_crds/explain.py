@@ -1,7 +1,7 @@
-"""Finds and describes fields by path: `llmdeployment.spec.engine.maxModelLen`.
+"""Find and describe fields by path, such as `llmdeployment.spec.engine.maxModelLen`.
 
-Reads the structural schema only, so it says exactly what the API server enforces. Neighbours: `reference` writes the
-whole tree as a page, `pagemill explain` prints one field.
+Only the structural schema is read, so the text says exactly what the API server enforces. Neighbours: `reference`
+writes the whole tree as a page, `pagemill explain` prints one field.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RESOURCE_NAMES = (SINGULAR, PLURAL, *SHORT_NAMES)
 
 
 class UnknownField(LookupError):
-    """No such field; the message names the nearest one."""
+    """The resource has no such field; the message names the nearest one."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Field:
 
     @property
     def type(self) -> str:
-        """`<type>` in words: string, integer, []string, map of string..."""
+        """The type in words: string, integer, []string, map of string..."""
         return type_name(self.schema)
 
     @property
@@ -50,7 +50,7 @@ class Field:
 
     @property
     def rules(self) -> list[str]:
-        """Messages of the rules between its fields."""
+        """Messages of the rules between the field's own fields."""
         return [rule["message"] for rule in self.schema.get("x-kubernetes-validations", [])]
 
     @property
@@ -64,19 +64,22 @@ class Field:
 
 
 def root() -> Field:
-    """The resource itself."""
+    """Return the resource itself as a field."""
     return Field(SINGULAR, structural_schema(), True)
 
 
 def walk(field: Field) -> Iterator[Field]:
-    """The field and everything below it, depth first."""
+    """Yield the field and everything below it, depth first."""
     yield field
     for child in field.children:
         yield from walk(child)
 
 
 def find(path: str) -> Field:
-    """The field at a dotted path; `llmd`, `llmdeployments` and a leading `.` are understood too."""
+    """Return the field at a dotted path. `llmd`, `llmdeployments` and a leading `.` are understood too.
+
+    Raises `UnknownField`.
+    """
     names = [name.removesuffix("[]") for name in path.strip(".").split(".") if name]
     if names and names[0].lower() in RESOURCE_NAMES:
         names = names[1:]
@@ -87,7 +90,7 @@ def find(path: str) -> Field:
 
 
 def describe(field: Field) -> str:
-    """The text of `pagemill explain`."""
+    """Return the text that `pagemill explain` prints for a field."""
     lines = [f"KIND:     {KIND}", f"VERSION:  {API_VERSION}", "", f"FIELD:    {field.path} <{field.type}>", ""]
     lines += ["DESCRIPTION:", f"    {field.description or 'No description.'}"]
     if field.limits:

@@ -1,7 +1,7 @@
-"""Field types shared by the sections of the resource: bounded strings, quantities, durations.
+"""Field types that sections of the resource share: bounded strings, quantities, durations.
 
 Each type checks in pydantic and states the same limits in the JSON schema, so that the API server and `pagemill up`
-accept and refuse the same documents. The messages name the remedy.
+accept and refuse the same documents. Messages name the remedy.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pagemill_crds import quantities
 
 @dataclass(frozen=True)
 class Text:
-    """A string with a pattern and a length, whose error says how to write it."""
+    """A string with a pattern and a length; its error says how to write it."""
 
     max_length: int
     pattern: str | None = None
     remedy: str = ""
     min_length: int = 1
     parse: Callable[[str], object] | None = None
-    """Raises `ValueError` for texts that the pattern alone would let through or explain badly."""
+    """Raises `ValueError` for texts that the pattern alone would accept or explain badly."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
@@ -48,7 +48,7 @@ class Text:
             raise ValueError(f"has {len(text)} characters; at most {self.max_length} are allowed")
         if self.parse:
             self.parse(text)
-        # Python's `$` also matches before a final line break, the API server's does not.
+        # Python's `$` also matches before a final line break; that of the API server does not.
         if self.pattern and not re.search(self.pattern.removesuffix("$") + r"\Z", text):
             raise ValueError(self.remedy or f"must match {self.pattern}")
         return text
@@ -118,13 +118,13 @@ DottedName = Annotated[
         "must be lower-case letters, digits, '-' and '.', as Kubernetes names are",
     ),
 ]
-"""Names of objects that others make: Secrets, ConfigMaps, claims and classes may have dots."""
+"""Names of objects that are made elsewhere: Secrets, ConfigMaps, claims and classes may have dots."""
 ModelName = Annotated[
     str,
     Text(
         128,
         r"^[A-Za-z0-9][A-Za-z0-9._/:-]*$",
-        "must start with a letter or digit and hold only letters, digits and . _ / : -",
+        "must start with a letter or digit and contain only letters, digits and . _ / : -",
     ),
 ]
 Line = Annotated[str, Text(1024, r"^[^\r\n]*$", "must be one line")]

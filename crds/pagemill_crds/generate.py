@@ -1,7 +1,7 @@
-"""Writes what is generated from the models: `python -m pagemill_crds.generate [--check]`.
+"""Write the files that are generated from the models: `python -m pagemill_crds.generate [--check]`.
 
-`crds/llmdeployments.yaml` is the CustomResourceDefinition, `docs/reference/llmdeployment.md` the reference page.
-With `--check` nothing is written and the exit code is 1 when a file differs from the models.
+`crds/llmdeployments.yaml` is the CustomResourceDefinition, `docs/reference/llmdeployment.md` the reference page. With
+`--check` nothing is written, and the exit code is 1 when a file differs from the models.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ WIDE_COLUMNS = [
     ("VERSION", "string", ".status.plan.engineVersion", "Version of the engine in the pods."),
     ("URL", "string", ".status.url", "Base URL of the OpenAI-compatible API."),
 ]
-"""Shown with `-o wide`."""
+"""Columns that `kubectl get -o wide` adds."""
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """The CustomResourceDefinition as a plain object."""
+    """Return the CustomResourceDefinition as a plain object."""
     names = {
         "kind": KIND,
         "listKind": f"{KIND}List",
@@ -53,7 +53,7 @@ def custom_resource_definition() -> dict[str, Any]:
             "group": GROUP,
             "names": names,
             "scope": "Namespaced",
-            # The schemas are the same, so that changing `apiVersion` is the whole conversion.
+            # The schemas are equal, so that changing `apiVersion` is the whole conversion.
             "conversion": {"strategy": "None"},
             "versions": [_version(name) for name in SERVED_VERSIONS],
         },
@@ -86,19 +86,19 @@ def _version(name: str) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style without anchors, so that equal parts stay readable."""
+    """A YAML dumper that writes block style without anchors, so that equal parts stay readable."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def render_yaml() -> str:
-    """The text of `crds/llmdeployments.yaml`."""
+    """Return the text of `crds/llmdeployments.yaml`."""
     return HEADER + yaml.dump(custom_resource_definition(), Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def outputs(root: Path = ROOT) -> dict[Path, str]:
-    """Every generated file with its text."""
+    """Return the text of every generated file by its path."""
     return {
         root / "crds" / "llmdeployments.yaml": render_yaml(),
         root / "docs" / "reference" / "llmdeployment.md": reference_page(),
@@ -106,7 +106,7 @@ def outputs(root: Path = ROOT) -> dict[Path, str]:
 
 
 def stale_files(root: Path = ROOT) -> list[Path]:
-    """Generated files that differ from the models."""
+    """Return the generated files that differ from the models."""
     return [path for path, text in outputs(root).items() if not path.is_file() or path.read_text("utf-8") != text]
 
 

@@ -1,6 +1,7 @@
-"""`INVALID`: what stands in a partially read resource where a field is wrong or missing.
+"""`INVALID`, the placeholder of a field that is wrong or missing in a partially read resource.
 
-Its use raises `NotValid`: a check that needs the field ends there, every other check goes on. `partial` puts it in.
+Any use of it raises `NotValid`, which ends the check that needs the field; all other checks go on. `partial` inserts
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ Item = TypeVar("Item")
 
 
 class NotValid(Exception):
-    """A value that is known to be wrong was needed."""
+    """A check used a field that is wrong or missing."""
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
@@ -21,7 +22,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class _Invalid:
-    """Stands for a value that is given, but wrong: it is not `None`, and nothing else can be said of it."""
+    """The type of `INVALID`: not `None`, and every operation on it raises `NotValid`."""
 
     def __repr__(self) -> str:
         return "INVALID"
@@ -38,12 +39,12 @@ INVALID: Any = _Invalid()
 
 
 def usable(items: Iterable[Item]) -> Iterator[tuple[int, Item]]:
-    """(index, item) of the valid items of a list. Raises `NotValid` for a list that is none."""
+    """Iterate over (index, item) of a list's valid items. Raises `NotValid` where the list itself is invalid."""
     return ((index, item) for index, item in enumerate(items) if item is not INVALID)
 
 
 def each_on_its_own(checks: Iterable[Callable[[], Iterable[Item]]]) -> Iterator[Item]:
-    """What all checks find; one that needs an invalid field does not keep the others from theirs."""
+    """Yield the findings of all checks. A check that needs an invalid field ends; the others go on."""
     for check in checks:
         with suppress(NotValid):
             yield from check()

@@ -1,6 +1,6 @@
-"""The resource itself: `LLMDeployment` with its metadata, spec and status.
+"""The resource `LLMDeployment`: metadata, spec and status.
 
-The one source of the API: the CRD's YAML, the reference page and `pagemill explain` are generated from these models.
+The only source of the API: the CRD's YAML, the reference page and `pagemill explain` are generated from these models.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pagemill_crds.sections.routing import RoutingSection
 from pagemill_crds.status import LLMDeploymentStatus
 
 MAX_NAME_LENGTH = 48
-"""Pods, Services and their hashes are named after the deployment and must stay within 63 characters."""
+"""Pods, Services and their hashes are named after the deployment, and their names are limited to 63 characters."""
 
 
 class ObjectMeta(BaseModel):
-    """The part of Kubernetes' ObjectMeta that is read here; the API server owns the rest."""
+    """The part of Kubernetes' ObjectMeta that Pagemill reads; the API server validates the rest."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -37,26 +37,26 @@ class ObjectMeta(BaseModel):
 
 
 class LLMDeploymentSpec(Section):
-    """The whole service: a model, the engine that runs it, and how it is scaled, reached and replaced."""
+    """Desired state of a served model: the model, the engine that runs it, and how it is scaled, routed and updated."""
 
     model: ModelSection
-    """The model and the names it answers to."""
+    """The model to serve and the names under which clients request it."""
     engine: EngineSection = EngineSection()
-    """How the engine computes, and how much it holds at once."""
+    """Settings of the inference engine: precision, context length, batch size and KV cache."""
     resources: ResourcesSection = ResourcesSection()
-    """What one pod of a replica may use."""
+    """Resources of each pod of a replica."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
-    """Wanted replicas where `autoscaling` is absent, Advisory or External."""
+    """Desired number of replicas. Used where `autoscaling` is absent or its mode is Advisory or External."""
     autoscaling: AutoscalingSection | None = None
-    """Who decides the number of replicas, and how; fixed at `replicas` when absent."""
+    """How the number of replicas is decided. When absent, the number is fixed at `replicas`."""
     routing: RoutingSection = RoutingSection()
-    """How the gateway spreads requests over replicas."""
+    """How the gateway distributes requests over replicas, and how many requests may wait."""
     rollout: RolloutSection = RolloutSection()
     """How replicas are replaced when the spec changes."""
     template: TemplateSection | None = None
     """Overrides of the pod template."""
     cost: CostSection | None = None
-    """Prices for cost figures."""
+    """Prices from which cost figures are computed."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -73,26 +73,26 @@ class LLMDeploymentSpec(Section):
 
 
 class LLMDeployment(Section):
-    """A language model served on its own engines behind the gateway."""
+    """A language model served by dedicated engines behind the gateway."""
 
     api_version: Literal["pagemill.dev/v1beta1", "pagemill.dev/v1alpha1"]
     kind: Literal["LLMDeployment"]
     metadata: ObjectMeta
     spec: LLMDeploymentSpec
-    """What is wanted."""
+    """Desired state."""
     status: LLMDeploymentStatus | None = None
-    """What is observed; written by the operator."""
+    """Observed state, written by the operator."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "metadata.name",
-            f"the name is too long or holds a dot: use at most {MAX_NAME_LENGTH} letters, digits and '-'",
+            f"the name is too long or contains a dot: use at most {MAX_NAME_LENGTH} letters, digits and '-'",
             f"size(self.metadata.name) <= {MAX_NAME_LENGTH} && !self.metadata.name.contains('.')",
             lambda d: len(d.metadata.name) <= MAX_NAME_LENGTH and "." not in d.metadata.name,
         ),
         Rule(
             "metadata.name",
-            "the name starts with a digit, as the name of a Service must not: put a letter first; clients use "
+            "the name starts with a digit, which the name of a Service must not: put a letter first; clients use "
             "spec.model.name, which may start with one",
             "self.metadata.name.matches('^[^0-9]')",
             lambda d: not d.metadata.name[:1].isdigit(),
@@ -101,12 +101,12 @@ class LLMDeployment(Section):
 
     @property
     def key(self) -> str:
-        """namespace/name."""
+        """Namespace and name, as `namespace/name`."""
         return f"{self.metadata.namespace}/{self.metadata.name}"
 
     @property
     def model_name(self) -> str:
-        """The name clients use."""
+        """The model name that clients send."""
         return self.spec.model.name or self.metadata.name
 
     @property

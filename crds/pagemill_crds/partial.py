@@ -1,7 +1,7 @@
-"""Reads a resource with errors as far as it is valid, so that everything else wrong with it can be reported as well.
+"""Read a resource that has errors as far as it is valid, so that all other errors can be reported as well.
 
 A field that is wrong or missing becomes `INVALID` (see `invalid`). `base` holds the rules; `pagemill up` reports what
-they and the plan find.
+the rules and the plan find.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_partially(model: type[Model], value: Any, errors: Iterable[Location]) -> Model:
-    """`value` as `model`, with `INVALID` at the locations of `errors` (pydantic's, those of broken rules left out)."""
+    """Return `value` as `model`, with `INVALID` at the locations of `errors`.
+
+    `errors`: the locations of pydantic's errors, except those of broken rules.
+    """
     read: Model = _read(model, value, list(errors))
     return read
 
 
 def broken_rules(section: Any, path: Location = ()) -> Iterator[tuple[Location, str]]:
-    """(location, message) of each broken rule of a section and those inside it, as far as its fields are valid."""
+    """Yield (location, message) of each broken rule of a section and its subsections, as far as fields are valid."""
     if isinstance(section, Sequence) and not isinstance(section, str):
         for index, item in enumerate(section):
             yield from broken_rules(item, (*path, index))
@@ -65,7 +68,7 @@ def _read_section(model: type[BaseModel], value: dict[str, Any], errors: list[Lo
 
 
 def _probably_meant(model: type[BaseModel], value: dict[str, Any]) -> set[str]:
-    """Fields that unknown names may stand for: of these it is not known that they are absent."""
+    """Return the fields that unknown names may be misspellings of. Whether such a field is absent is not known."""
     aliases = [field.alias or name for name, field in model.model_fields.items()]
     unknown = [name for name in value if name not in aliases]
     return {near for name in unknown for near in get_close_matches(name, aliases, n=1)}
@@ -76,7 +79,7 @@ def _below(errors: list[Location], part: str | int) -> list[Location]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model of `Model`, `Model | None`, `list[Model]`, however annotated."""
+    """Return the model in `Model`, `Model | None` or `list[Model]`, however annotated, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_in(part))), None)

@@ -1,7 +1,7 @@
-"""Kubernetes quantities and Go durations: their patterns, and what they mean in bytes, cores and seconds.
+"""Kubernetes quantities and Go durations: their patterns and their values in bytes, cores and seconds.
 
-Neighbours: `fields` makes pydantic types of them; the operator's plan reads them with the functions below.
-Sources: the Kubernetes resource-quantity format (a decimal with an SI or binary suffix) and Go's `time.ParseDuration`.
+Neighbours: `fields` makes pydantic types of them; the operator's plan reads values with the functions below. Sources:
+the Kubernetes resource-quantity format (a decimal with an SI or binary suffix) and Go's `time.ParseDuration`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def memory_bytes(quantity: int | str) -> int:
-    """Bytes of a memory quantity: `"4Gi"` -> 4294967296. Raises `ValueError`."""
+    """Return the bytes of a memory quantity: `"4Gi"` -> 4294967296. Raises `ValueError`."""
     if isinstance(quantity, int):
         return _not_negative(quantity)
     if not re.fullmatch(MEMORY_PATTERN, quantity):
@@ -29,7 +29,7 @@ def memory_bytes(quantity: int | str) -> int:
 
 
 def cpu_cores(quantity: int | str) -> float:
-    """Cores of a CPU quantity: `"500m"` -> 0.5. Raises `ValueError`."""
+    """Return the cores of a CPU quantity: `"500m"` -> 0.5. Raises `ValueError`."""
     if isinstance(quantity, int):
         return float(_not_negative(quantity))
     if not re.fullmatch(CPU_PATTERN, quantity):
@@ -38,7 +38,7 @@ def cpu_cores(quantity: int | str) -> float:
 
 
 def duration_seconds(duration: str) -> float:
-    """Seconds of a duration: `"1m30s"` -> 90.0. Raises `ValueError`."""
+    """Return the seconds of a duration: `"1m30s"` -> 90.0. Raises `ValueError`."""
     if not re.fullmatch(DURATION_PATTERN, duration):
         raise ValueError(f"{duration!r} is not a duration; write it like 300ms, 30s, 5m or 1h30m")
     parts = re.findall(r"([0-9.]+)(ms|s|m|h)", duration)

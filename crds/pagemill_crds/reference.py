@@ -1,4 +1,4 @@
-"""The reference page of LLMDeployment in Markdown, written from the structural schema."""
+"""Write the reference page of LLMDeployment in Markdown from the structural schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER = f"""# {KIND}
 
 
 def reference_page() -> str:
-    """The text of `docs/reference/llmdeployment.md`."""
+    """Return the text of `docs/reference/llmdeployment.md`."""
     sections = [field for field in walk(root()) if field.children]
     return HEADER + "\n" + "\n".join(_section(field) for field in sections)
 

@@ -1,7 +1,7 @@
-"""From pydantic's JSON schema to the structural schema that Kubernetes asks of a CustomResourceDefinition.
+"""Convert pydantic's JSON schema to the structural schema that Kubernetes requires of a CustomResourceDefinition.
 
-References are inlined, titles and nulls go (a null is pruned by the API server), constants become enumerations,
-exclusive bounds take OpenAPI 3.0's form, and `additionalProperties: false` goes (field validation is the API server's).
+References are inlined; titles and nulls are dropped (the API server prunes nulls); constants become enumerations;
+exclusive bounds take OpenAPI 3.0's form; `additionalProperties: false` is dropped (the API server validates fields).
 Source: the Kubernetes documentation on CustomResourceDefinitions, "Specifying a structural schema".
 """
 
@@ -36,14 +36,14 @@ def _pydantic_schema() -> Schema:
 
 
 def structural_schema() -> Schema:
-    """The `openAPIV3Schema` of LLMDeployment."""
+    """Return the `openAPIV3Schema` of LLMDeployment."""
     root = _pydantic_schema()
     schema = _structural(root, root["$defs"])
     schema["properties"]["metadata"] = {"type": "object"}
     for name in ("apiVersion", "kind"):
         schema["properties"][name] = {"type": "string"}
     for rule in schema.get("x-kubernetes-validations", []):
-        # The API server knows no fields below metadata, so a path there would be refused.
+        # The API server has no fields below metadata in its schema and would refuse a path there.
         rule.pop("fieldPath", None)
     schema["required"] = ["spec"]
     return schema
@@ -72,10 +72,10 @@ def _structural(node: Schema, defs: Schema) -> Schema:
 
 
 def _resolved(node: Schema, defs: Schema) -> Schema:
-    """The node without `$ref` and without the null branch of an optional field."""
+    """Return the node without `$ref` and without the null branch of an optional field."""
     if "$ref" in node:
         target = defs[node["$ref"].rsplit("/", 1)[1]]
-        # The field's own words win over those of its type.
+        # The field's own description and limits override those of its type.
         return {**_resolved(target, defs), **{key: value for key, value in node.items() if key != "$ref"}}
     if "anyOf" not in node or node.get("x-kubernetes-int-or-string"):
         return node

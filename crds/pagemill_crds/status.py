@@ -1,4 +1,4 @@
-"""`status`: what the operator observed. Conditions, not phases; nothing that changes every second.
+"""`status`: the observed state, as conditions without phases and without values that change every second.
 
 Sources: the Kubernetes API conventions on conditions (a list-map keyed by type, absent means Unknown).
 """
@@ -21,112 +21,113 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Condition(Section):
-    """One observation about the deployment."""
+    """One observation of the LLMDeployment."""
 
-    # Not an enumeration: an older schema must keep the conditions of a newer operator.
+    # No enumeration: an older schema must keep the conditions of a newer operator.
     type: Annotated[str, Text(316, TYPE_PATTERN)]
-    """Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet or Ready."""
+    """Type of the condition: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet or Ready."""
     status: Literal["True", "False", "Unknown"]
-    """Whether it holds."""
+    """Whether the condition holds: True, False or Unknown."""
     observed_generation: Count = 0
-    """Generation of the spec it was observed on."""
+    """Generation of the spec that the condition was observed for."""
     last_transition_time: Timestamp
-    """When `status` last changed."""
+    """Time when `status` last changed."""
     reason: Annotated[str, Text(1024, REASON_PATTERN)]
-    """The true cause, in one CamelCase word."""
+    """Cause of the status, as one CamelCase word."""
     message: Annotated[str, Text(32_768, min_length=0)]
-    """The cause for people, with the remedy."""
+    """Human-readable cause, with the remedy."""
 
 
 class PlanSummary(Section):
-    """What the spec was planned into."""
+    """Result of planning the spec."""
 
     model_name: str = ""
-    """Name that clients put into `model`."""
+    """Model name that clients send in `model`."""
     digest: str = ""
-    """Changes exactly when pods must be replaced."""
+    """Digest of the engine's settings and pod template; it changes exactly when pods must be replaced."""
     engine_version: str = ""
     """Version of the engine in the pods."""
     pods_per_replica: Count = 0
-    """Pods that make one replica."""
+    """Number of pods per replica."""
     notes: Annotated[list[str], Field(max_length=32)] = Field(default_factory=list)
-    """Fields that have no effect here, and why."""
+    """Fields of the spec that have no effect in this cluster, and why."""
 
 
 class LoadSummary(Section):
-    """Load in coarse steps; written at most every 30 seconds."""
+    """Load, rounded to coarse steps and written at most every 30 seconds."""
 
     kv_cache_usage_percent: Annotated[int, Field(ge=0, le=100)] = 0
-    """Share of the KV cache held by running requests."""
+    """Percentage of the KV cache that running requests use."""
     requests_running: Count = 0
-    """Requests in the engines."""
+    """Number of requests that engines are computing."""
     requests_waiting: Count = 0
-    """Requests that wait for an engine."""
+    """Number of requests that wait for an engine."""
     last_update_time: Timestamp | None = None
-    """When these values were written."""
+    """Time when these values were written."""
 
 
 class Scaling(Section):
     """The latest change of the number of replicas."""
 
     time: Timestamp
-    """When it was decided."""
+    """Time of the decision."""
     from_replicas: Count
-    """Replicas before."""
+    """Number of replicas before the change."""
     to_replicas: Count
-    """Replicas after."""
+    """Number of replicas after the change."""
     reason: str = ""
-    """Why."""
+    """Reason of the change."""
 
 
 class Start(Section):
-    """The latest start of a replica, by phase in milliseconds. Times of Kubernetes have whole seconds."""
+    """Duration of the latest start of a replica, by phase in milliseconds. Phases that Kubernetes reports have a
+    resolution of one second."""
 
     time: Timestamp
-    """When it was ready."""
+    """Time when the replica became ready."""
     pod: str
-    """Its pod."""
+    """Name of the pod."""
     schedule_ms: Count = 0
-    """Until it had a node."""
+    """Time from the creation of the pod to its assignment to a node."""
     pull_ms: Count = 0
-    """Until its container ran: the image, and volumes."""
+    """Time from the assignment to the start of the container: pulling the image and mounting volumes."""
     boot_ms: Count = 0
-    """Until the engine looked at the model, and until the kubelet saw that it was ready."""
+    """Remaining time until the pod is ready: starting the engine process, and the delay of the readiness probe."""
     load_ms: Count = 0
-    """Weights and KV cache."""
+    """Time for loading the weights and allocating the KV cache."""
     warm_ms: Count = 0
-    """Kernels, and the measuring of step times."""
+    """Time for preparing kernels and measuring step times."""
     first_token_ms: Count = 0
-    """The first token."""
+    """Time for generating the first token."""
     total_ms: Count = 0
-    """All of it."""
+    """Time from the creation of the pod until it is ready."""
 
 
 class LLMDeploymentStatus(Section):
-    """What the operator observed."""
+    """Observed state of the LLMDeployment."""
 
     observed_generation: Count = 0
-    """Generation of the spec that the status is about."""
+    """Generation of the spec that the status describes."""
     replicas: Count = 0
-    """Replicas that exist; read by the scale subresource."""
+    """Number of existing replicas; read by the scale subresource."""
     desired_replicas: Count = 0
-    """Replicas that are wanted now."""
+    """Desired number of replicas."""
     ready_replicas: Count = 0
-    """Replicas that take requests."""
+    """Number of replicas that accept requests."""
     standby_replicas: Count = 0
-    """Replicas that are loaded and sleep."""
+    """Number of standby replicas, which have loaded the model and sleep."""
     selector: str = ""
     """Label selector of the pods; read by the scale subresource."""
     url: str = ""
     """Base URL of the OpenAI-compatible API."""
     plan: PlanSummary | None = None
-    """What the spec was planned into."""
+    """Result of planning the spec."""
     load: LoadSummary | None = None
-    """Load in coarse steps."""
+    """Load, rounded to coarse steps."""
     last_scaling: Scaling | None = None
     """The latest change of the number of replicas."""
     last_start: Start | None = None
-    """The latest start of a replica that was measured."""
+    """The latest measured start of a replica."""
     conditions: Annotated[
         list[Condition],
         Field(
@@ -134,4 +135,4 @@ class LLMDeploymentStatus(Section):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
         ),
     ] = Field(default_factory=list)
-    """Observations: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet and Ready."""
+    """Conditions: Planned, Scheduled, ModelLoaded, Serving, ScalingActive, SLOMet and Ready."""

@@ -1,7 +1,8 @@
-"""Requests to the API server as plain JSON: single objects, server-side apply, whole lists and the changes since.
+"""Requests to the API server as plain JSON: single objects, server-side apply, complete lists and watches.
 
-Writes are fenced: each one asks right before it is sent for how long the process still leads, and may not take longer.
-Neighbours: `list_watch` keeps one kind up to date; the operator's `controller.lease` gives the time of the fence.
+Writes are fenced: right before each write, the client asks how long the process still leads, and limits the request to
+that time. Neighbours: `list_watch` keeps one kind up to date; the operator's `controller.lease` provides the remaining
+time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Manifest = dict[str, Any]
 
 REQUEST_TIMEOUT_S = 10.0
 LIST_TIMEOUT_S = 30.0
-"""For each page."""
+"""Timeout of each page of a list."""
 CONNECT_TIMEOUT_S = 5.0
 NO_LIMITS = aiohttp.ClientTimeout(total=None)
 PAGE_SIZE = 500
@@ -77,15 +78,15 @@ class Client:
         remaining_s: Callable[[], float] = lambda: float("inf"),
         on_response: Callable[[str, str], None] = lambda code, method: None,
     ) -> None:
-        """Use inside a running event loop.
+        """Make a client inside a running event loop.
 
-        `remaining_s`: seconds for which writing is allowed; `on_response` is called with code and method.
+        `remaining_s`: returns the seconds for which writing is allowed; `on_response` is called with code and method.
         """
         self._credentials = credentials
         self._field_manager = field_manager
         self._remaining_s = remaining_s
         self._on_response = on_response
-        # Every watch holds a connection for ever.
+        # Every watch keeps a connection open.
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
 
@@ -104,14 +105,18 @@ class Client:
             raise
 
     async def apply(self, kind: Kind, manifest: Manifest, *, force: bool) -> Manifest:
-        """Server-side apply; returns the object as it stands. Without `force`, what others wrote differently is 409."""
+        """Apply a manifest on the server. Returns the resulting object.
+
+        Without `force`, a conflict with another field manager raises `ApiError` 409.
+        """
         metadata = manifest["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
         query = {"fieldManager": self._field_manager, "force": str(force).lower()}
         return await self.write("PATCH", path, query=query, body=manifest, content_type=APPLY)
 
     async def patch_status(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Manifest:
-        """Merge into the status subresource; `None` removes a field. A resource version in it is a precondition."""
+        """Merge a patch into the status subresource; `None` removes a field. A resource version in it is a
+        precondition."""
         return await self._merge(kind.path(namespace, name, "status"), patch)
 
     async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
@@ -126,7 +131,7 @@ class Client:
         return await self.write("PATCH", path, query=query, body=dict(patch), content_type=MERGE_PATCH)
 
     async def delete(self, kind: Kind, manifest: Manifest) -> None:
-        """Exactly this object, by its uid; its own children go with it. One that is gone already is fine."""
+        """Delete exactly this object, by its uid, with its children. A missing object is no error."""
         metadata = manifest["metadata"]
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
         try:
@@ -144,7 +149,7 @@ class Client:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Manifest:
-        """A request that only the leader may send. Raises `NotLeading`."""
+        """Send a request that only the leader may send. Raises `NotLeading`."""
         remaining_s = self._remaining_s()
         if remaining_s <= 0:
             raise NotLeading
@@ -154,7 +159,7 @@ class Client:
         )
 
     async def list(self, path: str, selector: Mapping[str, str]) -> Page:
-        """All objects. Raises `Gone`, `ApiError` or `Unreachable`."""
+        """Return all objects. Raises `Gone`, `ApiError` or `Unreachable`."""
         items: list[msgspec.Raw] = []
         token = ""
         while True:
@@ -175,7 +180,7 @@ class Client:
         idle_timeout_s: float,
         on_open: Callable[[], None],
     ) -> AsyncGenerator[WatchEvent, None]:
-        """Changes since `resource_version`, until the server ends the watch regularly after `timeout_s`.
+        """Yield changes since `resource_version`, until the server ends the watch regularly after `timeout_s`.
 
         `on_open` is called when the server has accepted the watch; the first change may come much later. Raises `Gone`,
         `ApiError` or `Unreachable`.
@@ -199,7 +204,7 @@ class Client:
     async def read(
         self, path: str, *, query: Mapping[str, str] | None = None, timeout_s: float = REQUEST_TIMEOUT_S
     ) -> bytes:
-        """The answer to GET as it is, such as a log, or a pod's own behind the API server's proxy."""
+        """Return the unparsed answer to a GET, such as a log, or an answer of a pod through the API server's proxy."""
         return await self._send("GET", path, query=query, accept="*/*", timeout_s=timeout_s)
 
     async def request(
@@ -213,7 +218,7 @@ class Client:
         timeout_s: float = REQUEST_TIMEOUT_S,
         fenced: bool = False,
     ) -> Manifest:
-        """Raises `ApiError`, `Unreachable` and, where `fenced`, `NotLeading`."""
+        """Send a request and return its answer. Raises `ApiError`, `Unreachable` and, if `fenced`, `NotLeading`."""
         return _decoded(
             await self._send(
                 method, path, query=query, body=body, content_type=content_type, timeout_s=timeout_s, fenced=fenced
@@ -259,10 +264,10 @@ class Client:
         limits: aiohttp.ClientTimeout = NO_LIMITS,
         fenced: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response, once it is known to be no error."""
+        """Yield the response if its status is not an error."""
         credentials = self._credentials
         all_headers = {"Accept": "application/json", **(headers or {}), **await credentials.headers()}
-        # Reading credentials may have taken its time.
+        # Reading credentials may have taken time.
         if fenced and self._remaining_s() <= 0:
             raise NotLeading
         async with self._session.request(
@@ -295,7 +300,10 @@ def _error(code: int, data: bytes) -> ApiError:
 
 
 def _api_error(code: int, status: _Status) -> ApiError:
-    """410: the history is no longer kept. A version from the future: the server lost history (etcd was restored)."""
+    """Return the error. 410 means that the history is no longer available.
+
+    A resource version from the future means that the server lost history, such as after a restore of etcd.
+    """
     kind = Gone if code == 410 or "resource version" in status.message.lower() else ApiError
     return kind(code, status.reason or "Unknown", status.message)
 
@@ -309,7 +317,7 @@ def _decode_event(line: bytes) -> WatchEvent:
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Objects may be longer than what the library's own line reader takes."""
+    """Yield lines, which may be longer than the library's own line reader allows."""
     parts: list[bytes] = []
     size = 0
     async for data in response.content.iter_any():

@@ -1,4 +1,4 @@
-"""What kubelets give to every pod: the address of the API server."""
+"""The address of the API server from the environment that kubelets give to every pod."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def in_cluster_url() -> str:
-    """The API server's address as kubelets give it to every pod; it needs no DNS."""
+    """Return the API server's address, which needs no DNS."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         return "https://kubernetes.default.svc"

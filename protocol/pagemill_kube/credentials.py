@@ -1,7 +1,7 @@
 """The address of the API server and the credentials for it: the service account of the pod, or a kubeconfig file.
 
 A kubelet replaces a service account's token every hour, so it is read again for each request; requests are rare here.
-Neighbour: `login` reads a kubeconfig with the official client, as kubectl does; a gateway goes without it.
+Neighbour: `login` reads a kubeconfig with the official client, as kubectl does; the gateway does not use it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class Credentials:
         *,
         proxy: str | None = None,
     ) -> None:
-        """`authorization`: the header's value, or an empty string; asked for each request."""
+        """Describe a server. `authorization`: returns the header's value, or an empty text; called for each request."""
         self.base_url = base_url.rstrip("/")
         self.tls = tls
         self.proxy = proxy
         self._authorization = authorization
 
     async def headers(self) -> dict[str, str]:
-        """Raises `CredentialsError`."""
+        """Return the headers of a request. Raises `CredentialsError`."""
         authorization = await self._authorization()
         return {"Authorization": authorization} if authorization else {}
 
 
 class _Bearer:
-    """A fixed token, or that of a file as it is now."""
+    """A fixed token, or the current token of a file."""
 
     def __init__(self, token: str = "", file: Path | None = None) -> None:
         self._token = token
@@ -62,7 +62,7 @@ class _Bearer:
 
 
 def in_cluster(base_url: str = "", folder: Path = SERVICE_ACCOUNT) -> Credentials:
-    """Of the pod's service account. Raises `CredentialsError`."""
+    """Return the credentials of the pod's service account. Raises `CredentialsError`."""
     token_file = folder / "token"
     if not token_file.exists():
         raise CredentialsError(
@@ -77,7 +77,10 @@ def in_cluster(base_url: str = "", folder: Path = SERVICE_ACCOUNT) -> Credential
 
 
 def from_kubeconfig(path: Path, server: str = "") -> Credentials:
-    """Tokens and client certificates; programs that fetch credentials are not run: `login` does that."""
+    """Return the credentials of a kubeconfig: tokens and client certificates. Raises `CredentialsError`.
+
+    Programs that fetch credentials are not run; `login` runs them.
+    """
     try:
         content = yaml.safe_load(path.read_text())
         context = _named(content["contexts"], content["current-context"])["context"]
@@ -115,7 +118,7 @@ def _content(section: dict[str, Any], field: str, folder: Path) -> bytes | None:
 
 
 def _load_certificate(tls: ssl.SSLContext, pem: bytes) -> None:
-    """The library takes client certificates from files only."""
+    """Load a client certificate through a temporary file, since the library accepts only files."""
     descriptor, name = tempfile.mkstemp(prefix="pagemill-")
     try:
         with os.fdopen(descriptor, "wb") as file:

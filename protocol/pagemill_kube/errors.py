@@ -1,4 +1,4 @@
-"""How a request to the API server can fail."""
+"""The errors of requests to the API server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class ApiError(Exception):
 
     @property
     def is_passing(self) -> bool:
-        """It lies with the server or the moment, not with the request."""
+        """Whether the same request may succeed later."""
         return self.status in (408, 409, 429) or (self.status >= 500 and not self.is_malformed)
 
     @property
     def is_malformed(self) -> bool:
-        """Server-side apply answers 500 to a manifest with a field of the wrong type or name."""
+        """Whether the manifest is invalid. Server-side apply answers 500 to a field of the wrong type or name."""
         return self.status == 422 or self.message.startswith(MALFORMED)
 
 
@@ -30,12 +30,12 @@ class Gone(ApiError):
 
 
 class Unreachable(Exception):
-    """No answer came, or none in time. The write may still have happened."""
+    """No answer arrived in time. The write may still have happened."""
 
 
 class NotLeading(Exception):
-    """This process may not write (any more)."""
+    """This process may not write, or no longer."""
 
 
 class CredentialsError(Exception):
-    """There are no usable credentials for the API server; the message names the file and the remedy."""
+    """No usable credentials for the API server; the message names the file and the remedy."""

@@ -1,4 +1,4 @@
-"""A kind of object, and where its objects lie in the API."""
+"""A kind of object and its paths in the API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Kind(NamedTuple):
     name: str
-    """As in manifests, such as `Deployment`."""
+    """Name in manifests, such as `Deployment`."""
     group: str
     """Empty for the core group."""
     version: str
@@ -18,7 +18,8 @@ class Kind(NamedTuple):
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """For example `/apis/apps/v1/namespaces/default/deployments/chat-engine`; without a namespace: of all."""
+        """Return a path such as `/apis/apps/v1/namespaces/default/deployments/chat-engine`; all namespaces without
+        one."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         scope = ["namespaces", namespace] if namespace else []
         return "/".join(part for part in (root, *scope, self.plural, name, subresource) if part)

@@ -1,7 +1,7 @@
-"""One kind of object, kept up to date for ever: list, watch from there, and start again after any fault.
+"""Keep one kind of object up to date: list, watch from there, and start again after any fault.
 
-A fault never forgets what is known: only the server's answers change the store. Pauses between attempts grow and are
-jittered; a watch that ends regularly continues at once from where it was.
+A fault never discards known objects: only the server's answers change the store. Pauses between attempts grow and are
+jittered; a watch that ends regularly is continued at once from its resource version.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ Object = TypeVar("Object", bound=msgspec.Struct)
 FAULTS = (ApiError, Unreachable, msgspec.DecodeError, UnicodeDecodeError)
 Key = tuple[str, str]
 WATCH_S = (20, 30)
-"""The server is asked to end a watch after this long, so that a dead one is noticed soon. The next watch continues from
-where it was, which costs the server next to nothing.
-"""
+"""Range in seconds after which the server is asked to end a watch, so that a dead one is noticed soon. The next watch
+continues from its resource version, at almost no cost for the server."""
 QUICK_WATCH_PAUSE_S = 0.1
-"""Between watches that end regularly, for a server that ends each at once."""
+"""Pause between watches that end regularly, for a server that ends each at once."""
 REFUSALS = frozenset({403, 404})
 NUM_REFUSALS = 4
 """Refusals before a namespace counts as refused: new permissions take a moment to reach the server."""
@@ -41,7 +40,7 @@ class _Metadata(msgspec.Struct, rename="camel"):
 
 
 class _Bare(msgspec.Struct):
-    """What any object has."""
+    """The fields of any object."""
 
     metadata: _Metadata
 
@@ -49,9 +48,10 @@ class _Bare(msgspec.Struct):
 class Intervals(NamedTuple):
     backoff_base_s: float
     backoff_max_s: float
-    """First and longest pause between attempts to reach the API server; each is drawn from the upper half."""
+    """First and longest pause between attempts to reach the API server; the actual pause is drawn from its upper
+    half."""
     idle_timeout_s: float
-    """A watch silent for this long is opened again."""
+    """Seconds without data after which a watch is opened again."""
 
 
 class ListWatch(Generic[Object]):
@@ -65,13 +65,13 @@ class ListWatch(Generic[Object]):
         on_change: Callable[[], None],
     ) -> None:
         self.objects: dict[Key, Object] = {}
-        """By namespace and name. Only the watch writes it."""
+        """Objects by namespace and name. Only the watch writes it."""
         self.listed = False
-        """The server has answered once."""
+        """Whether the server has answered at least once."""
         self.fault: str | None = "the API server has not answered yet"
-        """Why it is not up to date; `None`: it is."""
+        """Why the objects are not up to date, or None."""
         self.refused = False
-        """The server refuses and has never answered: the namespace is gone, or forbidden to this gateway."""
+        """Whether the server refuses and has never answered: the namespace is gone, or forbidden to this gateway."""
         self.path = path
         self._client = client
         self._decoder: msgspec.json.Decoder[Object] = msgspec.json.Decoder(kind)
@@ -83,7 +83,7 @@ class ListWatch(Generic[Object]):
         self._was_gone = False
 
     async def run(self) -> None:
-        """Never returns."""
+        """List and watch for ever."""
         loop = asyncio.get_running_loop()
         pause_s = self._intervals.backoff_base_s
         while True:
@@ -102,7 +102,7 @@ class ListWatch(Generic[Object]):
             pause_s = min(self._intervals.backoff_max_s, pause_s * 2)
 
     async def _attempt(self) -> str | None:
-        """List if needed, watch once; returns the fault, if any."""
+        """List if needed, watch once. Returns the fault, or None."""
         try:
             if not self._version:
                 await self._list()
@@ -122,7 +122,7 @@ class ListWatch(Generic[Object]):
         return None
 
     def _begin_anew(self, gone: Gone) -> str | None:
-        """Once is the normal course of a watch; repeated, it is a fault."""
+        """List again next time. Once is the normal course of a watch; repeated, it is a fault."""
         logger.info("watch of %s begins anew: %s", self.path, gone)
         self._version = ""
         again, self._was_gone = self._was_gone, True
@@ -184,7 +184,8 @@ class ListWatch(Generic[Object]):
             self._on_change()
 
     def _decode(self, raw: msgspec.Raw) -> Object | None:
-        """An invalid object must not stop the others: its last valid version stays."""
+        """Return the object, or None for an invalid one: it must not stop the others, and its last valid version
+        stays."""
         try:
             return self._decoder.decode(raw)
         except msgspec.DecodeError as error:
@@ -198,7 +199,7 @@ class ListWatch(Generic[Object]):
 
 
 def _key(raw: msgspec.Raw) -> Key:
-    """Without a valid name: no namespace and no name."""
+    """Return namespace and name; empty texts without a valid name."""
     try:
         metadata = msgspec.json.decode(raw, type=_Bare).metadata
     except msgspec.DecodeError:

@@ -1,7 +1,7 @@
 """Credentials from a kubeconfig as kubectl reads it, with the official client: its plugins, renewals and proxies.
 
-It takes the package `kubernetes` (22 MiB of memory), so only the command line and operators outside of a cluster
-import it. Neighbour: `credentials`.
+It imports the package `kubernetes` (22 MiB of memory), so only the command line and operators outside a cluster import
+it. Neighbour: `credentials`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pagemill_kube.errors import CredentialsError
 class Login(NamedTuple):
     credentials: Credentials
     context: str
-    """Its name."""
+    """Name of the context."""
     namespace: str
 
 
 async def log_in(kubeconfig: Path | None, context: str | None = None) -> Login:
-    """`None`: the file and the context that kubectl would take. Raises `CredentialsError`."""
+    """Log in. `None` selects the file and the context that kubectl would use. Raises `CredentialsError`."""
     file = None if kubeconfig is None else str(kubeconfig)
-    # It warns of a file that does not exist; the error says so.
+    # It warns about a missing file, which the error reports too.
     logging.getLogger("kubernetes").setLevel(logging.ERROR)
     configuration = Configuration()
     try:
@@ -46,7 +46,7 @@ async def log_in(kubeconfig: Path | None, context: str | None = None) -> Login:
 
 
 class _Renewed:
-    """Tokens of commands are renewed on the way."""
+    """Bearer tokens that the official client renews when needed."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration

@@ -1,1 +1,1 @@
-"""What the components say to each other and to clients. No torch, no sockets of its own."""
+"""The messages between components and to clients. No torch, no sockets of its own."""

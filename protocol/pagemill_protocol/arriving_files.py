@@ -1,8 +1,8 @@
-"""A model that is loaded while it is fetched: a folder of links to its files, which become whole one after another.
+"""A model that is loaded while it is fetched: a folder of links to files that become whole one after another.
 
-When the folder appears, the small files are whole, and each file of weights has its header. It keeps its place when the
-model is published elsewhere, so that who reads it need not know. `sources.store.fetch` writes it; who reads weights
-waits for them here. A fetch that has ended, in whatever way, has given its lock back.
+When the folder appears, the small files are whole and each weight file has its header. The folder keeps its place when
+the model is published elsewhere, so readers are not affected. `sources.store.fetch` writes it; readers of weights wait
+here for the files. A fetch that has ended, for whatever reason, has released its lock.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import msgspec
 from pagemill_protocol.source_errors import UnreadableModelError
 
 SIZES = ".arriving.json"
-"""Bytes that each file will have which was not whole at first; the fetch holds a lock on it."""
+"""JSON object with the final size in bytes of each file that was not whole at first; the fetch holds a lock on it."""
 PARENT = ".arriving"
-"""Folder of such folders, beside the models."""
+"""Name of the parent folder of arriving models, beside the published ones."""
 POLL_S = 0.02
 _decoder = msgspec.json.Decoder(dict[str, int])
 
 
 def arriving_folder(target: Path) -> Path:
-    """`target`: where the model will be published."""
+    """Return the folder of a model while it arrives. `target`: the folder where it will be published."""
     return target.parent / PARENT / target.name
 
 
 class Link(NamedTuple):
     place: Path
-    """Of the file that is linked, on the same file system."""
+    """Path of the linked file, on the same file system."""
     num_bytes: int
-    """That it will have."""
+    """Final size."""
     is_whole: bool
 
 
 class ArrivingFiles:
-    """The side that fetches."""
+    """The fetching side: makes the folder of links and marks files as whole."""
 
     def __init__(self, target: Path, links: Mapping[str, Link]) -> None:
-        """Raises `OSError` where the file system has no links."""
+        """Link the files. Raises `OSError` where the file system has no hard links."""
         self.folder = arriving_folder(target)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
@@ -63,8 +63,8 @@ class ArrivingFiles:
             raise
 
     def is_whole(self, name: str) -> None:
-        """From now on; it was checked."""
-        with suppress(FileNotFoundError):  # who loads it has all that it needs
+        """Mark a file as complete and checked."""
+        with suppress(FileNotFoundError):  # a reader that has all it needs may have removed the folder
             _mark(self.folder / name).touch()
 
     def close(self) -> None:
@@ -72,12 +72,12 @@ class ArrivingFiles:
 
 
 def awaited_bytes(path: Path) -> int | None:
-    """Of a file that is still arriving: the bytes that it will have. `None`: it is whole, as other files are."""
+    """Return the final size in bytes of a file that is still arriving, or None for a whole file."""
     return None if _mark(path).exists() else _sizes(path.parent).get(path.name)
 
 
 def wait_until_whole(path: Path) -> None:
-    """Raises `UnreadableModelError` when the fetch has ended without it."""
+    """Block until the file is whole. Raises `UnreadableModelError` when the fetch has ended before that."""
     while awaited_bytes(path) is not None:
         if _has_ended(path.parent) and awaited_bytes(path) is not None:
             raise UnreadableModelError(f"`{path.name}` has not arrived: the fetch of the model has ended. Start again.")
@@ -85,13 +85,13 @@ def wait_until_whole(path: Path) -> None:
 
 
 def wait_for_all(folder: Path) -> None:
-    """As `wait_until_whole`, of all files."""
+    """Block until all arriving files of a folder are whole. Raises `UnreadableModelError` as `wait_until_whole`."""
     for name in _sizes(folder):
         wait_until_whole(folder / name)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Empty where nothing arrives."""
+    """Return the final sizes of arriving files; empty where nothing arrives."""
     try:
         return _decoder.decode((folder / SIZES).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -103,7 +103,7 @@ def _has_ended(folder: Path) -> bool:
         with (folder / SIZES).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return False  # it holds its lock
+        return False  # the fetch holds its lock
     return True
 
 

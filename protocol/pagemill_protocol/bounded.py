@@ -1,4 +1,4 @@
-"""Reads a peer's whole body up to a limit."""
+"""Read a peer's whole body up to a limit."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class _Content(Protocol):
 
 
 class Body(Protocol):
-    """What is needed of an `aiohttp.ClientResponse`."""
+    """The part of an `aiohttp.ClientResponse` that is needed here."""
 
     @property
     def content(self) -> _Content: ...
 
 
 async def read_bounded(response: Body, limit_bytes: int) -> bytes:
-    """The whole body. Raises `TooLarge`, or `aiohttp.ClientError` when the connection breaks."""
+    """Return the whole body. Raises `TooLarge`, or `aiohttp.ClientError` when the connection breaks."""
     chunks: list[bytes] = []
     size = 0
     while data := await response.content.readany():

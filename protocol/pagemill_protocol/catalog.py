@@ -19,7 +19,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     terminating: bool = False
     """Accepts no new requests."""
     probed_ready: bool = False
-    """The platform's own probe reports ready: connect at once, whatever the endpoint reported before."""
+    """The platform's own probe reports that the pod is ready: connect at once, whatever its last report said."""
 
 
 class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class CatalogAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """One LoRA adapter served beside a model."""
 
     name: str
-    """The name clients use."""
+    """Name that clients send."""
     digest: str
     """Digest of its content: identifies it to engines and separates its KV blocks."""
 
@@ -46,7 +46,7 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     namespace: str = "default"
     deployment: str
     name: str
-    """The name clients use."""
+    """Name that clients send."""
     aliases: list[str] = []
     adapters: list[CatalogAdapter] = []
     weight: int = 100
@@ -64,11 +64,11 @@ class CatalogModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Overrides the bundle's template."""
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    """Names of `pagemill_protocol.answers.registry`; `auto`: as the chat template says."""
+    """Names of parsers in `pagemill_protocol.answers.registry`; `auto`: the parser that fits the chat template."""
     queue: QueueLimits | None = None
-    """`None`: the gateway's own limits."""
+    """`None`: the gateway's own limits apply."""
     wakes: bool = False
-    """An engine is started when requests wait, so they may wait while there is none."""
+    """Whether waiting requests start an engine: they may wait although none is running."""
     endpoints: list[Endpoint] = []
 
 

@@ -1,5 +1,4 @@
-"""Resource limits that a container or service manager sets for this process: where they are stored, and the usable
-cores.
+"""Resource limits that a container or service manager sets for this process: their location and the usable cores.
 
 A container usually sees its own control group as the root; a service under systemd, or a container in the host's
 namespace, sees its group further down, and every group above limits it as well. Versions 1 and 2 are read. Callers
@@ -17,10 +16,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def folders(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -> list[Path]:
-    """Folders of all groups that limit this process, its own first. Some may be missing or set no limit.
+    """Return the folders of all groups that limit this process, its own first. Some may be missing or set no limit.
 
-    `controller`: as version 1 names it, such as `cpu`. `membership`: lines `NUMBER:CONTROLLERS:PATH`; version 2 has no
-    controllers there.
+    `controller`: name as in version 1, such as `cpu`. `membership`: lines `NUMBER:CONTROLLERS:PATH`, where version 2
+    has no controllers.
     """
     found: list[Path] = []
     for line in read(membership).splitlines():
@@ -33,14 +32,14 @@ def folders(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -
 
 
 def usable_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int:
-    """The minimum of affinity and quotas; at least 1."""
+    """Return the minimum of CPU affinity and quotas, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [quota for folder in folders("cpu", root, membership) if (quota := _cpu_quota(folder)) is not None]
     return max(1, min([cores, *map(math.floor, quotas)]))
 
 
 def read(path: Path) -> str:
-    """The stripped content of a file; empty if there is none."""
+    """Return the stripped content of a file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -53,7 +52,7 @@ def _up_to(root: Path, path: str) -> list[Path]:
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    """Cores granted to one group; `None` without a limit."""
+    """Return the cores granted to one group, or None without a limit."""
     fields = read(folder / "cpu.max").split()
     if len(fields) != 2:
         fields = [read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")]

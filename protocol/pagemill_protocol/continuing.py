@@ -1,4 +1,4 @@
-"""Which answers another engine can continue: the rule shared by engines (what they report) and gateways (what they
+"""The rule for which answers another engine can continue, shared by engines (what they report) and gateways (what they
 keep)."""
 
 from __future__ import annotations
@@ -6,15 +6,15 @@ from __future__ import annotations
 from pagemill_protocol.generate import ChoiceResume, GenerateRequest
 
 PROGRESS_TOKENS = 16
-"""Of one choice of an answer that can be continued and is not streamed: metas tell so many at once, and at most so many
-less one are unknown to the gateway while the choice runs."""
+"""Tokens per progress report of a choice that can be continued and is not streamed. At most one less is unknown to the
+gateway while the choice runs."""
 
 
 def can_be_continued(request: GenerateRequest) -> bool:
-    """Whether frame metas suffice to continue at another engine. Otherwise the answer starts again there, before any of
-    it was delivered.
+    """Whether frame metas suffice to continue the answer at another engine.
 
-    They do not suffice when answers are chosen at their end, nor when log probabilities were not delivered yet.
+    If not, the answer starts again there, before any of it was delivered. They do not suffice when choices are selected
+    at their end, nor when log probabilities were not delivered yet.
     """
     sampling = request.sampling
     chooses = sampling.use_beam_search or sampling.num_sequences > sampling.n
@@ -28,9 +28,9 @@ def has_begun(resume: ChoiceResume, request: GenerateRequest) -> bool:
 
 
 def needs_prompt_logprobs(request: GenerateRequest) -> bool:
-    """Whether the answer, or what is missing of it, reports log probabilities of the prompt.
+    """Whether the rest of the answer reports log probabilities of the prompt.
 
-    A streamed one does in the first chunk of each choice, so what was delivered does not come twice.
+    A streamed answer reports them in the first chunk of each choice; chunks that were delivered are not repeated.
     """
     if request.num_prompt_logprobs is None:
         return False

@@ -1,8 +1,8 @@
-"""Tokens between gateways and engines, derived from one secret key, so that none has to be distributed.
+"""Tokens between gateways and engines, derived from one secret key, so that no token has to be distributed.
 
-An engine accepts the tokens of all keys in `pagemill-keys`; a gateway sends the one of `current`. The operator rotates
-the keys (`previous` <- `current` <- `next` <- random), so every token is accepted for a whole period before it is used.
-The operator and the gateway store and watch the keys; this module only derives tokens.
+An engine accepts the tokens of all keys in `pagemill-keys`; a gateway sends the token of `current`. The operator
+rotates the keys (`previous` <- `current` <- `next` <- random), so every token is accepted for a whole period before it
+is used. The operator and the gateway store and watch the keys; this module only derives tokens.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class EngineKeys(NamedTuple):
     previous: bytes
 
     def sent(self, namespace: str, name: str) -> str:
-        """The token that a caller sends to `namespace/name`."""
+        """Return the token that a caller sends to `namespace/name`."""
         return derive_token(self.current, namespace, name)
 
     def accepted(self, namespace: str, name: str) -> tuple[str, ...]:
-        """The tokens that `namespace/name` accepts, newest first."""
+        """Return the tokens that `namespace/name` accepts, newest first."""
         keys = (self.next, self.current, self.previous)
         return tuple(dict.fromkeys(derive_token(key, namespace, name) for key in keys))
 
 
 def derive_token(key: bytes, namespace: str, name: str) -> str:
-    """The token of one deployment under one key, 64 hex characters.
+    """Return the token of one deployment under one key: 64 hex characters.
 
     Raises `ValueError` for a key too short to be secret, or a name that could be mistaken for another.
     """

@@ -1,6 +1,6 @@
 """Errors as clients see them: one exception type, rendered in OpenAI's body shape.
 
-Every component raises `PagemillError` (or lets one of the constructors below build it); the HTTP door turns it into
+Every component raises `PagemillError`, directly or through a function below; the HTTP middleware renders it as
 `{"error": {"message", "type", "param", "code"}}` with its status. It never carries text of other requests, memory
 addresses or stack traces. The shape and the status codes follow the OpenAI API reference; 499 is nginx's code for a
 client that left.
@@ -12,16 +12,16 @@ from typing import Any
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 ENGINE_CRASHED = "engine_crashed"
-"""Code of an engine's last message: its own work brought it down, so one of its requests may be the cause."""
+"""Code of an engine's last message when its own computation brought it down: one of its requests may be the cause."""
 ENGINE_FAILED = "engine_failed"
-"""Code of an engine's last message: it was killed, or its server failed; none of its requests is the cause."""
+"""Code of an engine's last message when it was killed or its server failed: none of its requests is the cause."""
 
 
 class PagemillError(Exception):
-    """A refusal or failure with everything a client needs to react to it.
+    """A refusal or failure, with the data that a client needs to react to it.
 
-    `status`: HTTP status. `param`: the request field at fault, dotted. `code`: machine-readable cause. `retry_after_s`:
-    seconds, sent as `Retry-After`.
+    `status`: HTTP status. `param`: dotted name of the wrong request field. `code`: machine-readable cause.
+    `retry_after_s`: seconds, sent as `Retry-After`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PagemillError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The response body in OpenAI's error shape."""
+        """Return the response body in OpenAI's error shape."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
@@ -53,20 +53,20 @@ class PagemillError(Exception):
 
 
 def invalid_field(param: str, message: str, *, code: str = "invalid_value") -> PagemillError:
-    """400: one field of the request is wrong; `message` names the value and the remedy."""
+    """Return a 400 error about one request field; `message` names the value and the remedy."""
     return PagemillError(message, param=param, code=code)
 
 
 def show(value: object) -> str:
-    """A value in a message, shortened."""
-    # Python refuses to write out integers of thousands of digits.
+    """Return a value's representation for messages, shortened."""
+    # Python refuses to convert integers of thousands of digits to text.
     if isinstance(value, int) and value.bit_length() > 1024:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)[:40]
 
 
 def beyond_context(max_model_len: int, details: str, param: str) -> PagemillError:
-    """400; clients find the first sentence, which is OpenAI's, in messages of this kind."""
+    """Return a 400 error. The first sentence is OpenAI's; clients search messages of this kind for it."""
     return PagemillError(
         f"This model's maximum context length is {max_model_len} tokens. {details}",
         param=param,
@@ -107,8 +107,8 @@ def request_timeout() -> PagemillError:
 
 def client_too_slow() -> PagemillError:
     return PagemillError(
-        "The answer was not read as fast as it came and grew too large to keep. Read faster, or ask for less: fewer "
-        "choices, fewer log probabilities.",
+        "The answer was not read as fast as it was generated and became too large to buffer. Read faster, or request "
+        "less: fewer choices, fewer log probabilities.",
         status=408,
         type="timeout_error",
         code="client_too_slow",
@@ -149,8 +149,8 @@ def bad_upstream(message: str) -> PagemillError:
 
 def request_crashed_engine() -> PagemillError:
     return PagemillError(
-        "Engines went down whenever they computed this request, at last when it was tried alone. Nothing else can be "
-        "the cause. It is not tried again. The engines' logs say more.",
+        "Engines failed whenever they computed this request, the last one while it was computed alone. No other "
+        "request can be the cause. It is not tried again. The engines' logs have the details.",
         status=500,
         type="server_error",
         code="request_crashed_engine",

@@ -3,7 +3,7 @@ other messages between processes as `u32 length | msgpack`.
 
 An answer frame is `u32 meta length | u32 payload length | meta (msgpack of FrameMeta) | payload`, a state frame is `u32
 length | msgpack of StateFrame`, a load frame `u32 length | msgpack of LoadFrame`; integers are little-endian. The
-payload is opaque: bytes for the client that a gateway passes on unread. Unknown keys of a newer peer's meta are
+payload is opaque: bytes for the client that a gateway forwards unparsed. Unknown keys of a newer peer's meta are
 ignored, missing ones take their defaults.
 
 Decoders take bytes in any chunking. They refuse lengths above fixed bounds before buffering anything, so a peer that
@@ -53,11 +53,11 @@ Message = TypeVar("Message")
 
 
 class FrameError(Exception):
-    """The bytes are not frames. The stream cannot be read further; close it."""
+    """The bytes are not frames. The rest of the stream cannot be read; close it."""
 
 
 def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
-    """One answer frame. Raises `FrameError` when meta or payload exceed their bounds."""
+    """Encode one answer frame. Raises `FrameError` when meta or payload exceeds its bound."""
     encoded = _encoder.encode(meta)
     _check_size("meta", len(encoded), MAX_META_BYTES)
     _check_size("payload", len(payload), MAX_PAYLOAD_BYTES)
@@ -65,17 +65,17 @@ def encode_frame(meta: FrameMeta, payload: bytes = b"") -> bytes:
 
 
 def encode_state(state: StateFrame) -> bytes:
-    """One state frame. Raises `FrameError` when it exceeds `MAX_STATE_BYTES`."""
+    """Encode one state frame. Raises `FrameError` when it exceeds `MAX_STATE_BYTES`."""
     return encode_message("state", state, MAX_STATE_BYTES)
 
 
 def encode_load(load: LoadFrame) -> bytes:
-    """One load frame. Raises `FrameError` when it exceeds `MAX_LOAD_BYTES`."""
+    """Encode one load frame. Raises `FrameError` when it exceeds `MAX_LOAD_BYTES`."""
     return encode_message("load", load, MAX_LOAD_BYTES)
 
 
 def encode_message(what: str, message: object, limit: int) -> bytes:
-    """`u32 length | msgpack`. Raises `FrameError` when it exceeds `limit` bytes."""
+    """Encode a message as `u32 length | msgpack`. Raises `FrameError` when it exceeds `limit` bytes."""
     encoded = _encoder.encode(message)
     _check_size(what, len(encoded), limit)
     return _MESSAGE_HEADER.pack(len(encoded)) + encoded
@@ -123,7 +123,7 @@ class FrameDecoder:
         self._has_rest = self._failed = False
 
     def feed(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
-        """The frames that `data` completes. Raises `FrameError` on garbage, now and on every later call.
+        """Return the frames that `data` completes. Raises `FrameError` on garbage, now and on every later call.
 
         Engines usually write whole frames, which are decoded without the buffer.
         """
@@ -155,7 +155,7 @@ class FrameDecoder:
         return frames
 
     def close(self) -> None:
-        """The stream ended. Raises `FrameError` if it ended inside a frame."""
+        """End the stream. Raises `FrameError` if it ends inside a frame."""
         _check_empty(self._buffer)
 
     def _feed_buffer(self, data: bytes) -> list[tuple[FrameMeta, bytes]]:
@@ -195,7 +195,7 @@ class MessageDecoder(Generic[Message]):
         self._has_rest = self._failed = False
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that `data` completes. Raises `FrameError` on garbage, now and on every later call.
+        """Return the messages that `data` completes. Raises `FrameError` on garbage, now and on every later call.
 
         Peers usually write whole messages, which are decoded without the buffer.
         """
@@ -225,7 +225,7 @@ class MessageDecoder(Generic[Message]):
         return messages
 
     def close(self) -> None:
-        """The stream ended. Raises `FrameError` if it ended inside a frame."""
+        """End the stream. Raises `FrameError` if it ends inside a frame."""
         _check_empty(self._buffer)
 
     def _feed_buffer(self, data: bytes) -> list[Message]:

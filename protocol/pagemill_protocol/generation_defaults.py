@@ -1,4 +1,4 @@
-"""Sampling values for requests that send none: what an owner may set."""
+"""Sampling values for requests that send none, as the owner of a deployment may set them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 import msgspec
 
 GenerationConfig = Literal["auto", "vllm"]
-"""`auto`: the model's own values count; `vllm`: they do not."""
+"""`auto`: values of the model's generation_config.json apply; `vllm`: they do not."""
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What an owner sets, by name of `SamplingParams`; `None`: as the model has it."""
+    """Values by name of `SamplingParams`; `None`: the model's own value applies."""
 
     temperature: float | None = None
     top_p: float | None = None

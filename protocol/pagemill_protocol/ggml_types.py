@@ -1,4 +1,5 @@
-"""Storage types of GGUF tensors and the sizes of their blocks, numbered as in ggml.h. Not their layout."""
+"""Storage types of GGUF tensors and the sizes of their blocks, numbered as in ggml.h. The blocks' layout is not
+here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import enum
 
 
 class GGMLType(enum.IntEnum):
-    """Storage types of tensors, numbered as in ggml.h."""
+    """Storage type of a tensor, numbered as in ggml.h."""
 
     F32 = 0
     F16 = 1

@@ -1,8 +1,8 @@
-"""Reads GGUF files (github.com/ggml-org/ggml, docs/gguf.md): metadata and tensor table, tensors as views of the map.
+"""Read GGUF files (github.com/ggml-org/ggml, docs/gguf.md): metadata, tensor table, and tensors as views of the map.
 
-Does not dequantize (the engine's loader does) and gives the keys no meaning (`model_spec`, `text.gguf_tokenizer` do).
-Every length is checked against the file before it is used, so that a corrupt file is refused at once.
-Arrays of strings (a vocabulary has hundreds of thousands) are walked once and decoded when first read.
+It does not dequantize (the engine's loader does) and does not interpret keys (`model_spec` and `text.gguf_tokenizer`
+do). Every length is checked against the file before it is used, so that a corrupt file is refused at once. Arrays of
+strings (a vocabulary has hundreds of thousands) are walked once and decoded at the first access.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _U64 = struct.Struct("<Q")
 
 
 class GGUFError(UnreadableModelError):
-    """The file is not a GGUF file that can be read; the message says where and what to do."""
+    """The file cannot be read as GGUF; the message names the position and the remedy."""
 
 
 class _CutShort(GGUFError):
-    """The data ends before the header does."""
+    """The data ends inside the header."""
 
 
 class GGUFTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    """Rows first, as torch has it (GGUF stores the fastest dimension first)."""
+    """Row-major as in torch, while GGUF stores the fastest dimension first."""
     ggml_type: GGMLType
     offset: int
     """Bytes from the start of the file."""
     num_bytes: int
     part: int = 0
-    """Which file of a split model."""
+    """Index of the file in a split model."""
 
     @property
     def num_elements(self) -> int:
@@ -74,7 +74,7 @@ class GGUFTensor(NamedTuple):
 
 
 class StringArray(Sequence[str]):
-    """An array of strings that lies in the file; decoded as a whole at the first access."""
+    """An array of strings in the file, decoded as a whole at the first access."""
 
     def __init__(self, data: mmap.mmap | bytes, offset: int, count: int, key: str, path: Path) -> None:
         self._data = data
@@ -124,14 +124,14 @@ _REMEDY = "The file is damaged: fetch it again and compare its size and checksum
 class GGUFFile:
     """A mapped GGUF file: `metadata` by key and `tensors` by name, in file order.
 
-    Of a model that is split over several files `path` is the first: its metadata counts, and the tensors of all.
-    Reading takes time linear in the header, not in the weights. Raises `GGUFError`.
+    For a model that is split over several files, `path` is the first: the metadata is its own, the tensors are those of
+    all files. Reading takes time linear in the header, not in the weights. Raises `GGUFError`.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.paths = [self.path]
-        """Of all parts; `GGUFTensor.part` counts them."""
+        """Paths of all parts; `GGUFTensor.part` is an index of this list."""
         self._parts = [_mapped(self.path)]
         header = _Header(self._parts[0], self.path)
         header.read()
@@ -157,32 +157,32 @@ class GGUFFile:
         self.tensors |= {name: tensor._replace(part=part) for name, tensor in header.tensors.items()}
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's stored bytes, uint8 [num_bytes], a read-only view of the mapping (no copy)."""
+        """Return the tensor's stored bytes, uint8 [num_bytes], as a read-only view of the mapping without a copy."""
         return self.data_of(self.tensors[name])
 
     def data_of(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        """As `data`, also of a part of a tensor."""
+        """Return the stored bytes of a tensor, or of a part of one, as `data` does."""
         import numpy as np
 
         return np.frombuffer(self._parts[tensor.part], dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Metadata by key, or `default`; `GGUFError` when it is there with another type than `kind`."""
+        """Return the metadata of a key, or `default`. Raises `GGUFError` for a value of another type than `kind`."""
         value = self.metadata.get(key, default)
         if value is default or (isinstance(value, kind) and not (kind is int and isinstance(value, bool))):
             return value
-        raise GGUFError(f"`{self.path}`: `{key}` has type {type(value).__name__}, which it must not have. {_REMEDY}")
+        raise GGUFError(f"`{self.path}`: `{key}` has the wrong type {type(value).__name__}. {_REMEDY}")
 
 
 def check_gguf(path: Path) -> None:
-    """Look through one file by itself, which may be any part of a split model. Raises `GGUFError`."""
+    """Check one file by itself, which may be any part of a split model. Raises `GGUFError`."""
     _Header(_mapped(path), path).read()
 
 
 def header_bytes(data: bytes, path: Path) -> int | None:
-    """How long the header is of the file that begins with `data`; `None`: longer than that. `path`: for messages.
+    """Return the length in bytes of the header of a file that begins with `data`, or None if the header is longer.
 
-    Raises `GGUFError` for what is no GGUF file.
+    `path`: for messages. Raises `GGUFError` for data that is not GGUF.
     """
     header = _Header(data, path)
     try:
@@ -203,7 +203,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _further_parts(header: _Header, path: Path) -> list[str]:
-    """Names of the files beside the first one. Raises `GGUFError`."""
+    """Return the names of the other files of a split model. Raises `GGUFError`."""
     count = header.metadata.get("split.count", 0)
     if not isinstance(count, int) or count < 2:
         return []
@@ -233,7 +233,7 @@ class _Header:
 
     @property
     def end(self) -> int:
-        """Of what was read so far."""
+        """Position after all that was read."""
         return self._position
 
     def read(self) -> None:
@@ -243,7 +243,7 @@ class _Header:
             self._place(info, data_start)
 
     def read_table(self) -> list[tuple[str, tuple[int, ...], GGMLType, int]]:
-        """Metadata and tensors as the file lists them; where these lie is not looked at."""
+        """Read metadata and tensor table without checking where the tensors' data lie."""
         num_tensors, num_entries = self._read_start()
         for _ in range(num_entries):
             key = self._string("a metadata key", MAX_KEY_BYTES)
@@ -342,7 +342,7 @@ class _Header:
         self.alignment = alignment
 
     def split_number(self) -> int:
-        """From 0, of a split model's file."""
+        """Return the 0-based index of this file in a split model."""
         number = self.metadata.get("split.no", 0)
         return number if isinstance(number, int) else 0
 

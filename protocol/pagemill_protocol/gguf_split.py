@@ -1,6 +1,6 @@
-"""Names of the files of a GGUF model that is split: `NAME-00001-of-00003.gguf`, as llama.cpp's programs write them.
+"""Names of the files of a split GGUF model: `NAME-00001-of-00003.gguf`, as llama.cpp's programs write them.
 
-Knows names only; `gguf_file` reads the parts.
+This module knows only names; `gguf_file` reads the parts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffi
 
 
 def part_names(name: str) -> list[str]:
-    """All files of the model that `name`, with or without folders before it, is a part of; itself where it is whole."""
+    """Return the names of all files of the model of which `name` is a part; `[name]` where the model is one file.
+
+    `name` may have folders before it.
+    """
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
@@ -20,6 +23,6 @@ def part_names(name: str) -> list[str]:
 
 
 def whole_name(name: str) -> str:
-    """What the model's file would be called in one piece."""
+    """Return the name that the model's file would have in one piece."""
     match = _PART.fullmatch(name)
     return name if match is None else match["stem"] + match["suffix"]

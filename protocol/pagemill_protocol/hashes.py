@@ -1,11 +1,11 @@
-"""Block hashes: the content address of a prompt's KV blocks, the same in engine and gateway.
+"""Block hashes: the content address of a prompt's KV blocks, equal in engine and gateway.
 
 A block's hash is blake2b-128 (RFC 7693) over its parent's hash and its own token ids, so equal hashes mean equal whole
 prefixes, not just equal blocks. The chain starts at a root that mixes everything else a KV value depends on: weights,
-adapter, KV type, block size, the version of this scheme, and the salt that keeps tenants apart. Collisions would serve
+adapter, KV type, block size, the version of this scheme, and the salt that separates tenants. Collisions would serve
 one prompt's KV to another, hence a cryptographic hash; 128 bits keep an index of 10**9 blocks below 10**-20.
 
-Only full blocks have a hash. The cache itself lives in `pagemill_engine.kv`, the gateway's index in
+Only full blocks have a hash. The cache itself is in `pagemill_engine.kv`, the gateway's index in
 `pagemill_gateway.brain`; neither may compute hashes another way.
 """
 
@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 HASH_VERSION = 1
-"""Changes whenever equal inputs would hash differently; hashes of different versions are not compared."""
+"""Changes whenever equal inputs would hash differently. Hashes of different versions are never compared."""
 NO_HASHES = 0
-"""Used in place of a version by an engine without a prefix cache."""
+"""Published in place of a version by an engine without a prefix cache."""
 HASH_BYTES = 16
 PREFIX_CHUNK_TOKENS = 64
 """Prefixes of large caches are published in chunks of at least this many tokens."""
 MAX_FINE_BLOCKS = 8192
-"""Caches of up to this many blocks publish every block: gateways then know every prefix exactly."""
+"""Caches of up to this many blocks publish every block, so that gateways know every prefix exactly."""
 
 _BLOCK_PERSON = b"pagemill-block"
 _ROOT_PERSON = b"pagemill-root"
@@ -34,9 +34,9 @@ TOKEN_BYTES = 4
 def root_hash(
     *, weights_digest: str, kv_dtype: str, block_size: int, adapter_digest: str = "", salt: str = ""
 ) -> bytes:
-    """The parent of every first block (16 bytes).
+    """Return the parent hash of every first block (16 bytes).
 
-    Fields are length-prefixed, so no two different sets of fields run together to the same bytes.
+    Fields are length-prefixed, so that two different sets of fields never result in the same bytes.
     """
     state = blake2b(digest_size=HASH_BYTES, person=_ROOT_PERSON)
     for field in (str(HASH_VERSION), weights_digest, adapter_digest, kv_dtype, str(block_size), salt):
@@ -47,7 +47,7 @@ def root_hash(
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of one full block: blake2b-128 over `parent`, then the ids as little-endian int32.
+    """Return the hash of one full block: blake2b-128 over `parent`, then the ids as little-endian int32.
 
     Raises `OverflowError` for an id that does not fit int32.
     """
@@ -55,7 +55,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def block_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Hashes of all full blocks of `token_ids`, first block first; a partial last block has none."""
+    """Return the hashes of all full blocks of `token_ids`, first block first; a partial last block has none."""
     return extend([], root, token_ids, block_size)
 
 
@@ -78,24 +78,27 @@ def extend(hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_siz
 
 
 def blocks_per_prefix_chunk(block_size: int) -> int:
-    """The fewest blocks that hold `PREFIX_CHUNK_TOKENS` tokens."""
+    """Return the smallest number of blocks with at least `PREFIX_CHUNK_TOKENS` tokens."""
     return -(-PREFIX_CHUNK_TOKENS // block_size)
 
 
 def prefix_chunk_blocks(block_size: int, num_blocks: int) -> int:
-    """Blocks per prefix chunk for a cache of `num_blocks`: a compromise between short reports and exact ones."""
+    """Return the blocks per prefix chunk for a cache of `num_blocks`: a compromise between short and exact reports."""
     return 1 if num_blocks <= MAX_FINE_BLOCKS else blocks_per_prefix_chunk(block_size)
 
 
 def prefix_chunk_hash(parent: bytes, prefix_chunk: bytes, block_size: int) -> bytes:
-    """Hash of the last block of one prefix chunk, given as `token_bytes`; `parent` is the hash of the chunk before."""
+    """Return the hash of the last block of one prefix chunk.
+
+    `parent`: hash of the chunk before. `prefix_chunk`: the chunk's tokens as `token_bytes`.
+    """
     for block in _split(memoryview(prefix_chunk), block_size * TOKEN_BYTES):
         parent = _chain(parent, block)
     return parent
 
 
 def prefix_chunk_hashes(hashes: Sequence[bytes], block_size: int) -> list[bytes]:
-    """Hashes of the full chunks of a prefix.
+    """Return the hashes of the full chunks of a prefix.
 
     The hash of a chunk is that of its last block, which covers the whole prefix up to it. `hashes` starts at the first
     block of the prefix.
@@ -111,7 +114,7 @@ def _chain(parent: bytes, tokens: bytes | memoryview) -> bytes:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """The ids as they are hashed: little-endian int32. Raises `OverflowError` for an id that does not fit."""
+    """Return the ids as they are hashed: little-endian int32. Raises `OverflowError` for an id that does not fit."""
     ids = array("i", token_ids)
     if sys.byteorder == "big":
         ids.byteswap()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 BINS_PER_DOUBLING = 8
-"""A value is known up to a factor of 2 ** (1/16), about four percent."""
+"""Relative resolution: a value is known within a factor of 2 ** (1/16), about four percent."""
 LARGEST_BIN = 40 * BINS_PER_DOUBLING
 
 
@@ -24,7 +24,7 @@ class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(count for _, count in self._sound())
 
     def quantile(self, share: float) -> float | None:
-        """The value that `share` of the values do not exceed; None while there are none."""
+        """Return the value that a share `share` of the values does not exceed, or None without values."""
         total, seen = self.total, 0.0
         if total <= 0:
             return None
@@ -42,12 +42,12 @@ class Histogram(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(value_of(index) * count for index, count in self._sound()) / total
 
     def _sound(self) -> Iterator[tuple[int, float]]:
-        """What a count can be: a peer may send anything."""
+        """Iterate over bins with a valid count; a peer may send anything."""
         return ((index, count) for index, count in self.counts.items() if 0 < count < math.inf)
 
 
 def bin_of(value: float) -> int:
-    """The bin of a value; what is no number counts as the lowest."""
+    """Return the bin of a value; NaN counts as the lowest."""
     if not value > 1:
         return 0
     return min(LARGEST_BIN, round(BINS_PER_DOUBLING * math.log2(value))) if value < math.inf else LARGEST_BIN
@@ -62,7 +62,7 @@ def histogram_of(values: Iterable[float]) -> Histogram:
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """One histogram of all their values."""
+    """Return the sum of several histograms."""
     counts: Counter[int] = Counter()
     for histogram in histograms:
         counts.update(dict(histogram._sound()))

@@ -1,7 +1,7 @@
 """Ids that distinguish requests and are not secret: 128 random bits in hex.
 
-Drawn in the process from a generator that the system seeded once: a system call for each would release the
-interpreter's lock, and a busy server would wait for it. Secrets are drawn with `secrets`.
+They come from a generator that the system seeded once: a system call per id would release the interpreter's lock, and a
+busy server would wait to get it back. Secrets come from the module `secrets`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the JSON files of model folders: bounded size, objects only, clear errors."""
+"""Read the JSON files of model folders: bounded size, objects only, clear errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 256 * 1024 * 1024
 
 
 def read_text(path: Path) -> str:
-    """The file as UTF-8 text. Raises `UnreadableModelError`."""
+    """Return the file as UTF-8 text. Raises `UnreadableModelError`."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise UnreadableModelError(f"`{path}` is larger than {MAX_JSON_BYTES} bytes.")
@@ -25,7 +25,7 @@ def read_text(path: Path) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`."""
+    """Return the JSON object in `path`. Raises `UnreadableModelError`."""
     return parse_object(read_text(path), path)
 
 
@@ -40,5 +40,5 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """Like `read_object`; an empty object when the file does not exist."""
+    """Return the JSON object in `path`, or an empty one where the file does not exist."""
     return read_object(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Refuses a keyword that a constructor does not have, by name and with the nearest one that it has.
+"""Refuse a keyword that a constructor does not have, by its name and with the nearest known one.
 
 For parameters that people write themselves (`SamplingParams`, `LLM`). Values are checked where they are used.
 """
@@ -17,7 +17,7 @@ from pagemill_protocol.errors import show
 class CheckedKeywords(msgspec.StructMeta):
     """Metaclass of structs whose constructor names an unknown keyword and the one that was probably meant."""
 
-    if not TYPE_CHECKING:  # type checkers go on to see the fields
+    if not TYPE_CHECKING:  # type checkers still see the fields
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -33,7 +33,8 @@ class CheckedKeywords(msgspec.StructMeta):
 def _without(
     owner: str, given: Mapping[str, Any], no_effect: Mapping[str, tuple[tuple[Any, ...], str]]
 ) -> dict[str, Any]:
-    """`given` without the keywords that ask for nothing. Raises `TypeError` for other values of these."""
+    """Return `given` without the keywords that have no effect. Raises `TypeError` for values of these that would have
+    one."""
     for name in given.keys() & no_effect.keys():
         allowed, remedy = no_effect[name]
         if not any(type(given[name]) is type(value) and given[name] == value for value in allowed):
@@ -42,7 +43,7 @@ def _without(
 
 
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises `TypeError` for the first keyword that `owner` does not have."""
+    """Raise `TypeError` for the first keyword that `owner` does not have."""
     names = sorted(known)
     for name in given:
         if name not in names:

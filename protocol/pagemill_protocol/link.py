@@ -2,11 +2,12 @@
 
 It begins as an HTTP request for `LINK_PATH` that offers the protocol `LINK_PROTOCOL`; after the 101 both sides send
 records, `u32 length | u32 stream | u8 kind | data`, little-endian. A stream is one request; the gateway numbers them.
-The data of an answer are frames (`frames`), cut anywhere; so a large frame does not hold up other streams. An engine
-sends at most `WINDOW_BYTES` of a stream that its gateway has not credited, so a slow client stops its own stream only.
+The data of an answer are frames (`frames`), split at any byte, so that a large frame does not delay other streams. An
+engine sends at most `WINDOW_BYTES` of a stream beyond what its gateway has credited, so a slow client stops only its
+own stream.
 
-Engines that offer no link answer the same request over HTTP, `POST /internal/generate`. What a request and its frames
-say is `generate`'s.
+Engines that offer no link answer the same request over HTTP, `POST /internal/generate`. `generate` defines requests and
+frames.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from pagemill_protocol.frames import FrameError
 
 LINK_PATH = "/internal/link"
 LINK_PROTOCOL = "pagemill-link/1"
-"""In the headers Upgrade of request and answer."""
+"""Value of the header Upgrade in request and answer."""
 LINK_VERSION = 1
-"""In `StateFrame.link_version` of engines that offer this protocol."""
+"""Value of `StateFrame.link_version` in engines that offer this protocol."""
 
 PIECE_BYTES = 64 * 1024
-"""The most data of one record of a request or an answer."""
+"""Maximum data bytes of one record of a request or an answer."""
 MAX_RECORD_BYTES = 128 * 1024
 WINDOW_BYTES = 256 * 1024
-"""Of a stream's answer, on its way or not taken."""
+"""Maximum bytes of a stream's answer that were sent and not yet credited."""
 CREDIT_BYTES = WINDOW_BYTES // 2
-"""A gateway credits what was taken as soon as it is so much."""
+"""A gateway grants credit as soon as it has taken this many bytes."""
 
 _HEADER = struct.Struct("<IIB")
 _COUNT = struct.Struct("<I")
@@ -39,15 +40,15 @@ _COUNT = struct.Struct("<I")
 
 class Kind(IntEnum):
     REQUEST_PART = 1
-    """From the gateway: the beginning of a `GenerateRequest`; the rest follows."""
+    """From the gateway: a part of a `GenerateRequest`; the rest follows."""
     REQUEST = 2
     """From the gateway: the end of a `GenerateRequest`, or all of it."""
     CANCEL = 3
-    """From the gateway: the answer is not read any more."""
+    """From the gateway: the answer is no longer read."""
     CREDIT = 4
-    """From the gateway: bytes of the answer that were taken."""
+    """From the gateway: number of bytes of the answer that it has taken."""
     ACCEPTED = 5
-    """From the engine: it has taken the request; the data are the digest of its weights."""
+    """From the engine: the request is accepted; the data are the digest of the engine's weights."""
     REFUSED = 6
     """From the engine: a `Refusal`; the stream is over."""
     DATA = 7
@@ -55,11 +56,11 @@ class Kind(IntEnum):
     END = 8
     """From the engine: the answer is complete; the stream is over."""
     REQUEST_ID = 9
-    """From the gateway, right before `REQUEST`: the client's name for the request, for the engine's log."""
+    """From the gateway, right before `REQUEST`: the client's id of the request, for the engine's log."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """What an HTTP answer would have been."""
+    """The HTTP answer that the engine would have given."""
 
     status: int
     body: bytes
@@ -75,7 +76,7 @@ def encode_record(kind: Kind, stream: int, data: bytes = b"") -> bytes:
 
 
 def encode_pieces(kind: Kind, stream: int, data: bytes) -> Iterator[bytes]:
-    """Records that hold `data`."""
+    """Yield records of `data` in pieces of at most `PIECE_BYTES`."""
     for start in range(0, len(data), PIECE_BYTES):
         yield encode_record(kind, stream, data[start : start + PIECE_BYTES])
 
@@ -85,7 +86,7 @@ def encode_credit(stream: int, num_bytes: int) -> bytes:
 
 
 def decode_credit(data: bytes) -> int:
-    """Raises `FrameError`."""
+    """Return the number of credited bytes. Raises `FrameError`."""
     if len(data) != _COUNT.size:
         raise FrameError(f"A credit has {len(data)} bytes.")
     (num_bytes,) = _COUNT.unpack(data)
@@ -93,14 +94,15 @@ def decode_credit(data: bytes) -> int:
 
 
 class RecordDecoder:
-    """Splits what a link brings; one per connection and direction."""
+    """Splits the bytes of a link into records; one per connection and direction."""
 
     def __init__(self) -> None:
         self._rest = b""
-        """The beginning of a record whose end has not come; less than `MAX_RECORD_BYTES` and a header."""
+        """Beginning of an incomplete record: less than `MAX_RECORD_BYTES` and a header."""
 
     def feed(self, data: bytes) -> list[Record]:
-        """The records that `data` completes. Raises `FrameError` on garbage; the link cannot be read any further."""
+        """Return the records that `data` completes. Raises `FrameError` on garbage; the link cannot be read any
+        further."""
         if self._rest:
             data = self._rest + data
         records: list[Record] = []

@@ -1,4 +1,4 @@
-"""What a gateway publishes to the leading operator about each deployment: the load stream.
+"""The load stream: the load of each deployment, which a gateway publishes to the leading operator.
 
 Each `LoadFrame` is the complete state of one gateway. Frames are sent on change, at once when a request begins to wait,
 and every few seconds otherwise, as length-prefixed msgpack (`pagemill_protocol.frames`). Every gateway receives the
@@ -32,7 +32,7 @@ class EnginesLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Engines in these sums."""
     num_blocks_total: int = 0
     num_blocks_active: int = 0
-    """Held by running requests; never blocks that are only cached."""
+    """Blocks of running requests; blocks that are only cached are not counted."""
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_tokens_running: int = 0
@@ -44,18 +44,18 @@ class EnginesLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     max_step_tokens: int = 0
     """The smallest value of any engine; 0: not reported."""
     step_time: StepTimeParams = StepTimeParams()
-    """The model of the engine that has observed most steps."""
+    """Step-time model of the engine that has observed most steps."""
 
 
 class PodsSeen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Engines as the gateway sees them; the platform counts those that have no address yet."""
+    """Engines as the gateway sees them; engines without an address are counted by the platform only."""
 
     loading: int = 0
     ready: int = 0
-    """They accept requests."""
+    """Engines that accept requests."""
     leaving: int = 0
     asleep: int = 0
-    """They are loaded, and accept requests once they are woken."""
+    """Engines that are loaded and accept requests once they are woken."""
 
 
 class QueueLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,23 +64,23 @@ class QueueLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_requests: int = 0
     num_bytes: int = 0
     num_tokens: int = 0
-    """Tokens of prompts and expected answers; a third of the bytes of what cannot be tokenized yet."""
+    """Tokens of prompts and expected answers; for text that cannot be tokenized yet, a third of its bytes."""
     oldest_s: float | None = None
     """Waiting time of the oldest request."""
     needs_engine: bool = False
-    """The wake event: requests wait, and no engine is there or starting."""
+    """The wake event: requests wait, and no engine is running or starting."""
 
 
 class EngineHeld(msgspec.Struct, frozen=True, array_like=True):
-    """Requests that one engine would have to finish or hand over if it were removed; source: its state stream."""
+    """The requests that would have to finish or migrate if one engine were removed; source: its state stream."""
 
     id: str
     """Id of the endpoint: in a cluster the uid of its pod."""
     num_blocks_active: int = 0
     num_requests: int = 0
-    """Running and waiting there, including those sent a moment ago."""
+    """Requests running and waiting at the engine, including those sent a moment ago."""
     num_requests_waiting: int = 0
-    """Those of them that wait in the engine's own queue."""
+    """The part of `num_requests` that waits in the engine's own queue."""
     num_blocks_total: int = 0
     """0: not reported."""
 
@@ -97,11 +97,11 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Rates of arriving requests; source: the gateway. Zero is a value."""
+    """Arrival rates of requests; source: the gateway. Zero is a value."""
 
     truth: Truth = "unknown"
     window_s: float = 0.0
-    """Seconds over which the rates are taken; shorter after a start."""
+    """Seconds over which the rates are measured; shorter after a start."""
     requests_per_s: float = 0.0
     tokens_per_s: float = 0.0
     """Prompt tokens."""
@@ -109,7 +109,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     burst_requests_per_s: float = 0.0
     """Rate over the last few seconds."""
     idle_s: float = 0.0
-    """Time since a request was last waiting or served, or since the gateway began to serve the deployment."""
+    """Seconds since a request was last waiting or running, or since the gateway began to serve the deployment."""
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -137,11 +137,11 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     engines: EnginesLoad = EnginesLoad()
     pods: PodsSeen = PodsSeen()
     held: list[EngineHeld] = []
-    """By engine that reports: the emptiest one is removed first."""
+    """One entry per reporting engine; the engine with the least is removed first."""
     starts: list[EngineStart] = []
-    """Starts of the engines that reported them."""
+    """Starts of the engines that report them."""
     asleep: list[str] = []
-    """Ids of the engines that report that they sleep."""
+    """Ids of the engines that report sleeping."""
     queue: QueueLoad = QueueLoad()
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()
@@ -155,5 +155,5 @@ class DeploymentLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class LoadFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int
     protocol_version: int = FIRST_VERSION
-    """Of `pagemill_protocol.versions`, for people; the header of the stream is what counts."""
+    """Version of `pagemill_protocol.versions`, for people; peers check the header of the stream."""
     deployments: list[DeploymentLoad] = []

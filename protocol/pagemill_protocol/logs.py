@@ -8,13 +8,16 @@ import orjson
 
 
 class JsonLines(logging.Formatter):
-    """Messages become objects with time and level; those that are objects already get these added.
+    """Formats messages as objects with time and level, which are added to messages that are JSON objects already.
 
-    `extra={"request_id": ...}` of a call to a logger becomes a field of its own.
+    `extra={"request_id": ...}` of a logging call becomes a separate field.
     """
 
     def __init__(self, process: str = "", structured: frozenset[str] = frozenset()) -> None:
-        """`process`: the name of this process; `structured`: loggers whose messages are JSON objects already."""
+        """Make a formatter.
+
+        `process`: name of this process; `structured`: loggers whose messages are JSON objects already.
+        """
         super().__init__()
         self._process = process
         self._structured = structured
@@ -33,7 +36,7 @@ class JsonLines(logging.Formatter):
             fields["request_id"] = request_id
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        # Halves of surrogate pairs, as undecodable file names have, would not be JSON.
+        # Lone surrogates, as in undecodable file names, would not be valid JSON.
         clean = {
             name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
             for name, value in fields.items()
@@ -41,7 +44,7 @@ class JsonLines(logging.Formatter):
         return orjson.dumps({**stamp, **clean}).decode()
 
     def _time(self, record: logging.LogRecord) -> str:
-        """Formatted once a second."""
+        """Return the time to the second, formatted once per second."""
         second = int(record.created)
         if second != self._second:
             self._second, self._time_of_it = second, self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
@@ -49,7 +52,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure(level: int | str, *, process: str = "", structured: frozenset[str] = frozenset()) -> None:
-    # No line shows where it was written, or by which thread: that costs more than the line itself.
+    # Lines show neither source location nor thread: finding them costs more than the line itself.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""What the C library's allocator keeps of freed memory, for processes that free much at once."""
+"""Release freed memory that the C library's allocator retains, for processes that free much at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import ctypes
 
 
 def give_back() -> None:
-    """It goes back to the machine, that of other threads' arenas too, where it is a library that can."""
+    """Return freed memory, also that of other threads' arenas, to the system where the C library can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

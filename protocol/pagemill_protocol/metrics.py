@@ -1,7 +1,7 @@
-"""Every Prometheus metric of engine and gateway: name, help, labels and buckets, as data.
+"""Every Prometheus metric of engine and gateway as data: name, help, labels and buckets.
 
 Engine pods export vLLM's core names with vLLM's meaning and buckets, so dashboards, KEDA recipes and inference gateways
-written for it work unchanged, and `pagemill_engine_*` for what only this engine knows; gateways export
+written for vLLM work unchanged, and `pagemill_engine_*` for facts that only this engine has; gateways export
 `pagemill_gateway_*`. Processes make their objects with `Metrics`; the reference page is generated from the same specs.
 Nothing here measures anything.
 """
@@ -43,12 +43,12 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0)
 _FINE_TTFT_S = tuple(sorted({*_TTFT_S, 0.03, 0.05, 0.15, 0.2}))
 _FINE_LATENCY_S = (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, *_LATENCY_S)
-"""Of gateways: fine enough for objectives of 50 ms. Engines keep the bounds that dashboards of vLLM know."""
+"""Buckets of gateways, fine enough for objectives of 50 ms. Engines keep the bounds that dashboards of vLLM use."""
 _SHORT_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class MetricSpec(NamedTuple):
-    """One metric. `name` is what code says; a counter's series end in `_total`."""
+    """One metric. `name` is the name in code; a counter's series end in `_total`."""
 
     name: str
     kind: Kind
@@ -89,13 +89,13 @@ def _gateway(
     return spec
 
 
-# Engine pods, vLLM's names.
+# Engine pods: names of vLLM.
 NUM_REQUESTS_RUNNING = _vllm("gauge", "num_requests_running", "Requests in the running batch.")
-NUM_REQUESTS_WAITING = _vllm("gauge", "num_requests_waiting", "Requests that wait for a place in the batch.")
+NUM_REQUESTS_WAITING = _vllm("gauge", "num_requests_waiting", "Requests that wait to enter the running batch.")
 KV_CACHE_USAGE = _vllm(
     "gauge",
     "kv_cache_usage_perc",
-    "KV blocks held by running requests over all KV blocks, 0 to 1; cached ones are free.",
+    "Share of the KV blocks that running requests use, 0 to 1; cached blocks count as free.",
 )
 CACHE_CONFIG_INFO = _vllm(
     "gauge",
@@ -145,16 +145,16 @@ REQUEST_PARAMS_MAX_TOKENS = _vllm(
 REQUEST_NUM_PREEMPTIONS = _vllm("histogram", "request_num_preemptions", "Preemptions by request.", buckets=_PREEMPTIONS)
 ITERATION_TOKENS = _vllm("histogram", "iteration_tokens_total", "Tokens computed by one step.", buckets=_STEP_TOKENS)
 
-# Engine pods, own names.
+# Engine pods: names of Pagemill.
 ENGINE_INFO = _engine(
     "gauge",
     "info",
-    "Always 1; the labels name what runs.",
+    "Always 1; the labels describe the engine.",
     ("version", "weights_digest", "kv_dtype", "device", "compute"),
 )
 ENGINE_READY = _engine("gauge", "ready", "1 when requests are accepted, else 0.")
-ENGINE_DRAINING = _engine("gauge", "draining", "1 when no new request is accepted and running ones finish.")
-ENGINE_SLEEPING = _engine("gauge", "sleeping", "1 when it sleeps: weights in memory, the KV cache given back.")
+ENGINE_DRAINING = _engine("gauge", "draining", "1 while no new requests are accepted and running ones finish.")
+ENGINE_SLEEPING = _engine("gauge", "sleeping", "1 while the engine sleeps: weights in memory, no KV cache.")
 ENGINE_WAKE_SECONDS = _engine(
     "histogram", "wake_seconds", "From the call to wake up to a first token.", buckets=_SHORT_S
 )
@@ -162,12 +162,14 @@ ENGINE_LOAD_SECONDS = _engine("gauge", "load_seconds", "Time that each phase of 
 ENGINE_KV_BLOCKS = _engine("gauge", "kv_blocks", "KV blocks by state: active, evictable (cached) or free.", ("state",))
 ENGINE_MAX_NUM_SEQS = _engine("gauge", "max_num_seqs", "Sequences that may run at once.")
 ENGINE_WAITING_TOKENS = _engine("gauge", "waiting_tokens", "Prompt tokens not yet computed.")
-ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Tokens of context held by running requests.")
+ENGINE_CONTEXT_TOKENS = _engine("gauge", "context_tokens", "Context tokens of running requests.")
 ENGINE_STEP_SECONDS = _engine("histogram", "step_seconds", "Duration of one engine step.", buckets=_SHORT_S)
 ENGINE_STEP_ERROR_P50 = _engine("gauge", "step_prediction_error_p50", "Median relative error of step-time predictions.")
-ENGINE_STEP_ERROR_P95 = _engine("gauge", "step_prediction_error_p95", "95th percentile of the same error.")
+ENGINE_STEP_ERROR_P95 = _engine(
+    "gauge", "step_prediction_error_p95", "95th percentile of the relative error of step-time predictions."
+)
 ENGINE_REJECTED = _engine("counter", "requests_rejected", "Requests refused, by error code.", ("code",))
-ENGINE_ABORTED = _engine("counter", "requests_aborted", "Requests dropped before their end, by cause.", ("reason",))
+ENGINE_ABORTED = _engine("counter", "requests_aborted", "Requests aborted before their end, by cause.", ("reason",))
 ENGINE_FAILED = _engine("counter", "requests_failed", "Requests that failed inside the engine.")
 ENGINE_HTTP_REQUESTS = _engine("counter", "http_requests", "HTTP requests answered.", ("route", "status"))
 ENGINE_STATE_STREAMS = _engine("gauge", "state_streams", "Gateways connected to the state stream.")
@@ -179,8 +181,8 @@ GATEWAY_REQUESTS = _gateway(
     "Requests answered, by status (499: the client left).",
     ("model", "variant", "route", "status"),
 )
-GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests being served, those that wait too.", ("model",))
-GATEWAY_BODY_BYTES = _gateway("gauge", "in_flight_body_bytes", "Bytes of the bodies of requests being served.")
+GATEWAY_IN_FLIGHT = _gateway("gauge", "in_flight_requests", "Requests in progress, including waiting ones.", ("model",))
+GATEWAY_BODY_BYTES = _gateway("gauge", "in_flight_body_bytes", "Bytes of the bodies of requests in progress.")
 GATEWAY_REQUEST_SECONDS = _gateway(
     "histogram",
     "request_seconds",
@@ -204,34 +206,34 @@ GATEWAY_ROUTING_SECONDS = _gateway(
 GATEWAY_ROUTING_DECISIONS = _gateway(
     "counter",
     "routing_decisions",
-    "Decisions on where a request goes, by policy and by what was known of the chosen endpoint: its own fresh report, "
-    "or this gateway's counts alone.",
+    "Routing decisions, by policy and by the source of the chosen endpoint's load: its own recent report, or only this "
+    "gateway's counts.",
     ("model", "policy", "basis"),
 )
 GATEWAY_TTFT_ERROR = _gateway(
     "histogram",
     "ttft_prediction_error_ratio",
-    "Predicted minus measured time to the first token, as share of the measured one, without its sign. Streams only.",
+    "Absolute error of the predicted time to first token, relative to the measured time. Streams only.",
     ("model",),
     (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
 )
 GATEWAY_CACHED_PREDICTIONS = _gateway(
     "counter",
     "cached_token_predictions",
-    "Answers by whether the engine found as many cached prompt tokens as predicted, to the prefix chunk (exact), fewer "
-    "(over) or more (under).",
+    "Answers by accuracy of the predicted number of cached prompt tokens: exact (to the prefix chunk), over (the "
+    "engine found fewer) or under (it found more).",
     ("model", "outcome"),
 )
 GATEWAY_CACHED_ERROR_TOKENS = _gateway(
     "counter",
     "cached_token_prediction_error_tokens",
-    "Cached prompt tokens by which predictions that were not exact were off.",
+    "Sum of the absolute errors of predicted numbers of cached prompt tokens.",
     ("model",),
 )
 GATEWAY_QUEUE_REQUESTS = _gateway("gauge", "queue_requests", "Requests that wait for capacity.", ("model",))
-GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of requests that wait.", ("model",))
+GATEWAY_QUEUE_BYTES = _gateway("gauge", "queue_bytes", "Bytes of the bodies of waiting requests.", ("model",))
 GATEWAY_QUEUE_OLDEST_SECONDS = _gateway(
-    "gauge", "queue_oldest_seconds", "How long the request that waits longest has been here.", ("model",)
+    "gauge", "queue_oldest_seconds", "Time since the arrival of the oldest waiting request.", ("model",)
 )
 GATEWAY_QUEUE_SECONDS = _gateway(
     "histogram",
@@ -243,8 +245,8 @@ GATEWAY_QUEUE_SECONDS = _gateway(
 GATEWAY_QUEUE_ENDED = _gateway(
     "counter",
     "queue_ended",
-    "Requests that wait no more or could not, by outcome: served, shed (another needed the place more), full, timeout, "
-    "deadline, failed (no engine is expected any more) or left (its client did).",
+    "Requests that left the queue or could not enter it, by outcome: served, shed (displaced by another request), "
+    "full, timeout, deadline, failed (no engine is expected any more) or left (the client disconnected).",
     ("model", "outcome"),
 )
 GATEWAY_RESERVED_BLOCKS = _gateway(
@@ -260,26 +262,33 @@ GATEWAY_UPSTREAM_ATTEMPTS = _gateway(
     "counter", "upstream_attempts", "Requests sent to engines, by outcome.", ("model", "endpoint", "outcome")
 )
 GATEWAY_UPSTREAM_RETRIES = _gateway(
-    "counter", "upstream_retries", "Requests begun anew at another engine.", ("model", "reason")
+    "counter", "upstream_retries", "Requests restarted at another engine.", ("model", "reason")
 )
 GATEWAY_MIGRATIONS = _gateway(
-    "counter", "migrations", "Answers that another engine continued, by what became of the first.", ("model", "reason")
+    "counter",
+    "migrations",
+    "Answers that another engine continued, by reason.",
+    ("model", "reason"),
 )
 GATEWAY_MIGRATED_TOKENS = _gateway(
     "counter", "migrated_tokens", "Generated tokens that another engine computed again to continue.", ("model",)
 )
-GATEWAY_JOURNAL_TOKENS = _gateway("gauge", "journal_tokens", "Tokens kept so that answers can be continued elsewhere.")
+GATEWAY_JOURNAL_TOKENS = _gateway(
+    "gauge", "journal_tokens", "Tokens stored so that other engines can continue answers."
+)
 GATEWAY_BROKEN_STREAMS = _gateway(
     "counter", "broken_streams", "Streams that ended with an error event after their first byte.", ("model", "reason")
 )
 GATEWAY_POISON_PROBES = _gateway(
     "counter",
     "poison_probes",
-    "Requests probed because engines ended with them, by outcome: cleared (a token came), ended (the engine did too), "
-    "left (neither) or blamed (never tried again).",
+    "Requests probed because engines failed with them, by outcome: cleared (a token was generated), ended (the engine "
+    "failed again), left (neither happened) or blamed (never tried again).",
     ("model", "outcome"),
 )
-GATEWAY_REJECTED = _gateway("counter", "requests_rejected", "Requests refused at the door, by error code.", ("code",))
+GATEWAY_REJECTED = _gateway(
+    "counter", "requests_rejected", "Requests refused before routing, by error code.", ("code",)
+)
 GATEWAY_LIMITED = _gateway(
     "counter",
     "limited",
@@ -296,14 +305,13 @@ GATEWAY_RESERVE_SECONDS = _gateway(
     "histogram", "limits_reserve_seconds", "Reserving within the limits of one request's key.", buckets=_SHORT_S
 )
 GATEWAY_LIMITS_ALONE = _gateway(
-    "counter", "limits_decided_alone", "Reservations made with this gateway's own share, because Redis was away."
+    "counter", "limits_decided_alone", "Reservations made with this gateway's own share, because Redis was unreachable."
 )
 GATEWAY_REDIS_UP = _gateway("gauge", "redis_up", "1 while Redis answers, 0 while not; absent without Redis.")
 GATEWAY_KEYS_FILE_VALID = _gateway(
     "gauge",
     "api_keys_file_valid",
-    "0 while `api_keys_file` cannot be read or has a line that cannot be used, and the keys known before stay in use; "
-    "else 1.",
+    "0 while `api_keys_file` cannot be read or has an invalid line, and the previous keys stay in use; else 1.",
 )
 GATEWAY_TENANT_TOKENS = _gateway(
     "counter", "tenant_tokens", "Tokens charged to each tenant, by kind: prompt or completion.", ("tenant", "kind")
@@ -311,11 +319,14 @@ GATEWAY_TENANT_TOKENS = _gateway(
 GATEWAY_ENDPOINTS = _gateway(
     "gauge",
     "endpoints",
-    "Engines known, by phase: ready, starting, stale, ejected, sleeping or draining.",
+    "Known engines, by phase: ready, starting, stale, ejected, sleeping or draining.",
     ("model", "variant", "phase"),
 )
 GATEWAY_ENDPOINT_IN_FLIGHT = _gateway(
-    "gauge", "endpoint_in_flight_requests", "Requests this gateway has at one engine.", ("model", "endpoint")
+    "gauge",
+    "endpoint_in_flight_requests",
+    "Requests in progress at one engine from this gateway.",
+    ("model", "endpoint"),
 )
 GATEWAY_STATE_AGE_SECONDS = _gateway(
     "gauge", "endpoint_state_age_seconds", "Age of the last state frame of one engine.", ("model", "endpoint")
@@ -329,17 +340,15 @@ GATEWAY_CATALOG_CURRENT = _gateway(
 )
 GATEWAY_READY = _gateway("gauge", "ready", "1 when requests are accepted, else 0.")
 GATEWAY_WORKERS = _gateway("gauge", "workers", "Workers that serve clients (setting `workers`).")
-GATEWAY_WORKERS_LOST = _gateway("counter", "workers_lost", "Worker processes that ended before the gateway did.")
-GATEWAY_CONTROL_PROCESS_RESTARTS = _gateway(
-    "counter", "control_process_restarts", "Times that the control process had to be replaced."
-)
+GATEWAY_WORKERS_LOST = _gateway("counter", "workers_lost", "Worker processes that ended unexpectedly.")
+GATEWAY_CONTROL_PROCESS_RESTARTS = _gateway("counter", "control_process_restarts", "Restarts of the control process.")
 
 
 class Sample(NamedTuple):
     """One value of one series."""
 
     name: str
-    """As exported: of a histogram, with `_bucket`, `_sum` or `_count`."""
+    """Exported name; that of a histogram ends with `_bucket`, `_sum` or `_count`."""
     labels: tuple[tuple[str, str], ...]
     value: float
 
@@ -356,28 +365,28 @@ class Scrape(NamedTuple):
 
 
 def first_token_bound(seconds: float) -> str:
-    """The lowest bound of `GATEWAY_TTFT_SECONDS` that is not under `seconds`, as its label `le` has it."""
+    """Return the label `le` of the lowest bucket of `GATEWAY_TTFT_SECONDS` with a bound of at least `seconds`."""
     bound = next((bound for bound in _FINE_TTFT_S if bound >= seconds), math.inf)
-    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]  # it writes the labels themselves
+    return str(floatToGoString(bound))  # type: ignore[no-untyped-call]  # the function that writes the labels
 
 
 class Metrics:
-    """One process's metric objects, made from specs into their own registry.
+    """The metric objects of one process, made from specs in a registry.
 
     `common` labels are filled into every metric that has them. A child is made once and then costs a dict lookup.
     """
 
     def __init__(self, specs: Iterable[MetricSpec], registry: CollectorRegistry | None = None, **common: str) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series and say nothing
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the series and carry no information
         self.registry = registry if registry is not None else CollectorRegistry()
         self._common = common
         self.num_updates = 0
-        """How often an object was fetched to change its value."""
+        """Number of times an object was fetched to change its value."""
         self._parents: dict[str, MetricWrapperBase] = {spec.name: _make(spec, self.registry) for spec in specs}
         self._children: dict[tuple[str, ...], MetricWrapperBase] = {}
-        """Objects by metric name and label values, in the order of the spec."""
+        """Objects by metric name and label values, in the order of the spec's labels."""
         self._asked: dict[tuple[object, ...], MetricWrapperBase] = {}
-        """The same by labels as callers write them: requests ask often, and each place in the same words."""
+        """The same objects by labels in the order in which callers pass them: a cache for frequent calls."""
 
     def counter(self, spec: MetricSpec, **labels: str) -> Counter:
         return self._child(spec, labels, Counter)
@@ -389,7 +398,7 @@ class Metrics:
         return self._child(spec, labels, Histogram)
 
     def forget(self, spec: MetricSpec, **labels: str) -> None:
-        """Drop the series of something that is gone, such as an endpoint."""
+        """Drop the series of an object that is gone, such as an endpoint."""
         values = self._values(spec, labels)
         if self._children.pop((spec.name, *values), None) is None:
             return
@@ -397,15 +406,15 @@ class Metrics:
         self._parents[spec.name].remove(*values)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def scrape(self, accept: str) -> Scrape:
-        """In the format that the scraper's `Accept` asks for: OpenMetrics, or Prometheus' text."""
+        """Return all metrics in the format that the scraper's `Accept` requests: OpenMetrics, or Prometheus' text."""
         return _encode(self.registry, accept)
 
     def samples(self) -> Samples:
-        """All current values, for adding those of several processes."""
+        """Return all current values, so that those of several processes can be added."""
         return {
             family.name: [Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples]
             for family in self.registry.collect()
@@ -431,7 +440,7 @@ class Metrics:
 
 
 def add_up(processes: Iterable[Samples]) -> Samples:
-    """The values of several processes together, series by series."""
+    """Return the sums of several processes' values, series by series."""
     totals: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for samples in processes:
         for family, series in samples.items():
@@ -442,14 +451,17 @@ def add_up(processes: Iterable[Samples]) -> Samples:
 
 
 def scrape_samples(specs: Iterable[MetricSpec], samples: Samples, accept: str = "") -> Scrape:
-    """As `Metrics.scrape`, of values that came from elsewhere."""
+    """Return samples of other processes in a scraper's format, as `Metrics.scrape` does."""
     registry = CollectorRegistry()
     registry.register(_Collected(list(specs), samples))
     return _encode(registry, accept)
 
 
 def _encode(registry: CollectorRegistry, accept: str) -> Scrape:
-    """Not by the library's own choice: its escaping turns the colon of vLLM's names into an underscore."""
+    """Encode in the format that `accept` names.
+
+    The library's own function is not used: its escaping turns the colon of vLLM's names into an underscore.
+    """
     if "application/openmetrics-text" not in accept:
         return Scrape(generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8")
     body: bytes = openmetrics_text(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Reads what a model is, from whatever files it lies in; no weights are read. What a spec says is `model_spec`'s."""
+"""Read the ModelSpec of a model file or folder. No weights are read. `model_spec` defines the spec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_protocol.spec_from_gguf import spec_from_gguf
 
 
 def load_model_spec(path: str | Path) -> ModelSpec:
-    """The spec of a `.gguf` file or Hugging Face folder. Raises `SourceError`."""
+    """Return the spec of a `.gguf` file or Hugging Face folder. Raises `SourceError`."""
     path = Path(path)
     if path.is_dir():
         return checked(spec_from_folder(path), path)
@@ -20,8 +20,10 @@ def load_model_spec(path: str | Path) -> ModelSpec:
 
 
 def load_outlined_spec(path: Path) -> ModelSpec:
-    """As `load_model_spec`, also of a folder whose weights are not there but for their index: what is known of such a
-    model suffices for a plan, not for an engine."""
+    """Return the spec as `load_model_spec`, also of a folder that has only the index of its weights.
+
+    Such a spec suffices for a plan, not for an engine. Raises `SourceError`.
+    """
     if path.is_dir() and lacks_weights(path):
         return checked(spec_from_folder(path, by_index=True), path)
     return load_model_spec(path)

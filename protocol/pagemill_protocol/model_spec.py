@@ -1,8 +1,8 @@
-"""ModelSpec: what a model's files say of it, read from their headers in milliseconds, before any weight is loaded.
+"""ModelSpec: the facts in a model's files, read from their headers in milliseconds, before any weight is loaded.
 
-The plan sizes pods with it, the engine builds the model and the KV cache from it. What the model computes is its
-`decoder`, declared by its family (`models`); sizes here follow from the declaration. `spec_from_config` fills it from a
-Hugging Face folder, `spec_from_gguf` from a GGUF file.
+The plan sizes pods with it; the engine builds the model and the KV cache from it. The computation is its `decoder`,
+declared by its family (`models`); sizes here follow from the declaration. `spec_from_config` fills it from a Hugging
+Face folder, `spec_from_gguf` from a GGUF file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pagemill_protocol.source_errors import UnreadableModelError
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     decoder: DecoderSpec
     dtype: str | None = None
-    """Type of the stored weights (`bfloat16`), where one is declared."""
+    """Type of the stored weights, such as `bfloat16`; None where the files declare none."""
     quantization: str | None = None
-    """Quantization method or main GGUF storage type; `None`: plain floats."""
+    """Quantization method or main GGUF storage type; `None`: floats."""
     quantization_bits: int | None = None
-    """Bits of a quantized weight in a Hugging Face folder, where all have the same."""
+    """Bits per quantized weight in a Hugging Face folder, where all weights have the same number."""
     weights_format: Literal["safetensors", "gguf"] = "safetensors"
     weight_bytes: int = 0
     """Stored size of all tensors that the decoder uses."""
     num_parameters: int = 0
-    """Tied embeddings counted once."""
+    """Number of parameters; tied embeddings count once."""
     pooling: PoolingSpec | None = None
-    """`None`: it generates text."""
+    """`None`: the model generates text."""
 
     @property
     def architecture(self) -> str:
@@ -48,7 +48,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def intermediate_size(self) -> int:
-        """Of the widest layer; of experts, of all those together that a token passes."""
+        """Size of the widest layer; for mixtures of experts, the sum of the experts that compute one token."""
         return max((mlp.intermediate_size for mlp in self.decoder.mlps()), default=0)
 
     @property
@@ -61,7 +61,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_heads(self) -> int:
-        """Vectors of `head_dim` values that one layer's cache holds for each token."""
+        """Vectors of `head_dim` values that one layer's cache stores for each token."""
         return self._attention.cache_heads
 
     @property
@@ -81,38 +81,41 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.decoder.head is not None and self.decoder.head.tied
 
     def num_read_parameters(self, num_tokens: int = 1) -> int:
-        """Those that a step of so many tokens reads: without the experts that get none of them, as is to be expected.
-        Of one token: the active parameters."""
+        """Return the expected number of parameters that a step of `num_tokens` tokens reads.
+
+        Experts to which no token is routed are not read. With 1 token: the active parameters.
+        """
         unread = sum(each.num_unread_parameters(num_tokens) for each in self.decoder.mixtures())
         return self.num_parameters - round(unread)
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of keys and values, or latents, that one token takes over all layers."""
+        """Return the bytes of keys and values, or latents, that one token takes over all layers."""
         return sum(each.cache_heads * each.head_dim * dtype_bytes for each in self.decoder.attentions())
 
     def layer_sliding_window(self, layer: int) -> int | None:
-        """The window of one layer; `None`: it attends to everything."""
+        """Return the sliding window of one layer, or None where it attends to all tokens."""
         blocks = self.decoder.layers[layer].blocks()
         return next((block.window for block in blocks if isinstance(block, AnyAttentionSpec)), None)
 
     @property
     def _attention(self) -> AnyAttentionSpec:
-        """Of any layer: `checked` refuses models whose layers keep keys and values of different shapes."""
+        """Attention of the first layer; `checked` refuses models whose layers cache keys and values of different
+        shapes."""
         return next(self.decoder.attentions())
 
 
 def checked(spec: ModelSpec, path: Path) -> ModelSpec:
-    """`spec`, or an error that names the numbers that do not fit together."""
+    """Return `spec`. Raises an error that names the numbers that do not fit together."""
     attentions = list(spec.decoder.attentions())
     if not attentions:
-        raise UnsupportedModelArchitecture(f"`{path}` has no attention layer; such models are not computed.")
+        raise UnsupportedModelArchitecture(f"`{path}` has no attention layer; such models are not supported.")
     for attention in {(each.num_heads, each.num_kv_heads, each.head_dim): each for each in attentions}.values():
         if isinstance(attention, AttentionSpec):
             _check_heads(attention, path)
         _check_rotation(attention, path)
     if len({(each.cache_heads, each.head_dim) for each in attentions}) > 1:
         raise UnsupportedModelArchitecture(
-            f"`{path}` has layers that keep keys and values of different shapes, which one KV cache cannot hold yet."
+            f"`{path}` has layers with keys and values of different shapes, which one KV cache does not support yet."
         )
     positions = spec.decoder.embedding.positions
     if positions is not None and positions.num_rows - positions.offset < spec.max_position_embeddings:

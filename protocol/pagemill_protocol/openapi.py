@@ -1,8 +1,8 @@
-"""The OpenAPI document of a data port: every public route, what it takes and how it answers.
+"""The OpenAPI document of a data port: every public route, its request and its answers.
 
-Made from the request schemas and the bounds of sampling values, so it cannot say anything else than what is checked.
-Engine and gateway serve the same document, but for `/metrics`: only an engine, which may be the only server there is,
-shows them to its clients. The platform's own routes (`/internal/*`, the control port) are not in it.
+It is made from the request schemas and the bounds of sampling values, so that it agrees with the checks. Engine and
+gateway serve the same document, except `/metrics`: only an engine, which may be the only server, offers it to its
+clients. The platform's own routes (`/internal/*`, the control port) are not included.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ _PLAIN_ERROR: Schema = {
     "type": "object",
     "required": ["error"],
     "additionalProperties": False,
-    "properties": {"error": {"type": "string"}, "error_type": {"type": "string", "description": "TGI's alone."}},
+    "properties": {
+        "error": {"type": "string"},
+        "error_type": {"type": "string", "description": "Only in TGI's dialect."},
+    },
 }
 _USAGE: Schema = {
     "type": "object",
@@ -134,8 +137,10 @@ _USAGE: Schema = {
 
 @cache
 def document(title: str, version: str, *, with_metrics: bool = False, with_stores: bool = False) -> bytes:
-    """The document as JSON. `with_metrics`: of a data port that has `/metrics`. `with_stores`: of a gateway's, which
-    stores responses, files and batches.
+    """Return the document as JSON.
+
+    `with_metrics`: for a data port that has `/metrics`. `with_stores`: for a gateway, which stores responses, files and
+    batches.
     """
     metrics = {"/metrics": {"get": _shows("text/plain")}} if with_metrics else {}
     return orjson.dumps(
@@ -199,9 +204,9 @@ def _stored_paths() -> Schema:
 
 
 def _plain_paths() -> Schema:
-    """Of the dialects whose errors are a text."""
+    """Return the paths of dialects whose errors are a plain text."""
     model = _in_path("model")
-    model["schema"]["pattern"] = r"^[^\s/]+$"  # or with slashes, which an OpenAPI document cannot say
+    model["schema"]["pattern"] = r"^[^\s/]+$"  # names with slashes work too, which OpenAPI paths cannot express
     inference, named = "/v2/models/{model}", {"parameters": [model]}
     text = _object("text_output", "model_name", "model_version")
     paths = {
@@ -232,14 +237,14 @@ def _plain_paths() -> Schema:
 
 
 def _lines(schema: type[RequestModel], *required: str) -> Schema:
-    """Streamed as lines of JSON."""
+    """Return an operation whose answer may be a stream of JSON lines."""
     operation = _takes(schema, _answers(_object("model", "created_at", "done", *required)))
     operation["responses"]["200"]["content"]["application/x-ndjson"] = {}
     return operation
 
 
 def _events(schema: type[RequestModel]) -> Schema:
-    """Always a stream."""
+    """Return an operation whose answer is always a stream."""
     operation = _takes(schema, _answers(_object()))
     operation["responses"]["200"]["content"] = {"text/event-stream": {}}
     return operation
@@ -283,7 +288,7 @@ def _answers(body: Schema, *, unready: bool = False) -> Schema:
         },
     }
     if unready:
-        responses["503"] = {"description": "Not now.", "content": {"application/json": {"schema": _object()}}}
+        responses["503"] = {"description": "Not ready.", "content": {"application/json": {"schema": _object()}}}
     return {"responses": responses, "security": [{"key": []}, {}]}
 
 
@@ -298,7 +303,7 @@ def _shows(media_type: str) -> Schema:
 
 
 def _probe() -> Schema:
-    return {"responses": {"200": {"description": "Ready."}, "503": {"description": "Not now."}}, "security": []}
+    return {"responses": {"200": {"description": "Ready."}, "503": {"description": "Not ready."}}, "security": []}
 
 
 def _object(*required: str) -> Schema:
@@ -325,7 +330,8 @@ def _request_schemas() -> Schema:
 
 
 def _accepted(schema: Schema) -> Schema:
-    """The fields, each with what is checked later; null means the default of those that have one."""
+    """Return the fields of a schema with the bounds that are checked later; null selects the default of fields with
+    one."""
     fields: Schema = {}
     for name, field in schema["properties"].items():
         bounded = _with_bounds(name, field)
@@ -351,7 +357,7 @@ def _takes_null(schema: Schema) -> bool:
 
 
 def _refused(model: type[RequestModel]) -> Schema:
-    """Fields of other servers that are refused unless their value asks for nothing."""
+    """Return the fields of other servers that are refused, with the values that have no effect and are accepted."""
     return {
         name: {"enum": [*rule.harmless, None], "description": f"Not supported. {rule.remedy}"}
         for name, rule in model.UNSUPPORTED.items()

@@ -1,7 +1,7 @@
-"""Pooling: what a model makes of a whole prompt in place of further tokens, and what a request may ask of it.
+"""Pooling: models that return a vector or scores of a whole prompt, and the parameters of requests to them.
 
-`PoolingSpec` is a fact of a model, read from its files (`models.pooling_files`); gateways get it with the tokenizer.
-`PoolingParams` travels with a request. Nothing here computes.
+`PoolingSpec` is a property of a model, read from its files (`models.pooling_files`); gateways receive it with the
+tokenizer. `PoolingParams` travels with a request. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -13,53 +13,54 @@ import msgspec
 from pagemill_protocol.errors import PagemillError, invalid_field
 
 PoolingTask = Literal["embed", "score"]
-"""`embed`: a vector of a text. `score`: numbers of a pair of texts, or of one text, by a classifier."""
+"""`embed`: the vector of a text. `score`: scores of a pair of texts, or of one text, by a classifier."""
 PoolingMethod = Literal["cls", "mean", "last"]
-"""Of the hidden states of a prompt's tokens: the first, their mean, the last."""
+"""How hidden states of a prompt's tokens are pooled: the first, their mean, the last."""
 
 _ROUTES = {"embed": "/v1/embeddings, /v1/score or /v1/rerank", "score": "/v1/score or /v1/rerank"}
 _WHAT = {"embed": "computes embeddings", "score": "scores pairs of texts"}
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a request wants of a model that pools."""
+    """The pooling that a request asks for."""
 
     task: PoolingTask = "embed"
     dimensions: int | None = None
-    """Leading values of the vector; `None`: all."""
+    """Number of leading values of the vector to return; `None`: all."""
     second_segment: int = 0
     """Index of the token with which the second text of a pair begins; 0: the model does not distinguish them."""
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model that pools makes of a prompt."""
+    """The pooling that a model computes."""
 
     task: PoolingTask
     method: PoolingMethod
     size: int
-    """Values of a vector, or labels of a classifier."""
+    """Number of values of a vector, or of labels of a classifier."""
     whole_prompts: bool = False
-    """Tokens attend to those behind them too: a prompt is computed in one step, and nothing of it is kept."""
+    """Attention is bidirectional: a prompt must be computed in one step, and its KV blocks are not kept."""
     normalized: bool = False
     """Vectors have the length 1."""
     sigmoid: bool = False
     """Scores lie between 0 and 1."""
     dimensions: list[int] | None = None
-    """Sizes to which a vector may be cut (Matryoshka representations, arXiv 2205.13147); empty: any; `None`: none."""
+    """Sizes to which a vector may be truncated (Matryoshka representations, arXiv 2205.13147); empty: any; `None`:
+    none."""
     prompts: dict[str, str] = {}
-    """Texts that go before a text, by the name of its purpose."""
+    """Prompt texts that are prepended to a text, by the name of their purpose."""
     default_prompt: str = ""
-    """Goes before texts whose request names none."""
+    """Prompt text that is prepended to texts whose request names no prompt."""
     lower_case: bool = False
 
     @property
     def reads_all(self) -> bool:
-        """Every token of a prompt must be computed, whatever a prefix cache holds."""
+        """Whether every token of a prompt must be computed even if a prefix cache has it."""
         return self.method != "last"
 
 
 def check_task(wanted: PoolingParams | None, model: PoolingSpec | None) -> None:
-    """Raise `PagemillError` (400) where a model does not do what a request asks for. `None`: it generates."""
+    """Raise `PagemillError` (400) where a model does not support the requested task. `None`: text generation."""
     if model is None:
         if wanted is not None:
             raise _cannot("This model generates text and computes no embeddings and no scores. Ask a model that does.")

@@ -1,8 +1,8 @@
-"""RopeScaling: how a checkpoint stretches its rotary positions, as a checked value of one type per kind.
+"""RopeScaling: how a checkpoint scales its rotary embedding, as a validated value with one type per kind.
 
-`rope_settings` finds the fields in a header, the engine computes its tables from the value. Which fields are required
-and which defaults the others have stands here alone; the result is what Hugging Face transformers computes from the
-same file. Knows no file format and no tensors.
+`rope_settings` finds the fields in a header, the engine computes its tables from the value. Required fields and the
+defaults of the others are defined here alone; the result equals what Hugging Face transformers computes from the same
+file. The module uses no file format and no tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 LEAST, MOST = 1e-6, 1e12
-"""No model's settings are near these; beyond them the tables would overflow to NaN."""
+"""No model's settings are near these bounds; beyond them the tables would overflow to NaN."""
 POSITIVE = f"a number from {LEAST:g} to {MOST:g}"
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 OLD_KINDS = {"su": "longrope"}
@@ -22,11 +22,11 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 class RopeError(ValueError):
-    """A rope setting that cannot be used; the message names the field, its value, and what it must be."""
+    """A rope setting that cannot be used; the message names the field, its value, and the allowed values."""
 
 
 class UnsupportedRopeError(RopeError):
-    """A sound setting that no code here computes; the message completes "the architecture X with ..."."""
+    """A valid setting that is not implemented; the message completes "the architecture X with ..."."""
 
 
 class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="linear"):
@@ -36,13 +36,13 @@ class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_t
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="llama3"):
-    """Frequencies that turn seldom over the original context are divided by `factor` (Llama 3.1)."""
+    """Low frequencies, relative to the original context, are divided by `factor` (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
     """Turns over the original context up to which a frequency is divided."""
     high_freq_factor: float
-    """Turns from which it is kept; always above `low_freq_factor`."""
+    """Turns over the original context from which a frequency is kept; always above `low_freq_factor`."""
     original_max_position_embeddings: int
 
 
@@ -52,30 +52,30 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_typ
     factor: float
     original_max_position_embeddings: int
     attention_factor: float
-    """On cos and sin; where the file has none, the one that follows from `factor` and the `mscale` fields."""
+    """Factor on cos and sin; where the file has none, it follows from `factor` and the `mscale` fields."""
     beta_fast: float = 32.0
     """Turns over the original context from which a dimension is kept."""
     beta_slow: float = 1.0
-    """Turns up to which it is interpolated; never above `beta_fast`."""
+    """Turns up to which a dimension is interpolated; never above `beta_fast`."""
     magnitude: float = 1.0
-    """By the `mscale_all_dim` of the file; DeepSeek multiplies attention's scores by its square."""
+    """Follows from the file's `mscale_all_dim`; DeepSeek multiplies attention's scores by its square."""
     truncate: bool = True
-    """Both bounds are rounded outwards to whole dimensions."""
+    """Whether both bounds are rounded outwards to whole dimensions."""
 
 
 class LongRopeScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="rope_type", tag="longrope"):
-    """LongRoPE (arXiv 2402.13753): each frequency is divided by a number of its own.
+    """LongRoPE (arXiv 2402.13753): each frequency has its own divisor.
 
-    An engine whose contexts may exceed the original one takes `long_factor` for all of them, as vLLM does, so that
+    An engine whose contexts may exceed the original one uses `long_factor` for all contexts, as vLLM does, so that
     cached keys stay valid when a context grows.
     """
 
     short_factor: tuple[float, ...]
-    """One for each frequency."""
+    """One divisor per frequency."""
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
     attention_factor: float
-    """On cos and sin; where the file has none, the one that follows from the length of both contexts."""
+    """Factor on cos and sin; where the file has none, it follows from the lengths of both contexts."""
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
@@ -84,9 +84,9 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 def make_scaling(
     kind: object, values: Mapping[str, Any], theta: float, max_position_embeddings: int, name_of: Callable[[str], str]
 ) -> RopeScaling | None:
-    """The scaling of `kind` from `values`, which have Hugging Face's names; `None` for `default`.
+    """Return the scaling of `kind`, or None for `default`. Raises `RopeError`.
 
-    `name_of` gives a field's name in the file, for messages. Raises `RopeError`.
+    `values`: the settings by Hugging Face's names. `name_of`: returns a field's name in the file, for messages.
     """
     if not isinstance(kind, str):
         raise RopeError(wrong(name_of("rope_type"), kind, one_of()))
@@ -99,7 +99,7 @@ def make_scaling(
     if kind == "linear":
         return LinearScaling(factor=fields.positive("factor"))
     if kind == "dynamic":
-        # It stretches contexts beyond `max_position_embeddings` alone, and no engine accepts longer ones.
+        # It changes only contexts beyond `max_position_embeddings`, and no engine accepts these.
         fields.positive("factor")
         return None
     original = fields.length(_ORIGINAL, max_position_embeddings)
@@ -126,7 +126,7 @@ def _llama3(fields: _Fields, original: int) -> Llama3Scaling:
 
 def _yarn(fields: _Fields, original: int) -> YarnScaling:
     factor = fields.positive("factor")
-    # In transformers a 0 counts as absent in these four.
+    # transformers treats a 0 in these four fields as absent.
     fast, slow = fields.optional("beta_fast") or 32.0, fields.optional("beta_slow") or 1.0
     mscale, mscale_all_dim = fields.optional("mscale"), fields.optional("mscale_all_dim")
     if fast < slow:
@@ -168,7 +168,7 @@ def _longrope(fields: _Fields, original: int, max_position_embeddings: int) -> L
 
 
 def _yarn_magnitude(factor: float, weight: float) -> float:
-    """How much larger attention's logits must be over a context that is `factor` times as long."""
+    """Return the factor on attention's logits for a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -180,7 +180,7 @@ class _Fields:
         self._name_of = name_of
 
     def has(self, name: str) -> bool:
-        """It is there and not `null`: of an optional field, `null` is how transformers writes its absence."""
+        """Whether the field is present and not `null`: transformers writes an absent optional field as `null`."""
         return self._values.get(name) is not None
 
     def positive(self, name: str) -> float:
@@ -222,7 +222,8 @@ class _Fields:
 
 
 def is_number(value: object) -> bool:
-    """A finite number that float32 can divide by, or 0. JSON has integers of any size, NaN and Infinity."""
+    """Whether a value is 0 or a finite number that float32 can divide by. JSON has integers of any size, NaN and
+    Infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return value == 0 or LEAST <= abs(value) <= MOST

@@ -1,7 +1,7 @@
-"""Finds the rope settings in a header: `config.json` in its old and new keys, GGUF metadata.
+"""Find the rope settings in a header: `config.json` with its old and new keys, or GGUF metadata.
 
-Knows where a setting lies, which of two keys counts, and what no code here computes: settings per attention type,
-partial rotary embeddings, YaRN's further GGUF keys. `rope_scaling` says what a setting must be.
+The module knows where a setting is, which of two keys applies, and what is not implemented: settings per attention
+type, partial rotary embeddings, YaRN's further GGUF keys. `rope_scaling` defines valid settings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GGUF_NAMES = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 _NOT_IN_GGUF = ("dynamic", "longrope", "su")
-"""Kinds of `config.json` whose further values these files have elsewhere, or not at all."""
+"""Kinds of `config.json` whose further values GGUF files store elsewhere, or not at all."""
 _GGUF_LONG_MAGNITUDE = "rope.scaling.attn_factor"
 _GGUF_OLD_FACTOR = "rope.scale_linear"
 _GGUF_WITHOUT_EFFECT = {
@@ -39,10 +39,10 @@ _GGUF_WITHOUT_EFFECT = {
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.alpha": 0.0,
 }
-"""Keys that are not computed, and the value with which they change nothing."""
+"""Keys that are not implemented, with the value that has no effect."""
 _GGUF_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _SCALED_BY_MAGNITUDE = "deepseek2"
-"""Its files have a tenth of `mscale_all_dim` there, and an `mscale` that is the same."""
+"""Architecture whose files store a tenth of `mscale_all_dim` under that key, and whose `mscale` is equal to it."""
 
 
 class Rope(NamedTuple):
@@ -52,7 +52,7 @@ class Rope(NamedTuple):
 
 
 def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
-    """The rope settings of a `config.json`. Raises `RopeError`."""
+    """Return the rope settings of a `config.json`. Raises `RopeError`."""
     where, values = settings_of(config)
     nested = [name for name, value in values.items() if isinstance(value, dict) or name.endswith("_attention")]
     if nested:
@@ -64,7 +64,10 @@ def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> Rope:
 
 
 def settings_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The key in a `config.json`, and the settings under it. transformers prefers the old key, unless it is empty."""
+    """Return the key in a `config.json` and the settings under it.
+
+    The old key is preferred unless it is empty, as in transformers. Raises `RopeError`.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
         if value is not None and not isinstance(value, dict):
@@ -77,7 +80,7 @@ def settings_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def read_scaling(
     where: str, values: Mapping[str, Any], theta: float, max_position_embeddings: int
 ) -> RopeScaling | None:
-    """The scaling of one object of settings, which lies at `where` in a `config.json`. Raises `RopeError`."""
+    """Return the scaling in the settings `values`, found at key `where` of a `config.json`. Raises `RopeError`."""
     kind_name = next((name for name in ("rope_type", "type") if name in values), "rope_type")
     if kind_name not in values and "factor" in values:
         raise RopeError(f"`{where}.rope_type` is missing beside `{where}.factor`; it must be {one_of()}.")
@@ -95,10 +98,10 @@ def read_gguf_scaling(
     context_length: int,
     long_rope: Mapping[str, list[float]] = MappingProxyType({}),
 ) -> RopeScaling | None:
-    """The scaling in a GGUF file of the architecture `prefix`. Raises `RopeError`.
+    """Return the scaling in a GGUF file of the architecture `prefix`. Raises `RopeError`.
 
-    As llama.cpp reads it: a factor without a type is linear, with the type `none` no factor counts, and tensors with
-    LongRoPE's lists (`long_rope`: their values under the names of `config.json`) make it LongRoPE.
+    As in llama.cpp, a factor without a type is linear, a factor of type `none` is ignored, and tensors with LongRoPE's
+    lists (`long_rope`: their values under the names of `config.json`) select LongRoPE.
     """
     names = {field: f"{prefix}.{name}" for field, name in _GGUF_NAMES.items()}
     if names["factor"] not in metadata and f"{prefix}.{_GGUF_OLD_FACTOR}" in metadata:
@@ -130,7 +133,10 @@ def _check_without_effect(metadata: Mapping[str, Any], prefix: str, kind: object
 
 
 def rope_theta(config: Mapping[str, Any], where: str, values: Mapping[str, Any], *other_keys: str) -> float:
-    """The base of the frequencies. `other_keys`: keys of `config` that count where `rope_theta` is missing."""
+    """Return the base of the frequencies.
+
+    `other_keys`: keys of `config` that are used where `rope_theta` is missing. Raises `RopeError`.
+    """
     name = next((key for key in ("rope_theta", *other_keys) if config.get(key) is not None), "rope_theta")
     value = config.get(name, DEFAULT_THETA)
     if "rope_theta" in values:
@@ -146,7 +152,7 @@ def _check_partial(name: str, values: Mapping[str, Any]) -> None:
 
 
 def _decimal(value: Any) -> Any:
-    """The shortest decimal that is the same float32, which is what the file's author wrote."""
+    """Return the shortest decimal that is the same float32: the number that the file's author wrote."""
     if not isinstance(value, float):
         return value
     import numpy as np

@@ -1,4 +1,4 @@
-"""Names, types, sizes and places of the tensors in safetensors files, from their headers only.
+"""Read names, types, sizes and offsets of the tensors in safetensors files, from their headers only.
 
 Format: huggingface.co/docs/safetensors. The engine's loader reads the data.
 """
@@ -31,18 +31,18 @@ _DTYPE_BITS = {
 
 
 class WeightIndex(NamedTuple):
-    """What an index says of weights that need not be there."""
+    """The contents of a weight index, whose weights may be absent."""
 
     names: frozenset[str]
-    """Of the stored tensors."""
+    """Names of the stored tensors."""
     num_bytes: int
-    """Of all of them; 0: it does not say."""
+    """Total size of the tensors; 0: not in the index."""
 
 
 class TensorHeader(NamedTuple):
     name: str
     dtype: str
-    """As the format names it, for example `BF16`."""
+    """Name of the type in the format, for example `BF16`."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the file."""
@@ -54,7 +54,7 @@ class TensorHeader(NamedTuple):
 
 
 def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The tensors of all shards by name. Raises `UnreadableModelError`."""
+    """Return the tensors of all shards by name. Raises `UnreadableModelError`."""
     tensors: dict[str, TensorHeader] = {}
     for shard in shard_paths(folder):
         for tensor in read_header(shard):
@@ -65,7 +65,7 @@ def read_folder_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The weight files of a folder: the single file if there is one, otherwise those that the index names, as in
+    """Return the weight files of a folder: the single file if there is one, otherwise those of the index, as
     transformers.
 
     Raises `UnreadableModelError`.
@@ -84,7 +84,7 @@ def shard_paths(folder: Path) -> list[Path]:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file, from the folder's index; empty if the index is not used."""
+    """Return tensor name -> file from the folder's index; empty if the index is not used."""
     if (folder / SINGLE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
         return {}
     files = _entries(folder)
@@ -97,7 +97,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """There is an index, and not all of the files that it names: none, or pointers in the place of large files."""
+    """Whether the folder has an index and lacks files that it names, or has Git LFS pointers in their place."""
     if (folder / SINGLE_FILE).is_file() and not _is_pointer(folder / SINGLE_FILE):
         return False
     if not (folder / INDEX_FILE).is_file():
@@ -107,7 +107,7 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def read_index(folder: Path) -> WeightIndex:
-    """Raises `UnreadableModelError`."""
+    """Read the folder's index. Raises `UnreadableModelError`."""
     metadata = read_object(folder / INDEX_FILE).get("metadata")
     num_bytes = metadata.get("total_size") if isinstance(metadata, dict) else None
     is_size = type(num_bytes) in (int, float) and num_bytes is not None and num_bytes > 0
@@ -115,7 +115,7 @@ def read_index(folder: Path) -> WeightIndex:
 
 
 def index_of_header(raw: bytes, where: str) -> dict[str, Any]:
-    """An index with what a single file's header says. Raises `UnreadableModelError`."""
+    """Return an index with the contents of a single file's header. Raises `UnreadableModelError`."""
     try:
         header = orjson.loads(raw)
         tensors = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
@@ -126,7 +126,7 @@ def index_of_header(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_pointer(path: Path) -> bool:
-    """What git leaves in the place of a large file that was not fetched."""
+    """Whether the file is a Git LFS pointer, which stands for a large file that was not fetched."""
     try:
         with path.open("rb") as file:
             return file.read(len(_POINTER)) == _POINTER
@@ -142,14 +142,15 @@ def _entries(folder: Path) -> dict[str, str]:
 
 
 def header_end(start: bytes) -> int:
-    """Where the header ends in a file that begins so; `start`: 8 bytes or more."""
+    """Return the offset at which a file's header ends. `start`: the first 8 bytes or more."""
     return 8 + int.from_bytes(start[:8], "little")
 
 
 def read_header(path: Path, file_bytes: int | None = None) -> list[TensorHeader]:
-    """The tensors of one file, in file order, checked against its size.
+    """Return the tensors of one file, in file order, checked against the file's size. Raises `UnreadableModelError`.
 
-    `file_bytes`: that it will have; `None`: it says so itself where it is arriving, and is whole else.
+    `file_bytes`: final size of the file; `None`: that of `arriving_files` while the file arrives, else its current
+    size.
     """
     try:
         file_bytes = file_bytes or awaited_bytes(path) or path.stat().st_size

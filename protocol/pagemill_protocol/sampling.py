@@ -1,8 +1,7 @@
-"""Sampling parameters: one immutable value from the HTTP door to the sampler.
+"""Sampling parameters: one immutable value from the HTTP server to the sampler.
 
-Used by the offline API (`LLM.generate`), the dialects and the engine alike; `validate()` is the only place where their
-ranges are checked. It does not sample: `pagemill_engine.sampling` and the kernels below it do; beams are ranked by
-`pagemill_engine.scheduler`.
+The offline API (`LLM.generate`), the dialects and the engine use it; ranges are checked in `validate()` only. Sampling
+is done by `pagemill_engine.sampling` and the kernels below it, beam search by `pagemill_engine.scheduler`.
 """
 
 from __future__ import annotations
@@ -28,30 +27,31 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 1024
 MAX_PROMPT_LOGPROBS = 128 * 1024
-"""Of all choices of one request together: about 10 MiB of JSON, and a quarter of a second of its server's time."""
+"""Limit for all choices of one request together: about 10 MiB of JSON, and a quarter of a second of server time."""
 MAX_LENGTH_PENALTY = 10.0
 MIN_REPETITION_PENALTY = 1e-6
-"""Logits are divided by it, and have to stay finite in float32."""
+"""Logits are divided by it and must stay finite in float32."""
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
-"""Wide enough for clients that send times in seconds; the same for clients and gateways."""
+"""Wide enough for clients that send times in seconds; the range of clients and gateways is the same."""
 UNHURRIED_PRIORITY = 50_000
-"""Requests of this priority and beyond give way to all others: lines of batches."""
+"""From this priority on, a request is low-priority and yields to all others, as the lines of batches do."""
 
 
 def gives_way(priority: int) -> bool:
-    """To all requests that are more urgent, as a batch's line does."""
+    """Whether a request of this priority is low-priority, that is, yields to all more urgent requests."""
     return priority >= UNHURRIED_PRIORITY
 
 
 class Bounds(NamedTuple):
-    """What one number may be, stated once: checked here, published by the OpenAPI document."""
+    """Valid values of one numeric parameter: checked here and published in the OpenAPI document."""
 
     low: float
     high: float
     is_integer: bool = False
     excludes_low: bool = False
     neutral: tuple[float, ...] = ()
-    """Values without effect, for parameters that change or draw from probabilities: all that beam search allows."""
+    """Values without effect, for parameters that change probabilities or draw from them: beam search allows only
+    these."""
 
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -71,7 +71,7 @@ BOUNDS: dict[str, Bounds] = {
     "max_tokens": Bounds(1, INT32_MAX, is_integer=True),
     "min_tokens": Bounds(0, INT32_MAX, is_integer=True),
 }
-"""Bounds by parameter; `None` is always allowed if the parameter's type allows it."""
+"""Bounds by parameter; `None` is also valid where the parameter's type allows it."""
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -82,8 +82,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None,),
     "prompt_logprobs": (None,),
 }
-"""What beam search cannot honour, because it ranks by the model's own probabilities, with the values that ask for
-nothing."""
+"""Parameters that beam search cannot apply, because it ranks by the model's own probabilities, with the values that
+have no effect."""
 
 
 _FLAGS = ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
@@ -91,21 +91,21 @@ _MARKERS = "Log probabilities are dictionaries by token id. Remove it."
 
 
 class RequestOutputKind(IntEnum):
-    """What each output of a stream holds. Names and values are vLLM's."""
+    """Contents of each output of a stream. Names and values are vLLM's."""
 
     CUMULATIVE = 0
     """All text so far."""
     DELTA = 1
-    """What is new since the output before."""
+    """Only what is new since the previous output."""
     FINAL_ONLY = 2
-    """There is one output, at the end."""
+    """A single output at the end."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass=CheckedKeywords):
     """How tokens are chosen and when a choice ends.
 
     Names and meaning are those of the OpenAI API and of vLLM's `SamplingParams`. Callers of the offline API may change
-    theirs between calls, since each call copies it; nothing else does.
+    their object between calls, since each call copies it; Pagemill's own code never changes one.
     """
 
     NO_EFFECT: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = {
@@ -119,7 +119,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         "skip_reading_prefix_cache": ((None, False), "Make the LLM with enable_prefix_caching=False."),
         "spaces_between_special_tokens": ((True,), "Text is that of the model's decoder. Remove it."),
     }
-    """Parameters of vLLM's class that ask for nothing with these values; others are refused with the remedy."""
+    """Parameters of vLLM's class with the values that have no effect; other values are refused with the remedy."""
 
     n: int = 1
     """Choices per prompt."""
@@ -127,59 +127,61 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     """Choices generated per prompt, of which the `n` with the highest mean log probability are returned; with
     `use_beam_search` the number of beams. `None`: `n`."""
     use_beam_search: bool = False
-    """Search for the most likely answers instead of drawing tokens. Temperature and seed mean nothing then."""
+    """Search for the most likely answers instead of sampling. Temperature and seed have no effect then."""
     length_penalty: float = 1.0
-    """Beam search: an answer scores its log probability divided by its number of tokens to this power; above 0 longer
-    answers win more often."""
+    """Beam search: exponent of the number of tokens by which an answer's log probability is divided. Values above 0
+    favour longer answers."""
     early_stopping: bool | Literal["never"] = False
-    """Beam search ends when as many answers as there are beams are complete and: true, at once; false, no running beam
-    of the length reached beats the worst of them; "never", none of any length can."""
+    """Beam search: when to end once as many answers as beams are complete. True: at once. False: when no running beam
+    of the current length can beat the worst answer. "never": when no beam of any length can."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    """Sample from the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probabilities sum to at least this."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one."""
+    """Exclude tokens whose probability is below this share of the most likely token's."""
     seed: int | None = None
-    """Random seed, 0 to 2**63-1; `None` lets the server draw one."""
+    """Random seed, 0 to 2**63-1; `None`: the server draws one."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output (CTRL, arXiv 1909.05858)."""
+    """Divides positive and multiplies negative logits of tokens that occur in prompt or output (CTRL, arXiv
+    1909.05858)."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits, by token id."""
+    """Values added to the logits, by token id."""
     logprobs: int | None = None
-    """`None`: none. k: log probability of each chosen token and of the k most likely ones."""
+    """Number of most likely tokens whose log probabilities are reported besides the chosen token's; `None`: no
+    report."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, of each prompt token but the first."""
+    """The same number for each prompt token but the first."""
     logprob_token_ids: list[int] | None = None
-    """Log probability of each chosen token and of these tokens, in place of the most likely ones."""
+    """Report the log probabilities of the chosen token and of these tokens, in place of the most likely ones."""
     bad_words: list[str] = []
-    """No token that would complete one of them in the output."""
+    """Texts that must not occur in the output: a token that would complete one is excluded."""
     bad_word_token_ids: list[list[int]] = []
-    """The tokens of `bad_words`: set by what has a tokenizer (`text.bad_words`), not by callers."""
+    """Token ids of `bad_words`, set by code that has a tokenizer (`text.bad_words`), not by callers."""
     allowed_token_ids: list[int] | None = None
-    """No token but these; `None`: all."""
+    """The only tokens that may be sampled; `None`: all."""
     stop: list[str] = []
     """Strings that end the choice; not part of the text unless `include_stop_str_in_output`."""
     stop_token_ids: list[int] = []
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
-    """No end-of-sequence or stop token before this many generated tokens."""
+    """Number of generated tokens before which no end-of-sequence or stop token is sampled."""
     max_tokens: int | None = 16
-    """Tokens to generate at most; `None`: up to the model's context."""
+    """Maximum number of generated tokens; `None`: up to the model's context."""
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | None = None
     """The form that each choice must have; `None`: any."""
     detokenize: bool = True
-    """Offline API: without, the outputs have token ids and no text."""
+    """Offline API: if false, outputs have token ids and no text."""
     truncate_prompt_tokens: int | None = None
-    """Offline API: keep the last k tokens of the prompt; -1: as many as leave `max_tokens` of the context."""
+    """Offline API: number of the prompt's last tokens to keep; -1: as many as leave `max_tokens` of the context."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """`AsyncLLM`: what each output holds."""
+    """`AsyncLLM`: the contents of each output."""
 
     @property
     def greedy(self) -> bool:
@@ -187,29 +189,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
 
     @property
     def num_alternatives(self) -> int | None:
-        """Tokens beside the chosen one whose log probabilities are reported; `None`: not even the chosen one's."""
+        """The number of reported tokens beside the chosen one, or None if no log probabilities are reported."""
         return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that an engine runs side by side for one prompt."""
+        """Number of sequences that an engine runs in parallel for one prompt."""
         return self.best_of or self.n
 
     @property
     def num_reported(self) -> int:
-        """Choices that an engine's scheduler reports: all that may be chosen from, or what a search found."""
+        """Number of choices that an engine's scheduler reports: all candidates, or the results of a beam search."""
         return self.n if self.use_beam_search else self.num_sequences
 
     def cut_prompt(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """What `truncate_prompt_tokens` leaves of a prompt: its last tokens; -1: those that fit beside `max_tokens`.
-        `max_model_len` 0: not known."""
+        """Return the part of a prompt that `truncate_prompt_tokens` keeps: its last tokens.
+
+        -1 keeps the tokens that fit beside `max_tokens`. `max_model_len` 0: not known, nothing is removed.
+        """
         cut = self.truncate_prompt_tokens
         if cut == -1:
             cut = max(1, max_model_len - (self.max_tokens or 1)) if max_model_len else None
         return token_ids if cut is None else token_ids[-cut:]
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
-        """Return self, or raise `PagemillError` (400) that names the first field of a wrong type or out of range."""
+        """Return self. Raises `PagemillError` (400) that names the first field of a wrong type or out of range."""
         for name, bounds in BOUNDS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -233,7 +237,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         return self
 
     def _validate_structured_outputs(self) -> None:
-        """That it can be compiled is checked by `pagemill_protocol.grammars.check`."""
+        """Check type and size of the form; `pagemill_protocol.grammars.check` checks that it can be compiled."""
         if self.structured_outputs is None:
             return
         if not isinstance(self.structured_outputs, StructuredOutputs):
@@ -304,13 +308,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=CheckedKeywords):
-    """One beam search of the offline API. Names are those of vLLM's `BeamSearchParams`, and `early_stopping`."""
+    """The parameters of one beam search of the offline API: those of vLLM's `BeamSearchParams`, and
+    `early_stopping`."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Only 0 and 1 are allowed, and they mean the same: scores are the model's own log probabilities."""
+    """Only 0 and 1 are allowed and have the same effect: scores are the model's own log probabilities."""
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     early_stopping: bool | Literal["never"] = False
@@ -318,7 +323,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Chec
 
 
 def stream_conflict(*, use_beam_search: bool, num_sequences: int, n: int) -> str | None:
-    """Why an answer that is chosen at its end cannot be streamed; `None`: it can."""
+    """Return why an answer whose choices are selected at its end cannot be streamed, or None."""
     if use_beam_search:
         return "`stream: true` does not go with `use_beam_search`: beams are chosen at their end. Send `stream: false`."
     if num_sequences > n:
@@ -330,7 +335,7 @@ def stream_conflict(*, use_beam_search: bool, num_sequences: int, n: int) -> str
 
 
 def _check_choice(sampling: SamplingParams, vocab_size: int | None) -> None:
-    """Raise `PagemillError` (400) when `best_of` or the search contradicts the other parameters."""
+    """Raise `PagemillError` (400) when `best_of` or beam search contradicts the other parameters."""
     width = sampling.best_of if sampling.best_of is not None else sampling.n
     if width < sampling.n:
         raise invalid_field(

@@ -1,7 +1,7 @@
-"""A file of secrets, one a line, that may be replaced at any time, as kubelets replace mounted Secrets.
+"""A file of secrets, one per line, that may be replaced at any time, as kubelets replace mounted Secrets.
 
-Its content is read and compared at most twice a second; modification times are not relied on. While the file cannot be
-read, or its new content has a wrong line, the lines known before stay in use. What the lines mean is the caller's.
+Its content is read and compared at most twice a second; modification times are not used. While the file cannot be read,
+or its new content has a wrong line, the previous lines stay in use. The caller interprets the lines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_FAULTS_LOGGED = 10
 
 
 class SecretFile:
-    """The stripped lines that are neither empty nor comments (`#`)."""
+    """The stripped lines of a file, without empty lines and comments (`#`)."""
 
     def __init__(
         self,
@@ -30,10 +30,11 @@ class SecretFile:
         clock: Callable[[], float] = time.monotonic,
         quiet: bool = False,
     ) -> None:
-        """`fault_of` says what is wrong with a line. It must not show what the line holds: it may be a secret in the
-        wrong form. At the start wrong lines are left out; later a file with a wrong line is not used at all.
+        """Read the file. Raises `OSError` when it cannot be read.
 
-        `quiet`: another reader of the same file logs. Raises `OSError` when the file cannot be read now.
+        `fault_of`: returns what is wrong with a line, or None. It must not quote the line, which may be a mistyped
+        secret. In the first read, wrong lines are left out; later, a file with a wrong line is not used at all.
+        `quiet`: do not log, because another reader of the same file does.
         """
         self._path = path
         self._fault_of = fault_of
@@ -42,13 +43,13 @@ class SecretFile:
         self._looked_at = clock()
         self._content = _read(path)
         self._lines, self.faults = self._parse(self._content)
-        """`faults`: numbers of wrong lines, and what is wrong with each."""
+        """Numbers of wrong lines, each with its fault."""
         self.problem = _first(self.faults)
-        """Why the file as it is now is not used, or not all of it; empty when it is."""
+        """Why the current file is not used, or not all of it; empty when it is."""
         self._log_ignored()
 
     def lines(self) -> tuple[str, ...]:
-        """The same tuple as before while what counts did not change."""
+        """Return the lines in use: the same tuple as before while they have not changed."""
         now = self._clock()
         if now - self._looked_at >= CHECK_INTERVAL_S:
             self._looked_at = now
@@ -73,14 +74,14 @@ class SecretFile:
         self._log(logging.INFO, "%s has changed. Lines in use now: %d", self._path, len(lines))
 
     def _keep(self, problem: str) -> None:
-        """The lines known before stay in use; logged once."""
+        """Keep the previous lines in use, and log the problem once."""
         if problem != self.problem:
             self.problem = problem
-            message = "%s is not used as it is now: %s. Lines of before that stay in use: %d"
+            message = "%s is not used: %s. Previous lines that stay in use: %d"
             self._log(logging.ERROR, message, self._path, problem.rstrip("."), len(self._lines))
 
     def _parse(self, content: bytes) -> tuple[tuple[str, ...], tuple[tuple[int, str], ...]]:
-        """Lines that can be used, and those that cannot with their numbers, from 1."""
+        """Return the usable lines, and (number from 1, fault) of the others."""
         faults: list[tuple[int, str]] = []
         lines: list[str] = []
         if len(content) > MAX_FILE_BYTES:

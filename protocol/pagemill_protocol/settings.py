@@ -1,6 +1,6 @@
-"""What all components read from the environment: the folder for files that live as long as a process.
+"""The settings that all components read from the environment: the folder for files that live as long as a process.
 
-Everything else that comes from the environment is read by the settings modules of the components.
+The settings modules of the components read everything else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class SettingsError(ValueError):
 
 
 def full_disk_message(error: OSError) -> str | None:
-    """What to do about a full disk, or no folder for temporary files; `None` for another error."""
+    """Return the remedy for a full disk or a missing temporary folder, or None for another error."""
     has_no_folder = error.errno == errno.ENOENT and "temporary directory" in str(error.strerror)  # `tempfile`'s
     if error.errno not in (errno.ENOSPC, errno.EDQUOT) and not has_no_folder:
         return None
@@ -25,7 +25,7 @@ def full_disk_message(error: OSError) -> str | None:
 
 
 def runtime_folder() -> Path:
-    """`$XDG_RUNTIME_DIR`, which only this user can read and which a reboot empties, or the temporary folder."""
+    """Return `$XDG_RUNTIME_DIR`, which only this user can read and a reboot empties, or else the temporary folder."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     usable = folder.is_absolute() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
     return folder if usable else Path(tempfile.gettempdir())

@@ -1,6 +1,6 @@
-"""Why a model cannot be found, fetched or read: one exception for sources and for the files in them.
+"""Errors of models that cannot be found, fetched or read: one exception for sources and for the files in them.
 
-Raised by `sources` and by everything that reads a model's files; processes write it as their termination message.
+`sources` and all readers of a model's files raise them; processes write the error as their termination message.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 class SourceError(Exception):
     """A model source that cannot be used.
 
-    `field`: the setting at fault, as the user wrote it (`model.source`). `reason`: CamelCase cause for conditions and
+    `field`: the wrong setting, as the user wrote it (`model.source`). `reason`: CamelCase cause for conditions and
     termination messages. `message` names the value and the remedy.
     """
 
@@ -21,14 +21,14 @@ class SourceError(Exception):
 
 
 class UnreadableModelError(SourceError):
-    """The files exist and are not what they should be: truncated, corrupt, or incomplete."""
+    """The files exist and are truncated, corrupt or incomplete."""
 
     def __init__(self, message: str, field: str = "model.source") -> None:
         super().__init__(field, message, reason="ModelUnreadable")
 
 
 class FetchError(SourceError):
-    """A source that can be named and not be fetched.
+    """A source that cannot be fetched.
 
     Reasons: ModelNotFound, Unauthorized, DiskFull, HubUnreachable, SourceUnreachable, SourceUnavailable,
     SourceUnsupported, SourceChanged, ModelUnreadable, ModelCorrupt, VolumeUnusable.

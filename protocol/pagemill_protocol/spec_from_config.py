@@ -1,6 +1,6 @@
-"""ModelSpec of a Hugging Face folder: config.json for the decoder, safetensors headers for the sizes.
+"""Make the ModelSpec of a Hugging Face folder: config.json for the decoder, safetensors headers for the sizes.
 
-What the keys of config.json mean is the family's to say; type and quantization of the weights are read here.
+The model's family interprets the keys of config.json; type and quantization of the weights are read here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pagemill_protocol.safetensors_header import read_folder_headers, read_index
 
 
 def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
-    """Raises `SourceError`; whether the numbers fit together is not yet checked.
+    """Return the folder's spec, whose numbers are not yet checked against each other. Raises `SourceError`.
 
-    `by_index`: the weights are not there, and their index stands for them.
+    `by_index`: the weights are absent, and their index is read instead.
     """
     path = folder / "config.json"
     values = read_object(path)
@@ -39,7 +39,7 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
         counted = [tensor for tensor in tensors if not decoder.is_ignored(tensor.name)]
         weight_bytes = sum(tensor.num_bytes for tensor in counted)
     if counted is None or quantization is not None:
-        # An index says nothing of shapes, and one stored element may hold several codes.
+        # An index has no shapes, and one stored element may hold several quantized weights.
         num_parameters = sum(math.prod(shape) for shape in decoder.shapes().values())
     else:
         num_parameters = sum(tensor.num_elements for tensor in counted)
@@ -56,7 +56,7 @@ def spec_from_folder(folder: Path, *, by_index: bool = False) -> ModelSpec:
 
 
 def check_config(folder: Path) -> None:
-    """Raises `SourceError` for what `config.json` alone shows, while no weights are there yet."""
+    """Check `config.json` before the weights have arrived. Raises `SourceError`."""
     path = folder / "config.json"
     values = read_object(path)
     checked(ModelSpec(decoder=decoder_from_config(values, path)), folder)

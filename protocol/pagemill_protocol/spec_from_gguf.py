@@ -1,4 +1,4 @@
-"""ModelSpec of a GGUF file, from its metadata and tensor table. What the keys mean is the family's to say."""
+"""Make the ModelSpec of a GGUF file from its metadata and tensor table. The model's family interprets the keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.F64)
 
 
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
-    """Raises `SourceError`; whether the numbers fit together is not yet checked."""
+    """Return the file's spec, whose numbers are not yet checked against each other. Raises `SourceError`."""
     name, found = family_of(file)
     if found.family.read_gguf is None:
         raise unsupported(name, file.path, " in a GGUF file")
@@ -32,7 +32,7 @@ def spec_from_gguf(file: GGUFFile) -> ModelSpec:
 
 
 def family_of(file: GGUFFile) -> tuple[str, Found]:
-    """`general.architecture`, and the family of that name. Raises `SourceError`."""
+    """Return `general.architecture` and the family of that name. Raises `SourceError`."""
     name = file.get("general.architecture", str)
     if name is None:
         raise GGUFError(f"`{file.path}` has no `general.architecture`. Convert the model again.")
@@ -40,7 +40,7 @@ def family_of(file: GGUFFile) -> tuple[str, Found]:
 
 
 def _main_type(file: GGUFFile) -> str | None:
-    """The storage type that holds most weights."""
+    """Return the name of the storage type of most weights, or None for floats."""
     sizes: Counter[GGMLType] = Counter()
     for name, tensor in file.tensors.items():
         if name != EMBEDDING:

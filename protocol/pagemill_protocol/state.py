@@ -1,8 +1,8 @@
-"""What an engine publishes about itself, on change, over one long stream per gateway.
+"""The report that an engine publishes about itself, on change, over one long stream per gateway.
 
-One `StateFrame` is a full load report plus the prefix chunks added and removed since the frame before. The first frame
-after a connect (and after any gap in `sequence`) is a snapshot of all chunks. Sent as length-prefixed msgpack
-(`pagemill_protocol.frames`), at most 20 a second, and at once when other gateways must learn of a new request.
+One `StateFrame` is a full load report plus the prefix chunks added and removed since the previous frame. The first
+frame after a connect (and after any gap in `sequence`) is a snapshot of all chunks. Frames are sent as length-prefixed
+msgpack (`pagemill_protocol.frames`), at most 20 a second, and at once when other gateways must learn of a new request.
 `kv_cache_usage` counts active blocks only, never reusable ones.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from pagemill_protocol.versions import FIRST_VERSION
 
 GATEWAY_HEADER = b"x-pagemill-gateway"
-"""Identifies the gateway, in the request for the stream and in the acknowledgement of a drain."""
+"""Header that identifies the gateway, in the request for the stream and in the acknowledgement of a drain."""
 
 WAKE = "wake"
 """A key of `StateFrame.start_s`."""
@@ -27,9 +27,9 @@ class StepTimeParams(msgspec.Struct, frozen=True, omit_defaults=True):
     knot_ms: list[float] = []
     """Predicted time at each knot."""
     decode_context_ms: float = 0.0
-    """Per token of context read by decodes."""
+    """Milliseconds per token of context that decodes read."""
     chunk_context_ms: float = 0.0
-    """Per (prefill token x context token)."""
+    """Milliseconds per (prefill token x context token)."""
     num_steps_observed: int = 0
     error_p50: float = 0.0
     """Median relative error of recent predictions."""
@@ -40,45 +40,46 @@ class Digests(msgspec.Struct, frozen=True, omit_defaults=True):
     weights: str = ""
     tokenizer_bundle: str = ""
     hash_version: int = 1
-    """Version of its block hashes (`pagemill_protocol.hashes`); `NO_HASHES`: its prefix cache is switched off."""
+    """Version of the engine's block hashes (`pagemill_protocol.hashes`); `NO_HASHES`: its prefix cache is disabled."""
     kv_dtype: str = ""
     """Part of the root of the block hashes; empty: not reported."""
     protocol_version: int = FIRST_VERSION
-    """Of `pagemill_protocol.versions`, for people; the header of the stream is what counts."""
+    """Version of `pagemill_protocol.versions`, for people; peers check the header of the stream."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The engine's load at one instant. Produced by the scheduler, read by router and autoscaler."""
+    """The engine's load at one instant, made by the scheduler and read by gateway and autoscaler."""
 
     num_blocks_total: int = 0
     num_blocks_free: int = 0
-    """Never used, or without reusable content."""
+    """Blocks that were never used or have no reusable content."""
     num_blocks_evictable: int = 0
-    """Cached and not referenced."""
+    """Blocks that are cached and not referenced."""
     num_blocks_active: int = 0
-    """Referenced by a running request."""
+    """Blocks that running requests reference."""
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     num_tokens_running: int = 0
-    """Context tokens held by running requests."""
+    """Context tokens of running requests."""
     num_tokens_waiting: int = 0
     """Prompt tokens not yet computed, of waiting and running requests."""
     step_ms: float = 0.0
     """Duration of the latest step."""
     num_requests_prefilling: int = 0
-    """Running requests that have prompt tokens left, not counting those of the step in flight."""
+    """Running requests that have prompt tokens left after the step in flight."""
     num_tokens_prefilling: int = 0
     """The part of `num_tokens_waiting` that belongs to running requests."""
     num_tokens_prefilled: int = 0
     """The part of `num_tokens_running` that belongs to running requests with prompt tokens left."""
     step_in_flight_ms: float = 0.0
-    """Predicted time of the step in flight when this was reported; 0: none."""
+    """Predicted time of the step in flight at the time of the report; 0: none."""
     step_drift: float = 0.0
     """How far the latest steps deviate from the step-time model (`pagemill_protocol.step_drift`)."""
     num_preemptions: int = 0
-    """Since start."""
+    """Number since the engine's start."""
     num_requests_giving_way: int = 0
-    """Of those running and waiting: they leave their sequence slots to others (`sampling.UNHURRIED_PRIORITY`)."""
+    """Running and waiting requests that are low-priority and leave their sequence slots to others
+    (`sampling.UNHURRIED_PRIORITY`)."""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -86,25 +87,25 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AdapterSlots(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The LoRA adapters that an engine holds, by digest."""
+    """The LoRA adapters that an engine has loaded, by digest."""
 
     num_slots: int = 0
     """Adapters that may be resident at once; 0: no adapters are served."""
     resident: list[str] = []
-    """Requests for these wait for no load."""
+    """Loaded adapters: requests for them need not wait for a load."""
     loading: list[str] = []
-    """Being loaded or queued for it, in this order."""
+    """Adapters that are being loaded or queued for it, in this order."""
     load_ms: float = 0.0
-    """Time to load one, measured; before the first load as declared; 0: not reported."""
+    """Time to load one adapter: measured, or as configured before the first load; 0: not reported."""
 
 
 class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int
     snapshot: bool = False
-    """`prefixes_added` holds all chunks; forget earlier ones."""
+    """`prefixes_added` contains all chunks; those of earlier frames are obsolete."""
     load: EngineLoad = EngineLoad()
     load_age_ms: float = 0.0
-    """Age of `load` when this was sent, so that clocks need not be compared."""
+    """Age of `load` when the frame was sent, so that clocks need not be compared."""
     step_time: StepTimeParams = StepTimeParams()
     digests: Digests = Digests()
     block_size: int = 16
@@ -113,30 +114,30 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_num_seqs: int = 0
     """Requests that may run at once; 0: not reported."""
     prefix_chunk_blocks: int = 0
-    """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, the fewest that hold 64 tokens."""
+    """Blocks per prefix chunk (`pagemill_protocol.hashes`); 0: not reported, which means the fewest with 64 tokens."""
     start_s: dict[str, float] = {}
-    """Seconds of each phase of its start, `load`, `warm`, `first_token`, and of its latest `wake`; empty: not
+    """Seconds of each phase of the engine's start, `load`, `warm`, `first_token`, and of its latest `wake`; empty: not
     reported."""
     models: list[str] = []
-    """Names this engine answers to: the model, its aliases and adapters."""
+    """Names that the engine serves: the model, its aliases and adapters."""
     pools: bool = False
-    """It answers with vectors or scores, not with text."""
+    """The engine answers with vectors or scores, not with text."""
     adapters: AdapterSlots = AdapterSlots()
     link_version: int = 0
-    """Of `pagemill_protocol.link`, over which its requests may come; 0: it takes them over HTTP only."""
+    """Version of `pagemill_protocol.link` that the engine offers; 0: it accepts requests over HTTP only."""
     draining: bool = False
     sleeping: bool = False
     """Accepts no requests until it is woken: its weights are loaded, but it has no KV cache."""
     num_wakes: int = 0
-    """Since its start."""
+    """Number since the engine's start."""
     silent_s: float = 0.0
-    """Time since the engine process last reported to the process that sends this; 0 while it reports every second. A
-    step of a large prompt may take long; if the value keeps growing, the engine is stuck."""
+    """Seconds since the engine process last reported to the HTTP process that sends this; 0 while it reports every
+    second. A step of a large prompt may take long; if the value keeps growing, the engine is stuck."""
     expected_step_ms: float = 0.0
     """While `silent_s` is reported: predicted time of the steps that the engine process has begun; 0: not known."""
     frozen_s: float = 0.0
-    """Time without a heartbeat of the engine process, which sends one every second however long its step takes; 0 while
-    they come."""
+    """Seconds without a heartbeat of the engine process, which sends one every second however long its step takes; 0
+    while heartbeats arrive."""
     prefixes_added: list[bytes] = []
     """Chained hashes of prefix chunks of `prefix_chunk_blocks` blocks each, now in the prefix cache."""
     prefixes_removed: list[bytes] = []

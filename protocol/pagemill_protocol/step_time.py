@@ -1,18 +1,18 @@
-"""How long a step takes, predicted from its composition and learned online from the steps themselves.
+"""The step-time model: predicts a step's duration from its composition and learns online from the steps themselves.
 
     ms = piecewise_linear(tokens in the step) + d * decode context + e * sum(chunk * context)
 
-The piecewise part is the weights, read once for all tokens of a step, and the products with them, for which devices
-have other kernels for few tokens than for many; the other two terms are attention, of decodes and of prompts.
+The piecewise part is reading the weights, once for all tokens of a step, and the matmuls with them, for which devices
+use other kernels with few tokens than with many; the other two terms are attention, of decodes and of prompts.
 
-One implementation for router, autoscaler, planner and simulator. The piecewise part rises from knot to knot; it and
+Router, autoscaler, planner and simulator share this implementation. The piecewise part rises from knot to knot; it and
 both coefficients are never negative, so neither is any prediction. The engine observes its steps and publishes
-`params()`; all others predict from those with `from_params`. A calibration before ready gives the prior
+`params()`; all others predict from those with `from_params`. A calibration before the engine is ready gives the prior
 (`from_calibration`).
 
 The fit is weighted least squares over `step_evidence`, solved under non-negativity by `_nonnegative`. Residuals are
 relative, so a 3 ms decode step counts as much as a 300 ms prefill. Outliers lose weight relative to the running median
-error. A proximal term keeps directions that no step excites where they were.
+error. A proximal term keeps directions that no step excites at their previous values.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ ERROR_WINDOW = 256
 """Steps over which error quantiles are taken."""
 MAX_KNOTS = 14
 FEW_TOKENS = (1, 4, 8, 9, 16, 32)
-"""First knots. The native kernels multiply up to 8 rows of activations otherwise than 9 and more, and twice as fast."""
+"""First knots. The native kernels compute up to 8 rows of activations twice as fast as 9 and more."""
 
 LITTLE_CONTEXT = 0.25
-"""Share of a step's time up to which it says how the rest of it compares with the prior."""
+"""Largest share of attention in a step's time for which the rest of the step is compared with the prior."""
 
 _CONTEXT_SCALE = 1e4
 _PRODUCT_SCALE = 1e6
@@ -54,7 +54,7 @@ class StepSample(NamedTuple):
 
     num_tokens: int
     decode_context_tokens: int
-    """Context tokens read by the step's decodes, summed."""
+    """Sum of the context tokens that the step's decodes read."""
     chunk_context_products: int
     """Sum over prefill chunks of chunk tokens x context tokens."""
     ms: float
@@ -64,15 +64,15 @@ class StepTimePieces(NamedTuple):
     """A model's numbers, for callers that evaluate many models in one loop."""
 
     inner_knots: Sequence[int]
-    """Token counts where a piece ends and the next begins; `bisect_right` in them finds a piece."""
+    """Token counts where one piece ends and the next begins; `bisect_right` in them finds a piece."""
     values: Sequence[tuple[int, float, float]]
-    """Start, its time and the slope of each piece; the last one continues without end."""
+    """Start, time at the start and slope of each piece; the last piece has no end."""
     decode_context_ms: float
     chunk_context_ms: float
 
 
 def default_knots(max_num_tokens: int) -> list[int]:
-    """Dense for few tokens, then powers of two, up to `max_num_tokens`."""
+    """Return knots that are dense for few tokens, then powers of two up to `max_num_tokens`."""
     knots = list(FEW_TOKENS)
     while knots[-1] * 2 < max_num_tokens and len(knots) < MAX_KNOTS - 1:
         knots.append(knots[-1] * 2)
@@ -83,12 +83,13 @@ class StepTimeModel:
     """Predicts a step's duration in milliseconds; `observe` refines it. Not thread-safe."""
 
     def __init__(self, max_num_tokens: int = 512, knots_tokens: Sequence[int] | None = None) -> None:
-        """`knots_tokens`: rising token counts; default `default_knots(max_num_tokens)`."""
+        """Make a model that predicts 0. `knots_tokens`: rising token counts; default
+        `default_knots(max_num_tokens)`."""
         self._knots = list(knots_tokens) if knots_tokens is not None else default_knots(max_num_tokens)
         _check_knots(self._knots)
         self._knot_ms = [0.0] * len(self._knots)
         self.pieces = StepTimePieces(self._knots[:-1], _pieces(self._knots, self._knot_ms), 0.0, 0.0)
-        """What predictions are made of."""
+        """The numbers that predictions use."""
         self._error_p50 = 0.0
         self._error_p95 = 0.0
         self._num_observed = 0
@@ -99,13 +100,13 @@ class StepTimeModel:
         self._prior_weights = self._weights
         self._prior_steps = PRIOR_STEPS
         self._evidence: StepEvidence | None = None
-        """None: it has only predicted until now, as most models do."""
+        """None until the first step is observed: most models only predict."""
         self._errors: Vector = np.zeros(ERROR_WINDOW)
         self._num_errors = 0
 
     @classmethod
     def from_params(cls, params: StepTimeParams) -> StepTimeModel:
-        """A model that predicts as `params` do and continues to learn from there.
+        """Return a model that predicts as `params` do and continues to learn from there.
 
         Values that no fit produces (negative, falling, not finite) are projected to the nearest valid ones. Raises
         `ValueError` if the knots are not rising or the counts differ.
@@ -129,12 +130,12 @@ class StepTimeModel:
     def from_calibration(
         cls, samples: Iterable[StepSample], max_num_tokens: int | None = None, decode_ms: float = 0.0
     ) -> StepTimeModel:
-        """Fit a sweep of measured steps, which is the prior of what is learned later.
+        """Fit a sweep of measured steps, which becomes the prior of what is learned later.
 
-        Knots are the sweep's token counts, so that every piece has evidence; with `max_num_tokens` the default ones,
-        to which lines through the sweep's sizes are drawn where it has none. `decode_ms`: what a decode takes
-        beyond a token of the sweep's prompts; steps of few tokens are mostly decodes. Raises `ValueError` if no sample
-        is usable.
+        Knots are the sweep's token counts, so that every piece has evidence; with `max_num_tokens` they are the default
+        knots, whose times are interpolated from the sweep where it has none. `decode_ms`: time that a decode takes
+        beyond a prompt token of the sweep, added because steps of few tokens are mostly decodes. Raises `ValueError` if
+        no sample is usable.
         """
         usable = [sample for sample in samples if _usable(sample)]
         if not usable:
@@ -157,7 +158,7 @@ class StepTimeModel:
         return bool(self._weights.any())
 
     def predict_ms(self, num_tokens: int, decode_context_tokens: int = 0, chunk_context_products: int = 0) -> float:
-        """Milliseconds of a step with `num_tokens` in all; 0 for an empty step. Never negative."""
+        """Predict the milliseconds of a step with `num_tokens` in all; 0 for an empty step. Never negative."""
         if not num_tokens > 0:
             return 0.0
         knots, values, decode_context_ms, chunk_context_ms = self.pieces
@@ -212,7 +213,7 @@ class StepTimeModel:
         )
 
     def _row(self, sample: StepSample) -> Vector:
-        """The features of one step: 1, how far it climbs each piece, and its scaled context terms."""
+        """Return the features of one step: 1, its share of each piece, and its scaled context terms."""
         row = np.zeros(len(self._knots) + 2)
         within = bisect_right(self._knots, sample.num_tokens)
         row[: max(1, within)] = 1.0
@@ -225,7 +226,7 @@ class StepTimeModel:
         return row
 
     def _guess(self, first: StepSample) -> None:
-        """Without evidence of the shape: half the first step is a fixed cost, half grows with its tokens."""
+        """Make a prior from the first step: half of its time is a fixed cost, half grows with the tokens."""
         slope_ms = first.ms / (2 * max(first.num_tokens, 32))
         self._guessed, self._prior_steps = True, GUESSED_STEPS
         self._weights[0] = first.ms / 2
@@ -233,7 +234,7 @@ class StepTimeModel:
         self._publish()
 
     def _start_learning(self) -> None:
-        """What is predicted now is the prior, unless a sweep was measured."""
+        """Start the evidence; the prior is the measured sweep or, without one, the current predictions."""
         self._prior = self._prior or [
             StepSample(knot, 0, 0, ms) for knot, ms in zip(self._knots, self._knot_ms, strict=True) if ms > 0
         ]
@@ -270,10 +271,10 @@ class StepTimeModel:
             self._forget()
 
     def _forget(self) -> None:
-        """Keep the weights as a start, and what the prior says of sizes beside each other.
+        """Start the evidence anew, with the current weights as the start and the prior scaled to the engine.
 
-        Either most predictions are far off, so the evidence describes other behaviour, or it was scaled by a first
-        guess, under which a first step that was much too short would outweigh hundreds of others.
+        Called either when most predictions are far off, so that the evidence describes other behaviour, or when the
+        evidence was scaled by a first guess, under which a much too short first step would outweigh hundreds of others.
         """
         assert self._evidence is not None
         scale = self._evidence.scale
@@ -329,7 +330,8 @@ def _nonnegative(normal: Vector, target: Vector, start: Vector) -> Vector:
 
 
 def _trust(relative_residual: float, limit: float) -> float:
-    """1 for ordinary residuals, falling with the square beyond `limit`, a multiple of the median error.
+    """Return a step's weight: 1 up to `limit`, falling with the square beyond; `limit` is a multiple of the median
+    error.
 
     If most recent steps disagree, the median itself rises, so a real change is followed.
     """
@@ -352,7 +354,7 @@ def _check_knots(knots: list[int]) -> None:
 
 
 def _thin(sizes: list[int]) -> list[int]:
-    """At most `MAX_KNOTS` of the sorted sizes, ends included."""
+    """Return at most `MAX_KNOTS` of the sorted sizes, including the first and the last."""
     if len(sizes) <= MAX_KNOTS:
         return sizes
     picks = np.unique(np.linspace(0, len(sizes) - 1, MAX_KNOTS).round().astype(int))
@@ -360,7 +362,7 @@ def _thin(sizes: list[int]) -> list[int]:
 
 
 def _on_lines(samples: Sequence[StepSample], sizes: Iterable[int]) -> list[StepSample]:
-    """Samples of other sizes: on the line between their neighbours, or through the two largest."""
+    """Return samples of other sizes, interpolated between measured ones or extrapolated from the two largest."""
     by_size = {sample.num_tokens: sample.ms for sample in samples}
     known = sorted(by_size)
     slope_ms = by_size[known[-1]] / known[-1]

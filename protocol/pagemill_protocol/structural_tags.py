@@ -1,7 +1,7 @@
-"""Forms of answers that mix fixed text, schemas and free text: the elements of a structural tag, as values.
+"""Structural tags: forms of answers that mix fixed text, schemas and free text, as values.
 
-Names and fields are those of xgrammar's structural tags, which vLLM takes as well. Clients send them as JSON,
-`pagemill_protocol.answers` makes them of tools and reasoning, `pagemill_protocol.grammars` writes them as grammars.
+Names and fields are those of xgrammar's structural tags, which vLLM also accepts. Clients send them as JSON,
+`pagemill_protocol.answers` makes them for tools and reasoning, `pagemill_protocol.grammars` writes them as grammars.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Element(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbi
 
 class ConstString(Element, frozen=True, tag="const_string"):
     value: str
-    """Special tokens may be spelled in it."""
+    """May contain the texts of special tokens."""
 
 
 class JsonSchema(Element, frozen=True, tag="json_schema"):
@@ -41,7 +41,8 @@ class Grammar(Element, frozen=True, tag="grammar"):
 
 
 class AnyText(Element, frozen=True, tag="any_text"):
-    """Without special tokens. Last in its sequence, or the content of a tag with an end, which its first end ends."""
+    """Text without special tokens: the last element of a sequence, or the content of a tag, up to the tag's first
+    `end`."""
 
 
 class Sequence(Element, frozen=True, tag="sequence"):
@@ -63,7 +64,7 @@ class Tag(Element, frozen=True, tag="tag"):
 
 
 class TriggeredTags(Element, frozen=True, tag="triggered_tags"):
-    """Free text, in which a trigger begins one of the tags whose `begin` starts with it."""
+    """Free text in which a trigger begins one of the tags whose `begin` starts with it."""
 
     triggers: list[str]
     tags: list[Tag]
@@ -71,7 +72,7 @@ class TriggeredTags(Element, frozen=True, tag="triggered_tags"):
 
 
 class TagsWithSeparator(Element, frozen=True, tag="tags_with_separator"):
-    """One tag or more."""
+    """One or more tags."""
 
     tags: list[Tag]
     separator: str = ""
@@ -94,7 +95,7 @@ Format = (
 
 
 def read_tag(tag: Any) -> Format:
-    """The elements of a structural tag in either of its shapes. Raises `ValueError`."""
+    """Return the elements of a structural tag in either of its shapes. Raises `ValueError`."""
     try:
         if isinstance(tag, dict) and "format" in tag:
             form: Format = msgspec.convert(tag["format"], Format)
@@ -120,13 +121,13 @@ class _Structures(msgspec.Struct):
     triggers: list[str]
 
 
-# What tags convert to is worked out here, by one thread: where several are the first at the same moment, msgspec 0.22
-# reads a null pointer.
+# Made at import by one thread: where several threads first use a type at the same moment, msgspec 0.22 reads a null
+# pointer.
 _DECODERS = (msgspec.json.Decoder(Format), msgspec.json.Decoder(_Structures))
 
 
 def element_of(outputs: StructuredOutputs) -> Format:
-    """Any form as an element of a larger one. Raises `ValueError` for one that was not checked."""
+    """Return any form as an element of a larger one. Raises `ValueError` for a form that was not checked."""
     match outputs.kind:
         case "json_schema":
             return JsonSchema(json_schema=json.loads(outputs.json_schema))
@@ -143,5 +144,5 @@ def element_of(outputs: StructuredOutputs) -> Format:
 
 
 def write_tag(form: Format) -> str:
-    """As `StructuredOutputs.structural_tag` has it."""
+    """Return the JSON text for `StructuredOutputs.structural_tag`."""
     return msgspec.json.encode({"format": form}).decode()

@@ -1,7 +1,7 @@
-"""What an answer must look like: the form that a request prescribes, as one immutable value.
+"""Structured outputs: the form that a request prescribes for its answer, as one immutable value.
 
 Clients' dialects and the offline API build it, `SamplingParams` carries it to the engine. `pagemill_protocol.grammars`
-checks it and writes it as a grammar, `pagemill_engine.grammar` holds answers to it.
+checks it and writes it as a grammar, `pagemill_engine.grammar` constrains answers to it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pagemill_protocol.errors import invalid_field
 from pagemill_protocol.keywords import CheckedKeywords
 
 MAX_SOURCE_CHARS = 128 * 1024
-"""Of a schema or a grammar."""
+"""Limit on a schema or a grammar."""
 MAX_TAG_CHARS = 512 * 1024
-"""Of a structural tag, which holds the schemas of all strict tools."""
+"""Limit on a structural tag, which contains the schemas of all strict tools."""
 MAX_REGEX_CHARS = 8 * 1024
 MAX_OPTIONS = 2048
 MAX_OPTION_CHARS = 4096
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, metaclass=CheckedKeywords):
-    """Exactly one of the fields is set."""
+    """The form of an answer. Exactly one of the fields is set."""
 
     json_schema: str = ""
-    """JSON text of a JSON schema that the answer is valid for."""
+    """JSON text of a JSON schema for which the answer is valid."""
     json_object: bool = False
-    """Any JSON object."""
+    """The answer is a JSON object."""
     regex: str = ""
     """A regular expression that matches the whole answer."""
     choice: tuple[str, ...] = ()
@@ -34,16 +34,16 @@ class StructuredOutputs(msgspec.Struct, frozen=True, omit_defaults=True, kw_only
     grammar: str = ""
     """A context-free grammar in Lark's syntax or in GBNF."""
     structural_tag: str = ""
-    """JSON text: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`. Free text, in which each tag that
-    a trigger begins holds JSON that is valid for the schema of its structure."""
+    """JSON text: `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`. The answer is free text in which
+    each tag that a trigger begins contains JSON that is valid for the schema of its structure."""
 
     @property
     def kind(self) -> str:
-        """The name of the field that is set."""
+        """Name of the field that is set."""
         return next(name for name in self.__struct_fields__ if getattr(self, name))
 
     def validate(self, param: str = "structured_outputs") -> None:
-        """Raise `PagemillError` (400) unless exactly one form is given, of a size that may be compiled."""
+        """Raise `PagemillError` (400) unless exactly one form is set and its size allows compiling it."""
         given = [name for name in self.__struct_fields__ if getattr(self, name)]
         if len(given) != 1:
             names = ", ".join(self.__struct_fields__)

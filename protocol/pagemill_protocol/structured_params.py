@@ -1,7 +1,7 @@
-"""Reads a form of answers as clients write it: vLLM's names (`json`, `regex`, ...), schemas as objects or as text.
+"""Parse the form of answers as clients write it: vLLM's names (`json`, `regex`, ...), schemas as objects or as text.
 
-The one parser of the HTTP dialects' fields and of the offline API. That the form can be compiled is checked by
-`pagemill_protocol.grammars.check`.
+The HTTP dialects and the offline API share this parser. `pagemill_protocol.grammars.check` checks that the form can be
+compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "whitespace_pattern": (None,),
     "backend": (None, "auto", "guidance"),
 }
-"""vLLM's options, with the values that ask for what is done here anyway."""
+"""Options of vLLM, with the values that Pagemill satisfies anyway."""
 
 
 def StructuredOutputsParams(
@@ -34,7 +34,8 @@ def StructuredOutputsParams(
     json_object: bool | None = None,
     structural_tag: str | Mapping[str, Any] | None = None,
 ) -> StructuredOutputs:
-    """For `SamplingParams(structured_outputs=...)`, with the names of vLLM's class. Raises `PagemillError`."""
+    """Make the value of `SamplingParams(structured_outputs=...)`, with the names of vLLM's class. Raises
+    `PagemillError`."""
     values = (json, regex, choice, grammar, json_object, structural_tag)
     found = form_of(dict(zip(_FIELDS, values, strict=True)), "structured_outputs")
     if found is None:
@@ -43,7 +44,7 @@ def StructuredOutputsParams(
 
 
 def form_of(given: Mapping[str, Any], param: str) -> StructuredOutputs | None:
-    """The form that is given; `None`: none is. Raises `PagemillError` 400 at a field of `param`."""
+    """Return the form that is set, or None. Raises `PagemillError` (400) at a field of `param`."""
     values = {name: value for name, value in given.items() if value is not None and value is not False}
     for name, value in values.items():
         if name in _OPTIONS and value not in _OPTIONS[name]:
@@ -59,7 +60,7 @@ def form_of(given: Mapping[str, Any], param: str) -> StructuredOutputs | None:
 
 
 def response_format(given: Mapping[str, Any], param: str) -> StructuredOutputs | None:
-    """OpenAI's `response_format`, and vLLM's type `structural_tag`. `None`: any text."""
+    """Return the form of OpenAI's `response_format`, with vLLM's type `structural_tag`, or None for any text."""
     kind = given.get("type")
     if kind == "text":
         return None
@@ -80,7 +81,7 @@ def response_format(given: Mapping[str, Any], param: str) -> StructuredOutputs |
 
 
 def form(name: str, value: Any, param: str) -> StructuredOutputs:
-    """The form of one of vLLM's fields. Raises `PagemillError` 400 at `param`."""
+    """Return the form of one of vLLM's fields. Raises `PagemillError` (400) at `param`."""
     match name:
         case "json":
             found = StructuredOutputs(json_schema=_json_text(value, param))
@@ -104,7 +105,7 @@ def form(name: str, value: Any, param: str) -> StructuredOutputs:
 
 
 def _json_text(value: Any, param: str) -> str:
-    """A schema as text; the order of its keys is that of the answer's."""
+    """Return a schema as text. The order of its keys is that of the answer's keys."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Mapping | bool):

@@ -1,9 +1,9 @@
-"""Control tokens that servers without a configured one make at their start, in files that their user alone can read.
+"""Control tokens that servers without a configured one make at their start, in files that only their user can read.
 
-The file is named by the address and the port of the control port, so several servers of one machine do not meet, and
-tools of the same user find the token of a server by its URL. It is removed when the server ends; one that a killed
-server left is replaced by the next server at that port. The guard that asks for tokens is `http.guard`; the server
-reads its own file as any other file of tokens (`secret_file`). Standard library only: a pod's drain imports it.
+The file is named after the address and the port of the control port, so that servers of one machine do not collide and
+tools of the same user find a server's token by its URL. The file is removed when the server ends; a file that a killed
+server left is replaced by the next server at that port. `http.guard` checks tokens; the server reads its own file as
+any other file of tokens (`secret_file`). Standard library only: a pod's drain imports this module.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from urllib.parse import urlsplit
 from pagemill_protocol.settings import runtime_folder
 
 CHECK_INTERVAL_S = 1.0
-"""Files are read again at most this often: a server that was restarted has a new token."""
+"""Interval in seconds at which files are read again: a restarted server has a new token."""
 MAX_TOKEN_BYTES = 1024
 MAX_SERVERS = 4096
-"""Tokens of more servers than this are not remembered."""
+"""Limit on the remembered tokens."""
 NUM_TRIES = 3
-"""Between making the folder and writing into it, another server that ends may remove it."""
+"""Another server that ends may remove the folder between its creation and the write into it."""
 LOOPBACK = ("127.0.0.1", "::1")
 ANY_ADDRESS = ("0.0.0.0", "::")
 
@@ -39,7 +39,7 @@ class TokenFileError(Exception):
 
 @contextlib.contextmanager
 def made_token_file(address: str, port: int, parent: Path | None = None) -> Iterator[Path]:
-    """A file with a new token for the server bound to `address` and `port`, while the block runs.
+    """Keep a file with a new token for the server bound to `address` and `port` while the block runs.
 
     `parent`: where the folder of this user's files is made; `None`: the runtime folder. Raises `TokenFileError`.
     """
@@ -58,22 +58,22 @@ def made_token_file(address: str, port: int, parent: Path | None = None) -> Iter
         # By now another server may listen there, with a token of its own.
         if _read(path) == token:
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others have files there
+        with contextlib.suppress(OSError):  # other servers have files there
             path.parent.rmdir()
 
 
 def read_made_token(control_url: str, parent: Path | None = None) -> str:
-    """The token that a server of this user on this machine has made; empty where there is none."""
-    # One that was killed at another address of the same port may have left its file.
+    """Return the token that a server of this user on this machine has made; empty where there is none."""
+    # A server that was killed at another address of the same port may have left its file.
     try:
         paths = sorted(_paths(control_url, _folder(parent)), key=_written_at, reverse=True)
-    except FileNotFoundError:  # no folder for temporary files
+    except FileNotFoundError:  # the system has no folder for temporary files
         return ""
     return next(filter(None, map(_read, paths)), "")
 
 
 class MadeTokens:
-    """Tokens of this user's servers on this machine, by their control URLs, as the servers come and go."""
+    """Tokens of this user's servers on this machine by control URL, as servers start and end."""
 
     def __init__(self, parent: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._parent = parent
@@ -81,7 +81,7 @@ class MadeTokens:
         self._known: dict[str, _Known] = {}
 
     def find(self, control_url: str) -> str:
-        """The token that the server has now, or had when it was last seen; empty where there was never one."""
+        """Return the server's current or last known token; empty where there was none."""
         known, now = self._known.get(control_url), self._clock()
         if known is not None and now - known.read_at < CHECK_INTERVAL_S:
             return known.token
@@ -106,12 +106,12 @@ def _name(address: str, port: int) -> str:
 
 
 def _paths(control_url: str, folder: Path) -> Iterator[Path]:
-    """Files of the servers that the URL can mean."""
+    """Yield the token files of the servers that the URL may refer to."""
     try:
         parts = urlsplit(control_url)
         host, port = parts.hostname or "", parts.port
         addresses = [ipaddress.ip_address(each) for each in (LOOPBACK if host == "localhost" else (host,))]
-    except ValueError:  # another name is mostly that of another machine
+    except ValueError:  # a host name usually belongs to another machine
         return
     if port is None:
         return
@@ -122,7 +122,7 @@ def _paths(control_url: str, folder: Path) -> Iterator[Path]:
 
 
 def _write_private(path: Path, token: str) -> None:
-    """Raises `OSError`."""
+    """Write the token file and its folder. Raises `OSError`."""
     for _ in range(NUM_TRIES - 1):
         _make_private(path.parent)
         with contextlib.suppress(FileNotFoundError):
@@ -132,7 +132,8 @@ def _write_private(path: Path, token: str) -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises `OSError` for a folder that another user owns or can enter: in a shared folder its name can be guessed."""
+    """Make the folder. Raises `OSError` if another user owns or can enter it: in a shared folder its name can be
+    guessed."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
@@ -141,7 +142,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _write(path: Path, token: str) -> None:
-    """All or nothing, for this user alone."""
+    """Write the file atomically, readable by this user only."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -151,7 +152,7 @@ def _write(path: Path, token: str) -> None:
 
 
 def _written_at(path: Path) -> int:
-    """In ns; 0 where there is no such file."""
+    """Return the modification time in ns; 0 where there is no such file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -159,7 +160,7 @@ def _written_at(path: Path) -> int:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file of this user's."""
+    """Return the token; empty where this user has no such file."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():

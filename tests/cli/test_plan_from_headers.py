@@ -224,7 +224,7 @@ def test_a_broken_file_of_weights_is_named_by_its_source(model: Path, serve: Ser
     (model / "model.safetensors").write_bytes(b"\xff" * 64)
     serve(model)
     (tmp_path / "header").mkdir()
-    with pytest.raises(SourceError, match=rf"`{REPOSITORY}`: `model.safetensors` is no safetensors file"):
+    with pytest.raises(SourceError, match=rf"`{REPOSITORY}`: `model.safetensors` is not a safetensors file"):
         fetch_header(f"hf://{REPOSITORY}", tmp_path / "header")
 
 

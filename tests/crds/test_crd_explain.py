@@ -11,7 +11,7 @@ from pagemill_crds.reference import reference_page
 def test_a_field_is_described_with_type_bounds_and_meaning() -> None:
     text = describe(find("llmdeployment.spec.engine.maxModelLen"))
     assert "llmdeployment.spec.engine.maxModelLen <integer>" in text
-    assert "Tokens of prompt and output together" in text
+    assert "number of tokens of prompt and output together" in text
     assert "at least: 16" in text
 
 

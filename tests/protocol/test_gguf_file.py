@@ -171,7 +171,7 @@ def test_a_string_that_is_not_utf8_is_named_when_read(tmp_path):
 
 def test_a_value_of_the_wrong_type_is_named(write_gguf):
     file = GGUFFile(write_gguf({"llama.block_count": "many"}))
-    with pytest.raises(GGUFError, match=r"`llama.block_count` has type str"):
+    with pytest.raises(GGUFError, match=r"`llama.block_count` has the wrong type str"):
         file.get("llama.block_count", int)
 
 

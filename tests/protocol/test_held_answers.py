@@ -352,9 +352,9 @@ def test_schemas_of_tools_that_are_not_held_are_not_looked_at() -> None:
     ("name", "schema", "says"),
     [
         ("pythonic", {"properties": {"a b": {}}}, "'a b' cannot be a keyword"),
-        ("pythonic", {"anyOf": [{}]}, "one by one, which cannot be held to 'anyOf'"),
+        ("pythonic", {"anyOf": [{}]}, "one by one, which cannot enforce 'anyOf'"),
         ("qwen3-coder", {"properties": {"a>": {}}}, "cannot be written in a tag"),
-        ("qwen3-coder", {"properties": {"a": {"type": "string", "format": "date"}}}, "cannot be held to format"),
+        ("qwen3-coder", {"properties": {"a": {"type": "string", "format": "date"}}}, "cannot enforce format"),
     ],
 )
 def test_a_schema_that_the_models_format_cannot_hold_is_refused_with_its_place(

@@ -55,7 +55,7 @@ def test_an_older_peer_is_refused_with_both_versions_and_the_remedy(headers: dic
 
 @pytest.mark.parametrize("text", ["x", "-1", "1.0", "1" * 7, "\u0661"])
 def test_a_version_that_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(UnsupportedProtocol, match="which is no number"):
+    with pytest.raises(UnsupportedProtocol, match="which is not a number"):
         check_peer("The engine", {"x-pagemill-protocol": text})
 
 

@@ -114,7 +114,7 @@ def test_a_change_with_a_wrong_line_leaves_all_lines_of_before_until_it_is_corre
         assert file.lines() is before
     assert file.problem == "line 3 is not good"
     (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
-    assert "line 3 is not good. Lines of before that stay in use: 2" in record.getMessage()
+    assert "line 3 is not good. Previous lines that stay in use: 2" in record.getMessage()
     assert "sk-plain" not in caplog.text
     path.write_text("good new\n")
     clock.now += CHECK_INTERVAL_S

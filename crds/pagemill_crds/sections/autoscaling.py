@@ -1,4 +1,4 @@
-"""`spec.autoscaling`: between which bounds and towards which targets the number of replicas moves."""
+"""`spec.autoscaling`: the bounds and targets of the number of replicas."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_REPLICAS = 1000
 
 
 class Targets(Section):
-    """Load per replica at which one more is added."""
+    """Load per replica above which replicas are added."""
 
     kv_cache_usage: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the KV cache that running and waiting requests take, such as 0.8."""
+    """Share of a replica's KV cache that running and waiting requests may fill, such as 0.8."""
     queue_depth: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    """Requests waiting per replica, in engines and gateways together."""
+    """Requests per replica that may wait, counted over engines and gateways together."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -31,14 +31,14 @@ class Targets(Section):
 
 
 class SLO(Section):
-    """Latency that requests should meet."""
+    """Latency objective of requests."""
 
     ttft: Duration | None = None
-    """Time to first token, such as `500ms`."""
+    """Longest time to first token, such as `500ms`."""
     tpot: Duration | None = None
-    """Time per output token after the first, such as `50ms`."""
+    """Longest time per output token after the first, such as `50ms`."""
     percentile: Annotated[int, Field(ge=50, le=99)] = 95
-    """Percentage of the requests that must meet it."""
+    """Percentage of requests that must meet the objective."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -52,72 +52,65 @@ class SLO(Section):
 
 class ScalingPolicy(Section):
     type: Literal["Pods", "Percent"]
-    """Unit of `value`."""
+    """Unit of `value`: `Pods` is a number of replicas, `Percent` a percentage of the current number."""
     value: Annotated[int, Field(ge=1, le=1000)]
-    """Largest change within the period."""
+    """Largest change within `periodSeconds`."""
     period_seconds: Annotated[int, Field(ge=1, le=1800)]
     """Length of the period in seconds."""
 
 
 class ScalingRules(Section):
-    """Limits of one direction; the names and meaning of HorizontalPodAutoscaler."""
+    """Limits on changes in one direction. Names and meaning are those of HorizontalPodAutoscaler."""
 
     stabilization_window_seconds: Annotated[int, Field(ge=0, le=3600)] | None = None
-    """
-    Seconds over which the most cautious recommendation wins. Without it 0 upwards; 300 downwards, less where half
-    as much load again would leave replicas idle, more where replicas that were removed were soon needed again.
-    """
+    """Seconds of past recommendations of which the most cautious one is applied. Default when scaling up: 0. Default
+    when scaling down: 300, shorter for replicas that would stay idle even at one and a half times the load, and longer
+    after removed replicas were soon needed again."""
     select_policy: Literal["Max", "Min", "Disabled"] = "Max"
-    """Which policy wins; `Disabled` forbids the direction."""
+    """Which of several policies applies; `Disabled` forbids scaling in this direction."""
     policies: Annotated[list[ScalingPolicy], Field(max_length=8)] = Field(default_factory=list)
-    """Allowed changes; unlimited when empty."""
+    """Limits on the rate of change; no limit when empty."""
 
 
 class Behavior(Section):
-    """How fast replicas are added and removed."""
+    """How fast replicas may be added and removed."""
 
     scale_up: ScalingRules | None = None
-    """Limits of adding replicas."""
+    """Limits on adding replicas."""
     scale_down: ScalingRules | None = None
-    """Limits of removing replicas."""
+    """Limits on removing replicas."""
 
 
 class AutoscalingSection(Section):
-    """Who decides the number of replicas, and how."""
+    """How the number of replicas is decided."""
 
     mode: Literal["Active", "Advisory", "External"] = "Active"
-    """
-    `Active`: the operator scales. `Advisory`: it only publishes its decision. `External`: HPA or KEDA writes
-    `spec.replicas` through the scale subresource.
-    """
+    """`Active`: the operator scales. `Advisory`: the operator only publishes its decision. `External`: HPA or KEDA
+    writes `spec.replicas` through the scale subresource."""
     policy: Annotated[str, Text(63, r"^[A-Za-z0-9][A-Za-z0-9._-]*$", "must be a name such as TargetTracking")] = (
         "Demand"
     )
-    """
-    The algorithm. `Demand`: the replicas that the load needs by `targets`, or by the prediction that `slo` asks for.
-    `TargetTracking`: replicas in the ratio of each measured value to its target, as HorizontalPodAutoscaler. Packages
-    that are installed with the operator may add others.
-    """
+    """Scaling algorithm. `Demand` computes the replicas that the load needs to meet `targets` and, where `slo` is set,
+    the replicas that are predicted to meet it. `TargetTracking` scales in the ratio of each measured value to its
+    target, as HorizontalPodAutoscaler does. Packages that are installed with the operator may add others."""
     min_replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 1
-    """Fewest replicas that serve; 0 allows scaling to zero."""
+    """Minimum number of replicas that serve; 0 allows scaling to zero."""
     max_replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
-    """Most replicas, those of `warm` included."""
+    """Maximum number of replicas, including those of `warm`."""
     warm: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
-    """
-    Standby replicas beyond the demand, as far as `maxReplicas` allows: started, loaded and asleep. They give the memory
-    of the KV cache back, take no requests, and are woken before any other replica is started.
-    """
+    """Number of standby replicas kept in addition to the demand, up to `maxReplicas`. A standby replica has loaded the
+    weights and sleeps: it releases the memory of its KV cache, receives no requests, and is woken before any new
+    replica is started."""
     targets: Targets | None = None
-    """Load per replica at which one more is added; without targets and slo `kvCacheUsage` 0.8 and `queueDepth` 2."""
+    """Load per replica above which replicas are added. Default without `targets` and `slo`: `kvCacheUsage` 0.8 and
+    `queueDepth` 2."""
     slo: SLO | None = None
-    """Latency that requests should meet: the fewest replicas that are predicted to."""
+    """Latency objective. The autoscaler runs the fewest replicas that are predicted to meet it."""
     scale_to_zero_after: Duration | None = None
-    """
-    Time without any request after which the last replica goes. By default what two starts have taken, one to five
-    minutes, and longer where requests came soon after it had gone.
-    """
+    """Time without requests after which the last replica is removed. Default: the duration of two starts, at least one
+    and at most five minutes, and longer after requests came soon after a removal."""
     behavior: Behavior | None = None
-    """How fast replicas are added and removed."""
+    """How fast replicas may be added and removed."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -1,4 +1,4 @@
-"""`spec.engine`: how the engine computes, and how much it holds at once."""
+"""`spec.engine`: settings of the inference engine."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ ExtraArg = Annotated[str, Text(512, EXTRA_ARG_PATTERN, "must be written --name=v
 
 
 class PrefixCaching(Section):
-    """Reuse of the KV cache between requests that begin alike."""
+    """Reuse of the KV cache between requests with a common prefix."""
 
     enabled: bool = True
-    """Keep and reuse blocks of finished requests."""
+    """Whether blocks of finished requests are kept and reused."""
     scope: Literal["deployment", "tenant", "key"] = "tenant"
-    """Which requests share blocks: those of one tenant (all API keys with its name; a key without one is by
-    itself), those of one API key, or all of the deployment. Who shares can see from times and `cached_tokens` what
-    others asked. Without API keys all share."""
+    """Which requests may share blocks: `tenant`, those of all API keys with the same tenant name (a key without a
+    tenant shares with no other key); `key`, those of one API key; `deployment`, all. Requests that share blocks can
+    infer from response times and `cached_tokens` what others have sent. Without API keys, all requests share."""
 
 
 class Speculative(Section):
-    """Speculative decoding: tokens guessed cheaply and verified by the model."""
+    """Speculative decoding: tokens are proposed cheaply and verified by the model."""
 
     method: Literal["ngram", "draft"]
-    """`ngram` guesses from the request's own text; `draft` from a small model."""
+    """`ngram` proposes tokens from the request's own text, `draft` from a small model."""
     source: Source | None = None
-    """Draft model; the schemes of `spec.model.source`."""
+    """Weights of the draft model, with the schemes of `spec.model.source`."""
     num_tokens: Annotated[int, Field(ge=1, le=16)] = 4
-    """Tokens guessed per step."""
+    """Number of tokens proposed per step."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -49,13 +49,13 @@ class Speculative(Section):
 
 class KeyRef(Section):
     name: DottedName
-    """Name of the object, in the deployment's namespace."""
+    """Name of the Secret or ConfigMap, in the namespace of the LLMDeployment."""
     key: Line
-    """Key inside the object."""
+    """Key inside the Secret or ConfigMap."""
 
 
 class EnvSource(Section):
-    """Where the value of an environment variable comes from."""
+    """Source of an environment variable's value."""
 
     secret_key_ref: KeyRef | None = None
     """A key of a Secret."""
@@ -74,11 +74,11 @@ class EnvSource(Section):
 
 class EnvVar(Section):
     name: EnvName
-    """Name of the variable."""
+    """Name of the environment variable."""
     value: Annotated[str, Text(32_768, min_length=0)] | None = None
-    """Its value."""
+    """Value of the environment variable."""
     value_from: EnvSource | None = None
-    """Its value, taken from another object."""
+    """Source of the value, in place of `value`."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -91,44 +91,46 @@ class EnvVar(Section):
 
 
 class EngineSection(Section):
-    """How the engine computes, and how much it holds at once."""
+    """Settings of the inference engine: precision, context length, batch size and KV cache."""
 
     image: Annotated[str, Text(512, r"^[^\s]+$", "must be an image reference without spaces")] | None = None
-    """Container image of the engine; the operator's own when absent."""
+    """Container image of the engine; when absent, the image that the operator is configured with."""
     version: Annotated[str, Text(64, r"^[A-Za-z0-9][A-Za-z0-9.+_-]*$", "must be a version such as 0.1.0")] | None = None
-    """Engine version to pin, so that an operator upgrade leaves the pods alone."""
+    """Engine version to pin, so that an upgrade of the operator does not replace the pods."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of float weights and of the KV cache; `auto` takes what the device computes natively."""
+    """Data type of float weights and of the KV cache; `auto` chooses the type that the device computes natively."""
     quantization: Literal["none", "fp8", "w8a8", "int8", "int4", "awq", "gptq"] = "none"
-    """How weights are quantized when they are loaded; what a GGUF file holds in so few bits already stays as it is.
-    `fp8` and `w8a8` (int8) round activations too, and need a GPU."""
+    """How weights are quantized when they are loaded. Weights that a GGUF file already stores in as few bits are kept
+    as they are. `fp8` and `w8a8` (int8) also quantize activations and need a GPU."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
-    """Tokens of prompt and output together; the model's own limit when absent."""
+    """Maximum number of tokens of prompt and output together; when absent, the model's own limit."""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Requests computed in one step; chosen for the device when absent: 64 on a CPU, by its memory up to 256 on a
-    GPU."""
+    """Maximum number of requests computed in one step; when absent, chosen for the device: 64 on a CPU, up to 256 on a
+    GPU depending on its memory."""
     max_num_batched_tokens: Annotated[int, Field(ge=16, le=1_048_576)] | None = None
-    """Token budget of one step, prefill and decode together; chosen for the device when absent: 512 on a CPU, by its
-    memory up to 8192 on a GPU."""
+    """Maximum number of tokens computed in one step, prefill and decode together; when absent, chosen for the device:
+    512 on a CPU, up to 8192 on a GPU depending on its memory."""
     block_size: Literal[8, 16, 32, 64, 128] = 16
-    """Tokens of one KV-cache block."""
+    """Number of tokens per block of the KV cache."""
     kv_cache_memory: Memory | None = None
-    """Memory of the KV cache; a share of what is free after loading when absent."""
+    """Memory for the KV cache; when absent, a share of the memory that is free after the model is loaded."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
-    """Type of the KV cache; `auto` takes dtype's. bfloat16 halves, int8 and fp8 nearly quarter float32's memory; fp8
-    needs a GPU."""
+    """Data type of the KV cache; `auto` uses that of `dtype`. Compared with float32, bfloat16 needs half the memory,
+    int8 and fp8 little more than a quarter. fp8 needs a GPU."""
     prefix_caching: PrefixCaching = PrefixCaching()
-    """Reuse of the KV cache between requests that begin alike."""
+    """Reuse of the KV cache between requests with a common prefix."""
     deterministic: bool = False
-    """Bitwise equal answers whatever else runs in the batch, at some cost in speed."""
+    """Whether answers are bitwise equal regardless of the other requests in a batch. Reduces speed."""
     speculative: Speculative | None = None
-    """Speculative decoding; off when absent. Reserved: this version runs without it and notes so in `Planned`."""
+    """Speculative decoding; disabled when absent. Reserved: this version ignores the field and says so in condition
+    `Planned`."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Devices that share each layer. This version supports 1; more is reported as `Planned=False`."""
+    """Number of devices that share each layer. This version supports 1; a larger number results in `Planned=False`."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Devices that each hold some of the layers. This version supports 1; more is reported as `Planned=False`."""
+    """Number of devices over which the layers are distributed. This version supports 1; a larger number results in
+    `Planned=False`."""
     extra_args: Annotated[list[ExtraArg], Field(max_length=64)] = Field(default_factory=list)
-    """Engine settings without a field here, as `--name=value`; they win over the fields."""
+    """Engine settings that have no field here, as `--name=value`. They override the fields."""
     env: Annotated[
         list[EnvVar],
         Field(
@@ -136,7 +138,7 @@ class EngineSection(Section):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
     ] = Field(default_factory=list)
-    """Environment variables of the engine."""
+    """Environment variables of the engine's container."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -147,7 +149,7 @@ class EngineSection(Section):
         ),
         Rule(
             "maxModelLen",
-            "maxModelLen must hold at least one block: raise it or lower blockSize",
+            "maxModelLen must be at least blockSize: raise maxModelLen or lower blockSize",
             "!has(self.maxModelLen) || self.maxModelLen >= self.blockSize",
             lambda e: e.max_model_len is None or e.max_model_len >= e.block_size,
         ),

@@ -1,4 +1,4 @@
-"""`spec.model`: which weights are served, under which names, with which defaults."""
+"""`spec.model`: the weights to serve, their names and their defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HF_PATTERN = rf"^(hf://)?{HUB_NAME}$"
 HUB_SOURCE = r"^(hf://|[^:]+$)"
 LOCAL = r"^(package|file|pvc)://"
 LOCAL_SCHEMES = ("package://", "file://", "pvc://")
-"""Sources that are read where they lie; every other one is fetched."""
+"""Schemes that are read in place; every other source is downloaded."""
 
 ParserName = Annotated[str, Text(64, r"^[a-z0-9][a-z0-9_-]*$", "must be the name of a parser, auto or none")]
 Source = Annotated[str, Text(1024, SOURCE_PATTERN, SOURCE_REMEDY)]
@@ -28,55 +28,57 @@ Source = Annotated[str, Text(1024, SOURCE_PATTERN, SOURCE_REMEDY)]
 
 class SecretRef(Section):
     name: DottedName
-    """Name of the Secret, in the deployment's namespace."""
+    """Name of the Secret, in the namespace of the LLMDeployment."""
     key: Line = "token"
     """Key inside the Secret."""
 
 
 class GenerationDefaults(Section):
-    """Sampling values for requests that send none, before those of the model's generation_config.json."""
+    """Sampling parameters of requests that send none. They override those of the model's generation_config.json."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy decoding."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Keep the smallest set of tokens whose probabilities sum to at least this."""
+    """Sample from the smallest set of tokens whose probabilities sum to at least this value."""
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    """Sample from the k most likely tokens; 0 or -1 keeps all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Drop tokens less likely than this share of the most likely one."""
+    """Exclude tokens whose probability is below this share of the most likely token's."""
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    """Above 1 discourages tokens seen before."""
+    """Penalty on tokens that have occurred before; above 1 discourages them."""
     max_tokens: Annotated[int, Field(ge=1, le=2_147_483_647)] | None = None
-    """Tokens generated at most; in completions in place of 16, in chats in place of what is left of the context."""
+    """Maximum number of generated tokens. Default without it: 16 in completions, the rest of the context in chats."""
 
 
 class Adapter(Section):
     name: ModelName
-    """Name by which clients ask for the adapter."""
+    """Name by which clients request the adapter."""
     source: Source
-    """Where the LoRA weights are; the schemes of `spec.model.source`."""
+    """Location of the LoRA weights, with the schemes of `spec.model.source`."""
 
 
 class Cache(Section):
-    """What keeps downloaded weights: a claim, a folder of each node, or the nodes' own store of images."""
+    """Where downloaded weights are kept: in a PersistentVolumeClaim, in a folder of each node, or in the nodes' image
+    store."""
 
     claim_name: DottedName | None = None
-    """An existing PersistentVolumeClaim to use."""
+    """Name of an existing PersistentVolumeClaim to use."""
     size: Memory | None = None
-    """Size of a claim that the operator creates."""
+    """Size of a PersistentVolumeClaim that the operator creates."""
     storage_class_name: DottedName | None = None
-    """Storage class of the created claim; the cluster's default when absent."""
+    """Storage class of the created claim; when absent, the cluster's default."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = None
-    """Access mode of the created claim; `ReadWriteOnce` when absent: only pods of one node can mount it."""
+    """Access mode of the created claim; default `ReadWriteOnce`, which only pods of one node can mount."""
     host_path: Annotated[str, Text(256, r"^/[^:\s]+$", "must be an absolute path on the nodes")] | None = None
-    """
-    Folder on every node that all LLMDeployments of the node may share: the first pod fetches, the others wait for it.
-    It must be writable for the pods' user, and the namespace's Pod Security profile must allow hostPath.
-    """
+    """Folder on every node, which all LLMDeployments with pods on the node may share: the first pod downloads the
+    weights, the others wait for it. The pods' user must be able to write to the folder, and the namespace's Pod
+    Security profile must allow hostPath volumes."""
     size_limit: Memory | None = None
-    """Bytes of all models in `hostPath`; for a further one the longest unused go. The disk is the limit when absent."""
+    """Maximum size of all models in `hostPath`; the least recently used models are deleted to make space for a new one.
+    When absent, only the disk limits the size."""
     image_volume: bool | None = None
-    """The kubelet pulls the image of an `oci://` source and mounts it (Kubernetes 1.33, feature ImageVolume)."""
+    """Whether the kubelet pulls the image of an `oci://` source and mounts it as a volume (Kubernetes 1.33 or newer
+    with feature gate ImageVolume)."""
 
     immutable: ClassVar[dict[str, str]] = {
         "storageClassName": "a claim cannot move: create a new LLMDeployment",
@@ -112,39 +114,35 @@ class Cache(Section):
 
 
 class ModelSection(Section):
-    """The model and the names it answers to."""
+    """The model to serve and the names under which clients request it."""
 
     source: Source
-    """
-    Where the weights are: `hf://org/name@revision` or `org/name`, `s3://bucket/prefix`, `gs://bucket/prefix`,
-    `oci://host/repository:tag`, `pvc://claim/path`, `file://`, `package://dist/path` (a file of an installed Python
-    package). A Hugging Face folder with safetensors, or a GGUF file.
-    """
+    """Location of the weights, a Hugging Face folder with safetensors or a GGUF file: `hf://org/name@revision` or
+    `org/name`, `s3://bucket/prefix`, `gs://bucket/prefix`, `oci://host/repository:tag`, `pvc://claim/path`, `file://`,
+    or `package://dist/path` (a file of an installed Python package)."""
     name: ModelName | None = None
-    """Name that clients put into `model`; the name of the LLMDeployment when absent."""
+    """Model name that clients send in `model`; when absent, the name of the LLMDeployment."""
     aliases: Annotated[list[ModelName], Field(max_length=16, json_schema_extra={"x-kubernetes-list-type": "set"})] = (
         Field(default_factory=list)
     )
-    """More names for the same model."""
+    """Additional names of the same model."""
     revision: Annotated[str, Text(128, r"^[A-Za-z0-9._/-]+$", "must be a branch, tag or commit")] | None = None
     """Branch, tag or commit of an `hf://` source."""
     credentials_secret_ref: SecretRef | None = None
-    """
-    Secret with what the source asks for; it reaches the loader of `model.cache` only. `hf://`: a token under `key`;
-    `s3://`: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and perhaps `AWS_SESSION_TOKEN`; `gs://`: the JSON key of a
-    service account under `key`; `oci://`: a Secret of type dockerconfigjson.
-    """
+    """Secret with the credentials of the source. Only the container that downloads the weights receives them. `hf://`:
+    a token under `key`; `s3://`: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and optionally `AWS_SESSION_TOKEN`;
+    `gs://`: the JSON key of a service account under `key`; `oci://`: a Secret of type dockerconfigjson."""
     chat_template: Annotated[str, Text(65_536)] | None = None
-    """Jinja2 chat template in place of the model's own."""
+    """Jinja2 chat template that replaces the model's own."""
     tool_call_parser: ParserName = "auto"
-    """
-    How tool calls are read from answers: `hermes`, `llama3-json`, `pythonic`, `mistral`, `qwen3-coder`, `deepseek`,
-    `harmony` or one of an installed package; `auto` takes what the chat template asks for, `none` refuses tools.
-    """
+    """Parser of tool calls in answers: `hermes`, `llama3-json`, `pythonic`, `mistral`, `qwen3-coder`, `deepseek`,
+    `harmony` or a parser of an installed package. `auto` chooses the parser that fits the chat template; with `none`,
+    requests with tools are refused."""
     reasoning_parser: ParserName = "auto"
-    """How reasoning is split from text: `think`, `magistral`, `harmony`, `auto`; with `none` it stays in the text."""
+    """Parser that separates reasoning from the answer: `think`, `magistral`, `harmony` or `auto`. With `none`,
+    reasoning stays in the text."""
     generation_defaults: GenerationDefaults | None = None
-    """Sampling values for requests that send none."""
+    """Sampling parameters of requests that send none."""
     adapters: Annotated[
         list[Adapter],
         Field(
@@ -152,14 +150,14 @@ class ModelSection(Section):
             json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
         ),
     ] = Field(default_factory=list)
-    """LoRA adapters served beside the model. Reserved: this version reports the field as `Planned=False`."""
+    """LoRA adapters to serve with the model. Reserved: setting the field results in `Planned=False` in this version."""
     cache: Cache | None = None
-    """What keeps downloaded weights; without it each pod downloads into its own disk."""
+    """Where downloaded weights are kept; when absent, each pod downloads to its own disk."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "source",
-            "an hf:// source is hf://org/name, hf://org/name@revision or one of them followed by /file.gguf",
+            "an hf:// source is hf://org/name, hf://org/name@revision or either of them followed by /file.gguf",
             f"!self.source.startsWith('hf://') || self.source.matches('{HF_PATTERN}')",
             lambda m: not m.source.startswith("hf://") or bool(re.search(HF_PATTERN, m.source)),
         ),
@@ -183,13 +181,13 @@ class ModelSection(Section):
         ),
         Rule(
             "credentialsSecretRef",
-            "credentials are for sources that are fetched, such as hf:// and s3://: remove credentialsSecretRef",
+            "credentials are for sources that are downloaded, such as hf:// and s3://: remove credentialsSecretRef",
             f"!has(self.credentialsSecretRef) || !self.source.matches('{LOCAL}')",
             lambda m: m.credentials_secret_ref is None or not m.source.startswith(LOCAL_SCHEMES),
         ),
         Rule(
             "cache",
-            "a cache is for sources that are fetched, such as hf:// and s3://: remove it",
+            "a cache is for sources that are downloaded, such as hf:// and s3://: remove it",
             f"!has(self.cache) || !self.source.matches('{LOCAL}')",
             lambda m: m.cache is None or not m.source.startswith(LOCAL_SCHEMES),
         ),

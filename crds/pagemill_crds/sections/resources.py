@@ -1,4 +1,4 @@
-"""`spec.resources`: what one replica may use."""
+"""`spec.resources`: resources of one pod."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pagemill_crds.fields import Cpu, Memory, Text
 
 
 class ResourcesSection(Section):
-    """What one pod of a replica may use."""
+    """Resources of each pod of a replica."""
 
     gpus: Annotated[int, Field(ge=0, le=16)] = 0
-    """GPUs of one pod; 0 runs the CPU engine."""
+    """Number of GPUs per pod; 0 selects the CPU engine."""
     gpu_product: (
         Annotated[str, Text(63, r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", "must be a label value")] | None
     ) = None
-    """GPU model to ask for, as in the node label `nvidia.com/gpu.product`, such as `NVIDIA-H100-80GB-HBM3`."""
+    """GPU model to schedule on, as in the node label `nvidia.com/gpu.product`, such as `NVIDIA-H100-80GB-HBM3`."""
     cpu: Cpu | None = None
-    """CPU cores, such as `2`, `"1.5"` or `500m`; a CPU engine computes with this many threads."""
+    """CPU cores, such as `2`, `"1.5"` or `500m`. A CPU engine computes with as many threads."""
     memory: Memory | None = None
     """Memory, such as `8Gi`."""
 

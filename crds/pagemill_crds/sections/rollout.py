@@ -1,4 +1,4 @@
-"""`spec.rollout`, `spec.template` and `spec.cost`: how pods are replaced, shaped and paid for."""
+"""`spec.rollout`, `spec.template` and `spec.cost`: rolling updates, pod template and prices."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RolloutSection(Section):
     """How replicas are replaced when the spec changes."""
 
     max_surge: CountOrPercent = 1
-    """Replicas started beyond the wanted number, a count or a percentage."""
+    """Number of replicas, as a count or a percentage, that may be started in addition to the desired number."""
     max_unavailable: CountOrPercent = 0
-    """Replicas that may be missing meanwhile, a count or a percentage."""
+    """Number of replicas, as a count or a percentage, that may be unavailable during a rollout."""
     drain_timeout: Duration = "60s"
-    """Time that running requests get before a replica ends."""
+    """Time that a replica's running requests get to finish before it terminates."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -47,18 +47,18 @@ class TemplateMetadata(Section):
 
 
 class TemplateSection(Section):
-    """Overrides of the pod template, merged over what the operator writes."""
+    """Overrides of the pod template, merged over the operator's pod template."""
 
     metadata: TemplateMetadata | None = None
     """Labels and annotations of the pods."""
     spec: Annotated[dict[str, Any] | None, Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})] = (
         None
     )
-    """Any part of a PodSpec: nodeSelector, tolerations, affinity, priorityClassName and so on."""
+    """Any part of a PodSpec, such as nodeSelector, tolerations, affinity and priorityClassName."""
 
 
 class CostSection(Section):
-    """Prices for cost figures in metrics and plans."""
+    """Prices from which metrics and plans compute costs."""
 
     gpu_hour: Annotated[float, Field(ge=0, le=10_000)] | None = None
-    """Price of one GPU for one hour, in the currency of your choice: for costs in metrics and in `pagemill plan`."""
+    """Price of one GPU for one hour, in any currency; used for costs in metrics and in `pagemill plan`."""

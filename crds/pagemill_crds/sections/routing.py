@@ -1,4 +1,4 @@
-"""`spec.routing`: how the gateway spreads requests and holds back what does not fit yet."""
+"""`spec.routing`: how the gateway distributes requests, and which requests wait."""
 
 from __future__ import annotations
 
@@ -11,39 +11,37 @@ from pagemill_crds.fields import Duration, Memory, Text
 
 
 class Queue(Section):
-    """Requests that wait in a gateway for room on a replica, or for a replica to be there; fair between API keys."""
+    """Requests that wait in a gateway for capacity of a replica, or for a replica to start; scheduled fairly between
+    API keys."""
 
     max_requests: Annotated[int, Field(ge=0, le=1_000_000)] = 1000
-    """
-    Requests that may wait in each gateway; then the newest of the lowest priority is refused with 429. Up to 1000 that
-    lost their replica midway wait besides, also where this is 0: they were let in before.
-    """
+    """Maximum number of waiting requests per gateway. When it is exceeded, the newest request of the lowest priority is
+    refused with status 429. Up to 1000 more requests that lost their replica while running may wait, even where this is
+    0."""
     max_bytes: Memory = "256Mi"
-    """Bytes of request bodies that may wait."""
+    """Maximum size of the bodies of all waiting requests."""
     timeout: Duration = "60s"
-    """Longest wait, all waits of one request together; then it gets 503."""
+    """Maximum time that a request waits, over all its waits together; it is then refused with status 503."""
 
 
 class RoutingSection(Section):
-    """How the gateway spreads requests over replicas."""
+    """How the gateway distributes requests over replicas."""
 
     policy: Literal[
         "Auto", "LeastInFlight", "LeastRequest", "RoundRobin", "PowerOfTwo", "PrefixHash", "Weighted322"
     ] = "Auto"
-    """
-    `Auto` takes the replica that should answer soonest at the least harm to others. The rest are there to be compared
-    with it: `LeastRequest` (also called `LeastInFlight`) takes the replica with the fewest requests, `RoundRobin` the
-    one whose turn it is, `PowerOfTwo` the less busy of two drawn at random; `PrefixHash` is KubeAI's consistent
-    hashing with bounded loads, `Weighted322` the default profile of llm-d.
-    """
+    """Routing algorithm. `Auto` chooses the replica where the request is predicted to cost the least time, including
+    the delay of other requests. The others are for comparison: `LeastRequest` (also `LeastInFlight`) chooses the
+    replica with the fewest requests; `RoundRobin` takes turns; `PowerOfTwo` chooses the less busy of two random
+    replicas; `PrefixHash` is KubeAI's consistent hashing with bounded loads; `Weighted322` is the default profile of
+    llm-d."""
     weight: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """
-    Share of the requests when several deployments serve one model name (canary). Without it a second deployment of
-    the same name is refused with condition `NameConflict`.
-    """
+    """Share of the requests, relative to the other weights, when several LLMDeployments serve one model name (canary).
+    Without it, a second LLMDeployment with the same name is refused with reason `NameConflict`."""
     session_header: (
         Annotated[str, Text(64, r"^[A-Za-z0-9-]+$", "must be a header name such as x-session-id")] | None
     ) = None
-    """Request header whose value keeps a session on one replica while that costs little."""
+    """Request header whose value identifies a session. Requests of a session go to the same replica while that costs
+    little."""
     queue: Queue = Queue()
-    """Requests that wait for a replica."""
+    """Requests that wait in a gateway for a replica."""

@@ -1,4 +1,5 @@
-"""Answer formats: how models write reasoning and tool calls, one parser a format. `registry` lists and detects them.
+"""Answer formats: how models write reasoning and tool calls, with one parser per format.
 
-Text in, events out; no tokens, sockets or requests. Dialects render the events, `pagemill_engine.output` feeds text.
+`registry` lists and detects formats. Parsers turn text into events and use no tokens, sockets or requests. Dialects
+render the events; `pagemill_engine.output` feeds the text.
 """

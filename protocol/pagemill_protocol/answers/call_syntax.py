@@ -1,6 +1,6 @@
-"""How a format writes tool calls, declared beside its parser, and the form of an answer that is made of it.
+"""The syntax in which a format writes tool calls, declared beside its parser, and forms of answers made from it.
 
-Pure values: requests, tokens and templates are the callers'.
+Pure values; callers provide requests, tokens and templates.
 """
 
 from __future__ import annotations
@@ -32,33 +32,34 @@ def as_json(schema: Schema) -> Format:
 
 
 class CallSyntax(NamedTuple):
-    """Texts around a call's parts; they may spell special tokens."""
+    """Texts around the parts of a call; they may contain the texts of special tokens."""
 
     begin: str
-    """Before the arguments; `%s` is the function's name."""
+    """Text before the arguments; `%s` is the function's name."""
     end: str
-    """Behind the arguments."""
+    """Text after the arguments."""
     opening: str = ""
-    """Before the first call."""
+    """Text before the first call."""
     separator: str = ""
-    """Between two calls."""
+    """Text between two calls."""
     closing: str = ""
-    """Behind the last call."""
+    """Text after the last call."""
     trigger: str = ""
-    """The start of `opening` that ends free text; empty: calls stand at the start of an answer only."""
+    """The start of `opening` that ends free text; empty: calls occur at the start of an answer only."""
     arguments: Callable[[Schema], Format] = as_json
-    """Raises `ValueError` for a schema that cannot be written in this format."""
+    """Returns the form of arguments with this schema. Raises `ValueError` for a schema that this format cannot
+    express."""
     write: Callable[[Any], str] = json_of
-    """Given arguments, usually an object, in this format."""
+    """Writes given arguments, usually an object, in this format."""
     text: Format = AnyText()
-    """An answer without calls."""
+    """Form of an answer without calls."""
     text_opening: str = ""
-    """Before an answer's text."""
+    """Text before an answer's content."""
     single: bool = False
-    """An answer ends with its first call."""
+    """An answer ends after its first call."""
 
     def example(self, calls: Sequence[tuple[str, Any]]) -> str:
-        """How these calls, names and arguments, look in an answer."""
+        """Return the text of these calls (name, arguments) in an answer."""
         written = (self.begin % name + self.write(arguments) + self.end for name, arguments in calls)
         return self.opening + self.separator.join(written) + self.closing
 
@@ -69,7 +70,7 @@ class Function(NamedTuple):
 
 
 def calls_only(syntax: CallSyntax, functions: Sequence[Function], *, parallel: bool) -> Format:
-    """One call or more of these functions; without `parallel`, one."""
+    """Return the form of one or more calls of these functions; without `parallel`, of exactly one."""
     tags = [Tag(begin=syntax.begin % each.name, content=each.arguments, end=syntax.end) for each in functions]
     stops = syntax.single or not parallel
     return Tag(
@@ -80,7 +81,7 @@ def calls_only(syntax: CallSyntax, functions: Sequence[Function], *, parallel: b
 
 
 def text_and_calls(syntax: CallSyntax, functions: Sequence[Function], *, parallel: bool) -> Format:
-    """Free text, in which calls are held to their schemas."""
+    """Return the form of free text with calls whose arguments conform to their schemas."""
     calls = calls_only(syntax, functions, parallel=parallel)
     if not syntax.trigger:
         return Or(elements=[calls, syntax.text])
@@ -89,14 +90,17 @@ def text_and_calls(syntax: CallSyntax, functions: Sequence[Function], *, paralle
 
 
 def with_opening(syntax: CallSyntax | None, form: Format) -> Format:
-    """A form of the answer's text, where the format writes a header before it."""
+    """Return `form` after the header that the format writes before content, if it writes one."""
     if syntax is None or not syntax.text_opening:
         return form
     return InOrder(elements=[ConstString(value=syntax.text_opening), form])
 
 
 def behind_reasoning(begin: str, end: str, form: Format, *, is_open: bool) -> Format:
-    """`form` after reasoning between two markers. `is_open`: the prompt has `begin` already, so the end must come."""
+    """Return `form` after reasoning between two markers.
+
+    `is_open`: the prompt already ends with `begin`, so the end marker must follow.
+    """
     thought = Tag(begin="" if is_open else begin, content=AnyText(), end=end)
     if is_open:
         return InOrder(elements=[thought, _GAP, form])

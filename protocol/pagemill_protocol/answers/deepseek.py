@@ -1,4 +1,4 @@
-"""DeepSeek's formats: V3 and R1 name the call's type and fence its JSON, V3.1 writes name and JSON alone."""
+"""DeepSeek's formats: V3 and R1 write the call's type and fence its JSON, V3.1 writes only name and JSON."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DeepSeekParser(MarkupParser):
         return self._named()
 
     def _name_line(self) -> bool:
-        """V3 writes the name behind the separator, up to the end of the line."""
+        """Read the name of V3's format, which follows the separator up to the end of the line."""
         text, marker = self._take("\n")
         self._head += text
         return self._named() if marker else False
@@ -65,7 +65,7 @@ class DeepSeekParser(MarkupParser):
         return True
 
     def _opening(self) -> bool:
-        """Before the JSON: white space, or a fence."""
+        """Skip what precedes the JSON: white space, or a fence."""
         _, marker = self._take("{", _CALL_END)
         if marker == "{":
             self._buffer = marker + self._buffer

@@ -1,4 +1,4 @@
-"""What a parser makes of an answer's text, and which parsers a request uses. Pure values."""
+"""The events that a parser makes of an answer's text, and the choice of parsers for a request. Pure values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Reasoning(NamedTuple):
 class CallBegin(NamedTuple):
     name: str
     call: int = 0
-    """Its index in the answer; parsers of one format leave it to `parser`."""
+    """Index of the call in the answer; set by `parser`, not by the parsers of single formats."""
 
 
 class CallArguments(NamedTuple):
@@ -33,16 +33,16 @@ class CallEnd(NamedTuple):
 
 
 Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
-"""In the order of the text; arguments and end belong to the last begun call."""
+"""Events in the order of the text; arguments and end belong to the call that began last."""
 
 
 class Parser(Protocol):
-    """Events depend on the text so far, never on how it was cut into pieces."""
+    """A parser of one answer. Events depend on the text so far, never on how it was split into pieces."""
 
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """No text follows: what was held back, and the end of a call that is still open."""
+        """Return the remaining events after the last text: text held back, and the end of a call that is still open."""
         ...
 
     @property
@@ -50,20 +50,20 @@ class Parser(Protocol):
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to read one request's answer. Part of `GenerateRequest`."""
+    """How to parse one request's answer. Part of `GenerateRequest`."""
 
     tools: str = ""
     """Name of the parser of tool calls; empty: the request has no tools."""
     reasoning: str = ""
-    """Name of the parser of reasoning; empty: reasoning is text like any other."""
+    """Name of the parser of reasoning; empty: reasoning is not separated from text."""
     starts_in_reasoning: bool = False
     """The prompt ends with the marker that opens the reasoning."""
     shows_reasoning: bool = True
     reasoning_budget: int | None = None
-    """Tokens between the markers at most; then the engine forces the end. `None`: no limit."""
+    """Maximum tokens between the markers; the engine then forces the end marker. `None`: no limit."""
     parallel: bool = True
-    """False: the client gets the first call only."""
+    """If false, the client gets the first call only."""
     named: bool = False
-    """The client named the function to call: the answer then ends with `stop`, as OpenAI's does."""
+    """The client named the function to call: the answer then ends with `stop`, as in OpenAI's API."""
     string_parameters: dict[str, list[str]] = {}
-    """By tool, the parameters whose values are text, for formats that do not quote text."""
+    """For each tool, the parameters whose values are text, for formats that do not quote text."""

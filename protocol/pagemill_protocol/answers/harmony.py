@@ -1,6 +1,7 @@
-"""Harmony, of gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`: reasoning, text and calls.
+"""Harmony, the format of gpt-oss: messages in channels, `<|channel|>analysis<|message|>...<|end|>`.
 
-A call is a message to `functions.NAME`. The prompt ends behind `<|start|>assistant`, so an answer starts with a header.
+Channels contain reasoning, text and calls; a call is a message to `functions.NAME`. The prompt ends with
+`<|start|>assistant`, so an answer starts with a header.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class HarmonyParser(MarkupParser):
         self._is_empty = True
 
     def _text(self) -> bool:
-        """A header. An answer without any is text."""
+        """Read a header. An answer without any header is text."""
         text, marker = self._take(_MESSAGE)
         self._header += text
         if not marker:

@@ -28,7 +28,7 @@ class HermesParser(MarkupParser):
     def _start(self, raw: str) -> None:
         self._call = CallObject()
         self._raw = raw
-        """What has been read of a call that has not begun: text, if it turns out to be none."""
+        """Text of a call that has not begun; it becomes content if it is not a call."""
         self._state = self._object
 
     def _object(self) -> bool:

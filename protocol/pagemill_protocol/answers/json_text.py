@@ -1,4 +1,4 @@
-"""Reads JSON that arrives in pieces: where a value ends, the parts of a call object. It validates nothing else."""
+"""Incremental JSON: find where a value ends, and the parts of a call object. Nothing else is validated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class ValueScanner:
         self._structure = re.compile(f"[{quotes}{re.escape(_OPEN + _CLOSE)}]")
 
     def scan(self, text: str, at: int = 0) -> int:
-        """How far `text[at:]` belongs to the value; `done` says whether it ends there."""
+        """Return the end of the value's part in `text[at:]`, as an index of `text`; `done` says whether the value ends
+        there."""
         while at < len(text) and not self.done:
             at = self._string(text, at) if self._quote else self._outside(text, at)
         return at
@@ -49,7 +50,7 @@ class ValueScanner:
         return found.end()
 
     def _string(self, text: str, at: int) -> int:
-        if self._quote.endswith("\\"):  # the character behind a backslash
+        if self._quote.endswith("\\"):  # the character after a backslash
             self._quote = self._quote[0]
             return at + 1
         found = re.compile(rf"[\\{self._quote}]").search(text, at)
@@ -64,25 +65,25 @@ class ValueScanner:
 
 
 class CallObject:
-    """One `{"name": ..., "arguments": {...}}`, in any order of its keys; `parameters` is another name of `arguments`.
+    """One object `{"name": ..., "arguments": {...}}`, with its keys in any order; `parameters` means `arguments`.
 
-    `failed`: it is no call; then no event was given unless the call had `begun`.
+    `failed`: the text is not a call; no event was returned unless the call had `begun`.
     """
 
     def __init__(self) -> None:
         self.begun = self.done = self.failed = False
         self._events: list[Event] = []
         self._next = "{"
-        """What is expected: `{`, a `"` of a key, `:`, a value, or the rest of one."""
+        """The expected next part: `{`, the `"` of a key, `:`, a value, or the rest of one."""
         self._scanner = ValueScanner()
         self._key = ""
         self._held = ""
-        """Of the key or value that is being read."""
+        """Text read so far of the current key or value."""
         self._arguments: str | None = None
-        """Read before the name was known; "" when they were given away."""
+        """Arguments that were read before the name; "" once they were returned."""
 
     def feed(self, text: str) -> tuple[list[Event], int]:
-        """Events, and how many characters of `text` belong to the object."""
+        """Return events, and the number of characters of `text` that belong to the object."""
         at = 0
         while at < len(text) and not (self.done or self.failed):
             if self._next in ("rest", "key"):
@@ -158,13 +159,13 @@ class CallObject:
 
 
 def json_of(value: Any) -> str:
-    """As text that can be encoded: halves of characters outside the basic plane are joined, single ones replaced."""
+    """Return JSON text that can be encoded: surrogate pairs are joined, lone surrogates replaced."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _text(raw: str) -> str:
-    """The string that `raw` spells; "" if it spells none."""
+    """Return the string that the JSON text `raw` encodes; "" if it is not a string."""
     try:
         value = json.loads(raw)
     except ValueError:
@@ -173,7 +174,7 @@ def _text(raw: str) -> str:
 
 
 def _arguments(raw: str) -> str:
-    """Arguments as JSON text: some models write them as a string, or null."""
+    """Return arguments as the JSON text of an object: some models write them as a string, or null."""
     if raw == "null":
         return "{}"
     return (_text(raw) or "{}") if raw.startswith('"') else raw

@@ -1,4 +1,4 @@
-"""Llama 3's JSON: the answer is `{"name": ..., "parameters": {...}}`, several with `;` or commas between them."""
+"""Llama 3's JSON: the answer is `{"name": ..., "parameters": {...}}`; several are separated by `;` or commas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SYNTAX = CallSyntax(
 
 
 class Llama3JsonParser(HermesParser):
-    """As Hermes' objects, without markers around them: a call starts where the answer does, or behind `_TAG`."""
+    """Parses the objects of Hermes' format without markers: a call starts where the answer does, or after `_TAG`."""
 
     def _text(self) -> bool:
         if not self._skip_space():
@@ -33,7 +33,7 @@ class Llama3JsonParser(HermesParser):
 
     def _object(self) -> bool:
         goes_on = super()._object()
-        if self._state == self._text:  # no call
+        if self._state == self._text:  # the object is not a call
             self._state = self._words
         return goes_on
 

@@ -1,4 +1,4 @@
-"""What the parsers share: a buffer read by states, of which each says whether it made progress. No format itself.
+"""Base of the parsers: a buffer that states read. It defines no format.
 
 A state reads `_buffer`, appends to `_events` and returns True when it consumed something or set another `_state`.
 """
@@ -37,14 +37,14 @@ class MarkupParser:
         return events
 
     def _text(self) -> bool:
-        """The first state."""
+        """Read the buffer in the first state."""
         raise NotImplementedError
 
     def _rest(self) -> None:
-        """The text ended in the current state: emit what it held back."""
+        """Emit the text that the current state held back, after the end of the text."""
 
     def _take(self, *markers: str) -> tuple[str, str]:
-        """Consume the text before the first of `markers`, and that one; "" if there is none yet."""
+        """Consume the text before the first of `markers`, and that marker, which is "" if there is none yet."""
         found = [(at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0]
         if found:
             at, marker = min(found)
@@ -55,7 +55,7 @@ class MarkupParser:
         return text, ""
 
     def _skip_space(self) -> bool:
-        """Whether something else follows."""
+        """Remove leading white space. Returns whether anything follows."""
         self._buffer = self._buffer.lstrip()
         return bool(self._buffer)
 
@@ -83,7 +83,7 @@ class MarkupParser:
 
 
 def _held_from(text: str, markers: tuple[str, ...]) -> int:
-    """Where the longest end of `text` starts that may be the beginning of a marker."""
+    """Return the start of the longest suffix of `text` that may be the beginning of a marker."""
     longest = max(map(len, markers)) - 1
     for at in range(max(0, len(text) - longest), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):

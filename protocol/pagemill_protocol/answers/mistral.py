@@ -41,7 +41,7 @@ class MistralParser(HermesParser):
         return True
 
     def _after(self) -> bool:
-        """Between the objects of a list."""
+        """Read up to the next object of a list."""
         self._buffer = self._buffer.lstrip("[, \t\r\n")
         if self._buffer[:1] == "{":
             self._start("")

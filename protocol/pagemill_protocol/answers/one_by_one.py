@@ -1,4 +1,4 @@
-"""Arguments for formats that write each by itself, not all as one JSON object."""
+"""Arguments of formats that write each argument by itself instead of one JSON object."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _READ = frozenset(
 class Argument(NamedTuple):
     name: str
     schema: dict[str, Any] | bool
-    """With the definitions of the whole, so that references are found."""
+    """Includes the definitions of the whole schema, so that references can be resolved."""
     required: bool
 
 
 def arguments_of(schema: Mapping[str, Any]) -> list[Argument]:
-    """The declared ones; others are not written. Raises `ValueError` for a schema that says more about the whole."""
+    """Return the declared arguments. Raises `ValueError` for a schema with keywords about the whole object."""
     if others := set(schema) - _READ:
-        raise ValueError(f"this model's format writes arguments one by one, which cannot be held to {min(others)!r}")
+        raise ValueError(f"this model's format writes arguments one by one, which cannot enforce {min(others)!r}")
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     named = {**properties, **{name: True for name in required if name not in properties}}

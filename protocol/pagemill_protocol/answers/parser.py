@@ -1,4 +1,4 @@
-"""The parser of one answer: reasoning first, then tool calls, with the white space between the parts left out."""
+"""The parser of one answer: reasoning first, then tool calls, without the white space between the parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill_protocol.answers.registry import HARMONY, reasoning_parser, tool_p
 
 
 class AnswerParser:
-    """Feed it the text of one choice; see `events.Parser`."""
+    """Parses the text of one choice; see `events.Parser`."""
 
     def __init__(self, answer_format: AnswerFormat) -> None:
         self._format = answer_format
@@ -27,9 +27,9 @@ class AnswerParser:
             self._tools = tool_parser(HARMONY if is_harmony else answer_format.tools, answer_format.string_parameters)
         self.num_calls = 0
         self._space = ""
-        """White space that has been read and may be left out."""
+        """White space that has been read and may be dropped."""
         self._at_start: type[Event] | None = None
-        """The kind of part whose leading white space is left out."""
+        """The kind of part whose leading white space is dropped."""
         self._last: type[Event] | None = None
 
     @property
@@ -72,7 +72,10 @@ class AnswerParser:
         return kept
 
     def _trimmed(self, event: Content | Reasoning) -> list[Event]:
-        """Without white space at the ends of a part; text that follows neither calls nor reasoning keeps its own."""
+        """Return the event without white space at the ends of a part.
+
+        Text that follows neither calls nor reasoning keeps its leading white space.
+        """
         if type(event) is not self._last:
             starts_answer = self._last is None and isinstance(event, Content)
             self._space = self._space if starts_answer else ""

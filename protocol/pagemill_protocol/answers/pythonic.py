@@ -19,7 +19,7 @@ _PARTIAL_OPENING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?\Z")
 
 
 def _keywords(schema: Schema) -> Format:
-    """`key=value, ...`: those that are required come first. JSON's values are read as Python's."""
+    """Return the form `key=value, ...`, required arguments first. Values are written as JSON and read as Python."""
     arguments = arguments_of(schema)
     for each in arguments:
         if not each.name.isidentifier() or keyword.iskeyword(each.name):
@@ -63,10 +63,10 @@ SYNTAX = CallSyntax(
 
 
 class PythonicParser(MarkupParser):
-    """A call is given as a whole, once its parenthesis closes."""
+    """Emits a call as a whole, once its parenthesis closes."""
 
     def _text(self) -> bool:
-        """Where a list of calls may begin: at the start of the answer."""
+        """Read the start of the answer, where a list of calls may begin."""
         if not self._skip_space():
             return False
         for tag in _TAGS:
@@ -128,7 +128,7 @@ class PythonicParser(MarkupParser):
         self._state = self._between
 
     def _dropped(self) -> bool:
-        """Behind the list there is nothing but an end marker."""
+        """Drop what follows the list, which is only an end marker."""
         self._buffer = ""
         return False
 
@@ -138,7 +138,7 @@ class PythonicParser(MarkupParser):
 
 
 def _parsed(source: str) -> tuple[str, str] | None:
-    """Name and arguments of `name(key=literal, ...)`; `None` for any other source."""
+    """Return name and arguments of `name(key=literal, ...)`; None for any other source."""
     try:
         call = ast.parse(source.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -154,7 +154,7 @@ def _parsed(source: str) -> tuple[str, str] | None:
 
 
 def _with_json_names(value: ast.expr) -> ast.expr:
-    """`true`, `false` and `null` mean what they do in JSON."""
+    """Return the expression with `true`, `false` and `null` replaced by their values in JSON."""
     known = {"true": True, "false": False, "null": None}
 
     class Names(ast.NodeTransformer):

@@ -1,6 +1,6 @@
 """Qwen3-Coder's format: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-Values are not quoted: one that the tool declares as text stays text, any other is JSON where it can be read so.
+Values are not quoted: a value that the tool declares as text stays text; any other is parsed as JSON where possible.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COMMENTS = frozenset({"type", "title", "description", "default", "examples", "$
 
 
 def _parameters_of(schema: Schema) -> Format:
-    """Those that are required, and others, in the order of the schema."""
+    """Return the form of the parameters in the order of the schema, with optional ones optional."""
     arguments = arguments_of(schema)
     for each in arguments:
         if not re.fullmatch(r"[^<>\s]+", each.name):
@@ -53,12 +53,13 @@ def _written(arguments: Any) -> str:
 
 def _parameter(argument: Argument) -> Format:
     value = _value(argument)
-    end = "" if isinstance(value, AnyText) else "\n"  # free text ends where the parser finds its end
+    end = "" if isinstance(value, AnyText) else "\n"  # free text ends at the end marker that the parser searches
     return Tag(begin=f"{_PARAMETER}{argument.name}>\n", content=value, end=f"{end}{_PARAMETER_END}\n")
 
 
 def _value(argument: Argument) -> Format:
-    """Text is not quoted, so its schema is written as an expression; all other values are JSON."""
+    """Return the form of a value. Text is not quoted, so its schema becomes an expression; all other values are
+    JSON."""
     schema = argument.schema
     if not isinstance(schema, dict) or schema.get("type") != "string":
         return JsonSchema(json_schema=schema)
@@ -69,7 +70,7 @@ def _value(argument: Argument) -> Format:
     least, most = held.pop("minLength", 0), held.pop("maxLength", "")
     if texts is not None or held:
         keys = ", ".join(held) or "enum with a length"
-        raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot be held to {keys}")
+        raise ValueError(f"the text {argument.name[:80]!r} is written without quotes and cannot enforce {keys}")
     return Regex(pattern=f"[^<]{{{least},{most}}}") if least or most != "" else AnyText()
 
 
@@ -85,7 +86,7 @@ SYNTAX = CallSyntax(
 
 
 class Qwen3CoderParser(MarkupParser):
-    """A value is given as a whole, once its parameter closes."""
+    """Emits a value as a whole, once its parameter closes."""
 
     def __init__(self, string_parameters: Mapping[str, AnySequence[str]]) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class Qwen3CoderParser(MarkupParser):
         return True
 
     def _closing(self) -> bool:
-        """Between `</function>` and whatever follows: the end of the call, or text that stands where it should."""
+        """Skip the end of the call after `</function>`; other text in its place is content."""
         if not self._skip_space() or (not self._final and _CALL_END.startswith(self._buffer)):
             return False
         self._buffer = self._buffer.removeprefix(_CALL_END)
@@ -160,7 +161,7 @@ class Qwen3CoderParser(MarkupParser):
         return True
 
     def _upto(self, marker: str) -> str | None:
-        """The text before `marker`, which is consumed; `None` until it is there."""
+        """Consume the text before `marker` and the marker. Returns the text, or None until the marker has arrived."""
         text, found = self._take(marker)
         self._held += text
         if not found:

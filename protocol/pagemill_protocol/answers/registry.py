@@ -1,4 +1,4 @@
-"""The answer formats by name, and which of them a model uses, seen from its chat template.
+"""The answer formats by name, and the detection of a model's formats from its chat template.
 
 A deployment's `model.toolCallParser` and `model.reasoningParser` override what is detected. Installed packages add
 formats of tool calls with entry points in the group `pagemill.tool_parsers`, whose objects are `ToolFormat`s.
@@ -32,7 +32,7 @@ StringParameters = Mapping[str, Sequence[str]]
 
 
 class ParserSettings(NamedTuple):
-    """What a deployment sets: names of parsers, `auto` (seen from the chat template) or `none`."""
+    """The settings of a deployment: names of parsers, `auto` (detect from the chat template) or `none`."""
 
     tools: str = AUTO
     reasoning: str = AUTO
@@ -42,9 +42,10 @@ class ToolFormat(NamedTuple):
     name: str
     make: Callable[[StringParameters], Parser]
     sign: str
-    """Expression that occurs in the chat templates of models that write this format."""
+    """Regular expression that matches the chat templates of models with this format."""
     syntax: Callable[[str], CallSyntax] | None = None
-    """How a model with this chat template writes calls; `None`: calls cannot be forced, nor held to a schema."""
+    """Returns the call syntax of a model with this chat template; `None`: calls can be neither forced nor
+    constrained."""
 
 
 BUILT_IN = (
@@ -61,10 +62,10 @@ BUILT_IN = (
         lambda _: llama3_json.SYNTAX,
     ),
 )
-"""In the order in which they are looked for."""
+"""In the order of detection."""
 MARKERS = {"think": ("<think>", "</think>"), "magistral": ("[THINK]", "[/THINK]")}
 REASONING_ENDS = {**MARKERS, HARMONY: harmony.REASONING}
-"""What stands before reasoning and behind it."""
+"""The markers before and after reasoning."""
 
 
 @cache
@@ -86,31 +87,31 @@ def tool_parser(name: str, string_parameters: StringParameters) -> Parser:
 
 
 def call_syntax(name: str, template: str) -> CallSyntax | None:
-    """How a model with this chat template writes calls; `None`: not declared, or there is no such parser."""
+    """Return the call syntax of a model with this chat template, or None where the format declares none."""
     declared = tool_formats()[name].syntax if name else None
     return None if declared is None else declared(template)
 
 
 def reasoning_parser(answer_format: AnswerFormat) -> Parser:
-    """Of a format that is not harmony's."""
+    """Return the reasoning parser of a format other than harmony."""
     begin, end = MARKERS[answer_format.reasoning]
     return ThinkParser(begin, end, answer_format.starts_in_reasoning)
 
 
 def check_parsers(settings: ParserSettings) -> None:
-    """Raises `SourceError` for a name that is not installed here."""
+    """Raise `SourceError` for a parser that is not installed here."""
     detect_tools("", settings.tools)
     detect_reasoning("", settings.reasoning)
 
 
 def hides_markers(answer_format: AnswerFormat) -> bool:
-    """Whether the text has the format's markers only if special tokens are part of it."""
+    """Whether the text contains the format's markers only if special tokens are included."""
     return bool(answer_format.tools) or answer_format.reasoning in ("magistral", HARMONY)
 
 
 @lru_cache(maxsize=256)
 def detect_tools(template: str, setting: str = AUTO) -> str:
-    """The parser of tool calls for a model with this chat template; "" if there is none."""
+    """Return the name of the tool-call parser for a model with this chat template; "" if there is none."""
     if setting != AUTO:
         return "" if setting == NONE else _known(setting, tool_parser_names(), "model.toolCallParser")
     return next((each.name for each in tool_formats().values() if re.search(each.sign, template)), "")
@@ -118,7 +119,7 @@ def detect_tools(template: str, setting: str = AUTO) -> str:
 
 @lru_cache(maxsize=256)
 def detect_reasoning(template: str, setting: str = AUTO) -> str:
-    """The parser of reasoning for a model with this chat template; "" if there is none."""
+    """Return the name of the reasoning parser for a model with this chat template; "" if there is none."""
     if setting != AUTO:
         return "" if setting == NONE else _known(setting, reasoning_parser_names(), "model.reasoningParser")
     if "<|channel|>" in template:

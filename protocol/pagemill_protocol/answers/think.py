@@ -7,7 +7,7 @@ from pagemill_protocol.answers.markup import MarkupParser
 
 class ThinkParser(MarkupParser):
     def __init__(self, begin: str, end: str, is_open: bool) -> None:
-        """`is_open`: the prompt has `begin` already."""
+        """Parse reasoning between `begin` and `end`. `is_open`: the prompt already ends with `begin`."""
         super().__init__()
         self._begin_marker, self._end_marker = begin, end
         self.in_reasoning = is_open
@@ -35,7 +35,7 @@ class ThinkParser(MarkupParser):
         return bool(marker)
 
     def _gap(self) -> bool:
-        """White space between reasoning and content belongs to neither."""
+        """Drop the white space between reasoning and content."""
         if self._skip_space():
             self._state = self._outside
         return bool(self._buffer)

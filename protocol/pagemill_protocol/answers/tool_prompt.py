@@ -1,4 +1,4 @@
-"""Tools and calls as plain messages in the format of a parser, for models whose chat template renders none."""
+"""Write tools and calls as plain messages in the format of a parser, for chat templates that render none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pagemill_protocol.answers.call_syntax import CallSyntax
 
 _NO_SYSTEM = "System role not supported"
-"""What templates without system messages say when they refuse one."""
+"""The error that templates without system messages raise for one."""
 _INTRODUCTION = """\
 # Tools
 
@@ -26,7 +26,7 @@ _EXAMPLE = [("NAME", {"KEY": "VALUE"})]
 def with_tool_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: str, syntax: CallSyntax
 ) -> list[dict[str, Any]]:
-    """`messages` with the tools described at their start, and with calls and results as text."""
+    """Return `messages` with the tools described at their start, and with calls and results as text."""
     plain: list[dict[str, Any]] = []
     for message in messages:
         shown = _plain(message, syntax)
@@ -59,7 +59,7 @@ def _arguments(function: Mapping[str, Any]) -> Any:
 
 
 def _introduced(messages: list[dict[str, Any]], introduction: str, role: str) -> list[dict[str, Any]]:
-    """With the introduction in the first message of `role`, which is made where the messages do not start with one."""
+    """Return the messages with the introduction in a first message of `role`, which is added if it is missing."""
     first = messages[0]
     if first["role"] != role:
         return [{"role": role, "content": introduction}, *messages]

@@ -1,7 +1,7 @@
-"""What a dialect is: from a client's body to engine requests, and from tokens and text to the client's bytes.
+"""The interface of dialects: from a client's body to engine requests, and from tokens and text to the client's bytes.
 
-`registry` lists the implementations. They neither open sockets nor sample tokens; the order of events (which chunk
-when) is `pagemill_engine.output`'s, the transport is the routes'.
+`registry` lists the implementations. They neither open sockets nor sample tokens; `pagemill_engine.output` decides on
+the order of events (which chunk when), the routes transport the bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PromptReport(NamedTuple):
-    """What the client wants to know of its prompt; once for each choice, in a stream with its first piece."""
+    """The report on the prompt that the client asked for: once per choice, in a stream with its first piece."""
 
     token_ids: Sequence[int] | None = None
     """`None`: not asked for."""
@@ -33,28 +33,28 @@ class PromptReport(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one engine output adds to one choice of a streamed answer."""
+    """The part of one choice of a streamed answer that one engine output adds."""
 
     choice: int
     """The client's index of the choice."""
     text: str
     is_first: bool
-    """The first piece of its choice."""
+    """Whether this is the first piece of its choice."""
     finish_reason: FinishReason | None
     positions: Sequence[PositionLogprobs] | None
-    """Log probabilities of its tokens; `None` if the client did not ask for them."""
+    """Log probabilities of the piece's tokens; `None` if the client did not ask for them."""
     num_chars_before: int
-    """Characters of the choice's text before `positions`, an echoed prompt included."""
+    """Characters of the choice's text before `positions`, including an echoed prompt."""
     usage: Usage | None
-    """Tokens so far, for clients that ask for them in every chunk."""
+    """Tokens so far, for clients that ask for usage in every chunk."""
     events: Sequence[Event] | None = None
-    """What `text` adds to reasoning, content and calls; `None`: the request has no answer format."""
+    """Reasoning, content and calls that `text` adds; `None`: the request has no answer format."""
     num_calls: int = 0
     """Tool calls that the choice has begun so far."""
     stop_reason: str | int | None = None
-    """The stop string or the stop token that ended the choice, if one did."""
+    """The stop string or stop token that ended the choice, or None."""
     token_ids: Sequence[int] | None = None
-    """Tokens that no piece before it had; `None` if the client did not ask for them."""
+    """Tokens that no earlier piece had; `None` if the client did not ask for them."""
     prompt: PromptReport = PromptReport()
 
 
@@ -71,46 +71,48 @@ class FinishedChoice(NamedTuple):
     token_ids: Sequence[int] | None = None
     prompt: PromptReport = PromptReport()
     first_token_s: float = 0.0
-    """From the request's arrival in the engine to the first output of the request."""
+    """Seconds from the request's arrival in the engine to its first output."""
     pooled: bytes = b""
-    """In place of text: the vector or the score of the prompt, float32, little-endian."""
+    """In place of text: the vector or score of the prompt, float32, little-endian."""
 
 
 class ChoiceEnd(NamedTuple):
     finish_reason: FinishReason
     stop_reason: str | int | None
-    """As in `Piece`."""
+    """As `Piece.stop_reason`."""
 
 
 class AnswerRenderer(Protocol):
-    """Renders one answer. Chunks are complete events, as `Dialect.transport` has them."""
+    """Renders one answer. Chunks are complete events, as `Dialect.transport` defines them."""
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
-        """Another engine has begun the stream of this choice and delivered `events`; called before anything else.
-        `end`: how the choice ended, if it has."""
+        """Restore the state of a choice whose stream another engine began and of which it delivered `events`.
+
+        Called before any other method. `end`: how the choice ended, if it has.
+        """
         ...
 
     def chunk(self, piece: Piece) -> bytes: ...
 
     def end(self, usage: Usage) -> bytes:
-        """What follows the last chunk of all choices."""
+        """Return the bytes after the last chunk of all choices."""
         ...
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """The answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ...
 
 
 class Preparation(NamedTuple):
-    """What the server adds to a client's body."""
+    """Values that the server adds to a client's body."""
 
     max_model_len: int
-    """0: not known, the engine checks."""
+    """0: not known; the engine checks the length."""
     request_id: str
     created_unix_s: int
     cache_salt: str = ""
     parsers: ParserSettings = ParserSettings()
-    """How answers are read, where it is set for the deployment."""
+    """The deployment's parsers of answers."""
 
 
 class ParsedBody(Protocol):
@@ -123,46 +125,53 @@ class ParsedBody(Protocol):
 
     @property
     def renders(self) -> bool:
-        """Whether `prepare` runs a chat template: `render_soon` may do it without a thread."""
+        """Whether `prepare` runs a chat template: then `render_soon` may render it without a thread."""
         ...
 
     def prompt_texts(self, max_chars: int) -> list[str]:
-        """The beginning of each prompt, for routing by prompt."""
+        """Return the beginning of each prompt, for routing by prompt."""
         ...
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
-        """Checked as far as no model is needed. `defaults`: the model's (`TokenizerBundle.sampling_defaults`), once it
-        is known. Raises `PagemillError` 400."""
+        """Return the sampling parameters, checked as far as possible without a model. Raises `PagemillError` 400.
+
+        `defaults`: those of the model (`TokenizerBundle.sampling_defaults`), once it is known.
+        """
         ...
 
     def check_form(self) -> None:
-        """Refuse a form of answers that cannot be compiled; takes the compiler's time. Raises `PagemillError` 400."""
+        """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
         ...
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
-        """The prompt of a short body, on the event loop; `None`: `prepare` renders it."""
+        """Render the prompt of a short body on the event loop, or return None: then `prepare` renders it."""
         ...
 
     def prepare(
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
-        """One request per prompt, in order. `sampling` and `text`: results of the methods above. Raises 400."""
+        """Return one request per prompt, in order. Raises `PagemillError` 400.
+
+        `sampling` and `text`: results of the methods above.
+        """
         ...
 
 
 def check_kind(body: ParsedBody, tokenizer: Tokenizer) -> None:
-    """Refuse a body for text at a model that pools, and the other way round. Bodies for vectors have a method `wanted`,
-    which the others do not have. Raises `PagemillError` 400."""
+    """Refuse a body for text at a model that pools, and the reverse. Raises `PagemillError` 400.
+
+    Bodies for vectors have a method `wanted`, which other bodies do not have.
+    """
     wanted, model = getattr(body, "wanted", None), tokenizer.bundle.pooling
     check_task(None if wanted is None else wanted(model), model)
 
 
 class Dialect(Protocol):
     name: str
-    """`GenerateRequest.dialect`."""
+    """Value of `GenerateRequest.dialect`."""
     path: str
-    """The route, for example `/v1/chat/completions`; may have parameters, as Starlette writes them. Further ones are in
-    `more_paths`, which most do not have."""
+    """The route, for example `/v1/chat/completions`; may have parameters, written as in Starlette. Further routes are
+    in the attribute `more_paths`, which most dialects do not have."""
     transport: Transport
     operation: str
     """`gen_ai.operation.name` of traces (OpenTelemetry semantic conventions)."""
@@ -172,7 +181,7 @@ class Dialect(Protocol):
     def new_request_id(self) -> str: ...
 
     def parse(self, raw: bytes, place: Place = NOWHERE) -> ParsedBody:
-        """Raises `PagemillError` 400."""
+        """Parse and check a body. Raises `PagemillError` 400."""
         ...
 
     def renderer(self, request: GenerateRequest, system_fingerprint: str | None) -> AnswerRenderer: ...
@@ -180,15 +189,15 @@ class Dialect(Protocol):
     def error_body(self, error: PagemillError) -> bytes: ...
 
     def error_event(self, error: PagemillError) -> bytes:
-        """The event that ends a broken stream."""
+        """Return the event that ends a broken stream."""
         ...
 
     def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
-        """The end of a stream that merges the answers of several prompts; `request`: the first one."""
+        """Return the end of a stream that merges the answers of several prompts; `request`: the first of them."""
         ...
 
     def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
-        """One body of several prompts' bodies."""
+        """Return one body made of the bodies of several prompts."""
         ...
 
 

@@ -42,7 +42,7 @@ class ChatBody:
         self.fields = fields
 
     def prompt_texts(self, max_chars: int) -> list[str]:
-        """The first user message: system prompts are often the same for all users."""
+        """Return the first user message, since system prompts are often the same for all users."""
         return [next((each.content for each in self.fields.messages if each.role == "user"), "")[:max_chars]]
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
@@ -69,7 +69,7 @@ class ChatRenderer:
         self._named = request.answer_format is not None and request.answer_format.named
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
-        """Every chunk says all that its client needs."""
+        """No state is needed: every chunk is self-contained."""
 
     def chunk(self, piece: Piece) -> bytes:
         if piece.events is None:
@@ -87,7 +87,7 @@ class ChatRenderer:
         ) or self._chunk(piece, None, {}, role=False, ends=True)
 
     def _chunk(self, piece: Piece, text: str | None, added: Mapping[str, Any], *, role: bool, ends: bool) -> bytes:
-        """`ends`: the last of a piece's chunks, which has what the piece says as a whole."""
+        """Render one chunk. `ends`: the last of a piece's chunks, which also has the data of the whole piece."""
         return render.sse(
             render.chat_chunk(
                 self._head,
@@ -129,6 +129,6 @@ class ChatRenderer:
 
 
 def _prompt(report: PromptReport) -> dict[str, Any]:
-    """vLLM's fields of an answer about its prompt, as far as they were asked for."""
+    """Return vLLM's fields about the prompt, as far as they were asked for."""
     found = {"prompt_token_ids": report.token_ids, "prompt_logprobs": report.logprobs}
     return {name: value for name, value in found.items() if value is not None}

@@ -58,7 +58,7 @@ class CompletionsBody:
         self, tokenizer: Tokenizer, preparation: Preparation, sampling: SamplingParams, text: str | None
     ) -> list[GenerateRequest]:
         given = preparation._asdict()
-        del given["parsers"]  # text is not read any further
+        del given["parsers"]  # plain completions are not parsed
         return prepare.prepare_completions(self.fields, tokenizer, **given, sampling=sampling)
 
 
@@ -69,7 +69,7 @@ class CompletionsRenderer:
         self._echo = request.prompt_text or ""
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
-        """Every chunk says all that its client needs."""
+        """No state is needed: every chunk is self-contained."""
 
     def chunk(self, piece: Piece) -> bytes:
         return render.sse(
@@ -107,7 +107,7 @@ class CompletionsRenderer:
 
 
 def _tokens(part: Piece | FinishedChoice) -> dict[str, Any]:
-    """vLLM's fields of a choice about its tokens and its prompt's, as far as they were asked for."""
+    """Return vLLM's fields about the tokens of choice and prompt, as far as they were asked for."""
     found = {
         "token_ids": part.token_ids,
         "prompt_token_ids": part.prompt.token_ids,

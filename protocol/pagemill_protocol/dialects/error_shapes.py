@@ -1,8 +1,8 @@
-"""The shape of errors by path, for those that no dialect's own route answers: bodies that are too large or too slow,
-methods that a route has not, paths that are none.
+"""The error shape of a path, for errors outside the dialects' own routes: bodies that are too large or too slow,
+unsupported methods, unknown paths.
 
-A path that belongs to no route has the shape of the API below whose first segment it lies (`/api`, `/v2`); below `/v1`
-that of a route that it goes on from. All others have OpenAI's.
+A path without a route has the error shape of the API with the same first segment (`/api`, `/v2`); below `/v1`, that of
+the route that it extends. All others have OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill_protocol.openai.render import error_body as openai_error_body
 
 
 def error_body_at(path: str) -> ErrorBody:
-    """How errors are written below `path`."""
+    """Return the function that renders errors below `path`."""
     names, shapes, folders = _tables()
     found = names.find(path)
     return shapes[found] if found is not None else folders.get(_folder(path), openai_error_body)
@@ -31,7 +31,7 @@ def _tables() -> tuple[RouteNames, dict[str, ErrorBody], dict[str, ErrorBody]]:
 
 
 def _folder(path: str) -> str:
-    """The part of a path that says whose API it is; empty: none."""
+    """Return the prefix of a path that identifies its API, or an empty text."""
     first, _, rest = path.removeprefix("/").partition("/")
     if first != "v1":
         return first

@@ -1,6 +1,6 @@
 """KServe's Open Inference Protocol (v2) and Triton's generate extension: text in, text out, as fields or as tensors.
 
-A path may name the model's version: `/versions/1`, the only one there is, is the end of the model's name to the routes.
+A path may name the model's version; to the routes, `/versions/1`, the only version, is the end of the model's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagemill_protocol.openai.render import ModelCard
 from pagemill_protocol.openai.schemas import CompletionRequest
 
 MODEL = "/v2/models/{model:text}"
-"""`text` is registered by `http.route_names`."""
+"""`http.route_names` registers the convertor `text`."""
 LIVE_PATH, READY_PATH = "/v2/health/live", "/v2/health/ready"
 RENAMED = (("`prompt", "`text_input"),)
 HEADER_LENGTH = "inference-header-content-length"
@@ -87,13 +87,13 @@ def _model(place: Place) -> str:
 
 
 def _repeated(body: GenerateBody, **fields: Any) -> str:
-    """What an answer needs of its body."""
+    """Return the fields of the body that the answer needs."""
     before = "" if body.exclude_input_in_output else body.text_input
     return json.dumps({name: value for name, value in {**fields, "before": before}.items() if value})
 
 
 def _header_length(value: str | None, num_bytes: int) -> int:
-    """Bytes of a body that are JSON. Raises `PagemillError` 400."""
+    """Return the number of JSON bytes at the start of a body. Raises `PagemillError` 400."""
     if value is None:
         return num_bytes
     if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) <= num_bytes):
@@ -103,34 +103,34 @@ def _header_length(value: str | None, num_bytes: int) -> int:
     return int(value)
 
 
-def _card(asked: Asked) -> ModelCard:
-    return asked.card(_model(asked.place))
+def _card(request: Asked) -> ModelCard:
+    return request.card(_model(request.place))
 
 
-def _server(asked: Asked) -> bytes:
+def _server(request: Asked) -> bytes:
     extensions = ["binary_tensor_data", "generate", "model_configuration", "parameters"]
-    return orjson.dumps({"name": "pagemill", "version": asked.version, "extensions": extensions})
+    return orjson.dumps({"name": "pagemill", "version": request.version, "extensions": extensions})
 
 
-def _metadata(asked: Asked) -> bytes:
+def _metadata(request: Asked) -> bytes:
     inputs = [{"name": name, "datatype": each.datatype, "shape": [each.length]} for name, each in INPUTS.items()]
     outputs = [{"name": "text_output", "datatype": "BYTES", "shape": [1]}]
-    named = {"name": _card(asked).id, "versions": [render.VERSION], "platform": "pagemill"}
+    named = {"name": _card(request).id, "versions": [render.VERSION], "platform": "pagemill"}
     return orjson.dumps({**named, "inputs": inputs, "outputs": outputs})
 
 
-def _config(asked: Asked) -> bytes:
+def _config(request: Asked) -> bytes:
     inputs = [
         {"name": name, "data_type": each.config_type, "dims": [each.length], "optional": name != "text_input"}
         for name, each in INPUTS.items()
     ]
     outputs = [{"name": "text_output", "data_type": "TYPE_STRING", "dims": [1]}]
-    named = {"name": _card(asked).id, "platform": "pagemill", "backend": "pagemill", "max_batch_size": 0}
+    named = {"name": _card(request).id, "platform": "pagemill", "backend": "pagemill", "max_batch_size": 0}
     return orjson.dumps({**named, "input": inputs, "output": outputs})
 
 
-def _ready(asked: Asked) -> bytes:
-    card = _card(asked)
+def _ready(request: Asked) -> bytes:
+    card = _card(request)
     if card.max_model_len is None:
         raise unavailable(f"No engine serves the model `{card.id}` now.", code="model_not_ready")
     return b"{}"

@@ -19,11 +19,11 @@ RENAMED = (
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("response_format", "output_config.format"),
 )
-"""Places in the chat request, and the same ones in the client's."""
+"""Names of fields in the chat request, with the client's names for them."""
 
 
 def read_count(raw: bytes) -> TokenizeRequest:
-    """Body of `POST /v1/messages/count_tokens`. Raises `PagemillError` 400."""
+    """Parse the body of `POST /v1/messages/count_tokens`. Raises `PagemillError` 400."""
     chat = as_request(parse_body(raw, CountRequest).for_chat, RENAMED, ChatCompletionRequest)
     return TokenizeRequest(
         model=chat.model,

@@ -1,5 +1,5 @@
-"""Ollama's API: `/api/chat` and `/api/generate`, and its lists of models. Both generate by chats; `raw` prompts go
-without a template."""
+"""Ollama's API: `/api/chat` and `/api/generate`, and its lists of models. Both generate as chats; `raw` prompts use no
+template."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OllamaGenerateDialect(OllamaChatDialect):
 
 
 class RawPrompt(TranslatedChat):
-    """A chat whose one message is the prompt as the model reads it."""
+    """A chat whose only message is the prompt as the model reads it."""
 
     renders = False
 
@@ -105,7 +105,7 @@ class ShowRequest(RequestModel):
 
 
 def _listed(card: ModelCard) -> dict[str, Any]:
-    """As Ollama names models: each has a tag. What only files would tell is empty."""
+    """Return the entry of a model in Ollama's lists, where each name has a tag. Facts about files are empty."""
     name = card.id if ":" in card.id else card.id + LATEST
     return {"name": name, "model": name, "digest": "", "size": 0, **_described(card)}
 
@@ -116,19 +116,19 @@ def _described(card: ModelCard) -> dict[str, Any]:
     return {"modified_at": modified_at, "details": {**empty, "families": []}}
 
 
-def _tags(asked: Asked) -> bytes:
-    return orjson.dumps({"models": [_listed(card) for card in asked.cards]})
+def _tags(request: Asked) -> bytes:
+    return orjson.dumps({"models": [_listed(card) for card in request.cards]})
 
 
-def _running(asked: Asked) -> bytes:
-    cards = [card for card in asked.cards if card.max_model_len is not None]
+def _running(request: Asked) -> bytes:
+    cards = [card for card in request.cards if card.max_model_len is not None]
     return orjson.dumps(
         {"models": [{**_listed(card), "size_vram": 0, "context_length": card.max_model_len} for card in cards]}
     )
 
 
-def _show(asked: Asked) -> bytes:
-    card = asked.card(parse_body(asked.raw, ShowRequest).model.removesuffix(LATEST))
+def _show(request: Asked) -> bytes:
+    card = request.card(parse_body(request.raw, ShowRequest).model.removesuffix(LATEST))
     info = {"general.architecture": "pagemill", "general.basename": card.id}
     return orjson.dumps(
         {
@@ -142,8 +142,8 @@ def _show(asked: Asked) -> bytes:
     )
 
 
-def _version(asked: Asked) -> bytes:
-    return orjson.dumps({"version": asked.version})
+def _version(request: Asked) -> bytes:
+    return orjson.dumps({"version": request.version})
 
 
 _page = partial(Page, error_body=render.error_body)

@@ -1,4 +1,4 @@
-"""What OpenAI's two generating dialects share: error shape, `[DONE]`, usage, merged answers. Not a dialect itself."""
+"""Base class of OpenAI's two generating dialects: error shape, `[DONE]`, usage, merged answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OpenAIDialect:
 
 
 def stream_end(head: render.Head, chunk_object: str, usage: Usage | None) -> bytes:
-    """The usage event, if there is one, and `[DONE]`."""
+    """Return the usage event, if there is one, and `[DONE]`."""
     if usage is None:
         return render.SSE_DONE
     return render.sse(render.usage_chunk(head, chunk_object, usage)) + render.SSE_DONE

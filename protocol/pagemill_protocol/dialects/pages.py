@@ -1,6 +1,6 @@
-"""The routes of dialects that generate nothing: lists and descriptions of models.
+"""Routes of dialects that generate nothing: lists and descriptions of models.
 
-Engines and gateways build these routes from `PAGES`; who may see which model is theirs.
+Engines and gateways build these routes from `PAGES` and decide which models a caller may see.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pagemill_protocol.openai.render import ModelCard
 
 class Asked(NamedTuple):
     cards: Sequence[ModelCard]
-    """Of the models that the caller may use."""
+    """The models that the caller may use."""
     place: Place
     raw: bytes
     version: str
-    """Of the server."""
+    """Version of the server."""
 
     def card(self, name: str) -> ModelCard:
-        """Raises `PagemillError` 404."""
+        """Return the card of a model. Raises `PagemillError` 404."""
         for card in self.cards:
             if card.id == name:
                 return card
@@ -32,6 +32,6 @@ class Asked(NamedTuple):
 class Page(NamedTuple):
     path: str
     body: Callable[[Asked], bytes]
-    """Raises `PagemillError`."""
+    """Returns the body. Raises `PagemillError`."""
     error_body: Callable[[PagemillError], bytes]
     method: str = "GET"

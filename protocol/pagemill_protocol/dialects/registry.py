@@ -1,7 +1,7 @@
-"""The dialects that this server speaks, by name: one line each, and those that installed packages add.
+"""The dialects of this server by name: one line each, and those that installed packages add.
 
-A package adds one with an entry point in the group `pagemill.dialects` whose object makes a `base.Dialect`. Engines
-and gateways build their routes from this list.
+A package adds a dialect with an entry point in the group `pagemill.dialects` whose object makes a `base.Dialect`.
+Engines and gateways build their routes from this list.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BUILT_IN: tuple[Factory, ...] = (
 
 @cache
 def dialects() -> Mapping[str, Dialect]:
-    """All dialects by name. Raises `ValueError` if two have the same name."""
+    """Return all dialects by name. Raises `ValueError` if two have the same name."""
     found: dict[str, Dialect] = {}
     for factory in (*BUILT_IN, *(entry.load() for entry in entry_points(group=GROUP))):
         dialect: Dialect = factory()
@@ -60,7 +60,7 @@ def dialects() -> Mapping[str, Dialect]:
 
 @cache
 def generating_routes() -> Mapping[str, Dialect]:
-    """All dialects by path. Raises `ValueError` if two have the same one."""
+    """Return all dialects by path. Raises `ValueError` if two have the same path."""
     found: dict[str, Dialect] = {}
     for dialect in dialects().values():
         for path in (dialect.path, *getattr(dialect, "more_paths", ())):
@@ -71,7 +71,7 @@ def generating_routes() -> Mapping[str, Dialect]:
 
 
 def dialect_of(name: str) -> Dialect:
-    """The dialect of a `GenerateRequest`. Raises `PagemillError` 400 for one that is not installed here."""
+    """Return the dialect of a `GenerateRequest`. Raises `PagemillError` 400 for one that is not installed here."""
     known = dialects()
     if name not in known:
         raise invalid_field(

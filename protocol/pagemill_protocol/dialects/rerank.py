@@ -1,6 +1,6 @@
-"""Documents by how well they answer a query (`POST /v1/rerank`), as Jina, Cohere and vLLM shape it.
+"""Ranking of documents by a query (`POST /v1/rerank`), in the shape of Jina, Cohere and vLLM.
 
-By a cross-encoder, which reads query and document together, or by the cosine of two embeddings.
+The score is that of a cross-encoder, which reads query and document together, or the cosine of two embeddings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagemill_protocol.openai.parse import parse_body
 from pagemill_protocol.pooling import PoolingParams, PoolingSpec
 
 _QUERY, _DOCUMENT = ("query",), ("document", "passage")
-"""Names of a model's prompts, as sentence-transformers takes them for search."""
+"""Names of a model's prompts that sentence-transformers uses for search."""
 
 
 class RerankDialect(VectorDialect):
@@ -94,7 +94,7 @@ def _prompt(encoder: TextEncoder, spec: PoolingSpec, names: Sequence[str]) -> st
 
 
 def _scored(parts: Sequence[Part]) -> tuple[Sequence[Part], list[float]]:
-    """The documents' parts, and the score of each."""
+    """Return the documents' parts and their scores."""
     if not parts[0].fields.get("query"):
         return parts, [float(part.vector[0]) for part in parts]
     documents = parts[1:]

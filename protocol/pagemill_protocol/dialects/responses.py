@@ -60,15 +60,15 @@ class ResponsesDialect(TranslatedDialect):
 
 
 class StoredResponsesDialect(ResponsesDialect):
-    """Of one request to a gateway that stores responses."""
+    """The dialect of one request to a gateway that stores responses."""
 
     def __init__(self, before: Sequence[Item] = ()) -> None:
-        """`before`: the items of the previous response, its input included."""
+        """Make the dialect. `before`: items of the previous response, including its input."""
         self._before = before
         self.stores = False
-        """Whether the answer is to be stored; known once the body is parsed."""
+        """Whether the answer is to be stored; set once the body is parsed."""
         self.input: list[Item] = []
-        """All items that the answer is made from."""
+        """All items from which the answer is generated."""
 
     def parse(self, raw: bytes, place: Place = NOWHERE) -> TranslatedChat:
         request = parse_body(raw, ResponsesRequest)

@@ -67,10 +67,10 @@ class TgiBody(TranslatedCompletion):
         super().__init__(fields, dialect, RENAMED, json.dumps({name: each for name, each in answer.items() if each}))
 
 
-def _info(asked: Asked) -> bytes:
-    models = {card.root or card.id: card for card in reversed(asked.cards) if card.parent is None and not card.pools}
+def _info(request: Asked) -> bytes:
+    models = {card.root or card.id: card for card in reversed(request.cards) if card.parent is None and not card.pools}
     if len(models) != 1:
-        raise invalid_field("model", f"{len(models)} models are served here, and /info is of one. Ask /v1/models.")
+        raise invalid_field("model", f"{len(models)} models are served here, and /info describes one. Use /v1/models.")
     (card,) = models.values()
     max_tokens = card.max_model_len
     return orjson.dumps(
@@ -84,7 +84,7 @@ def _info(asked: Asked) -> bytes:
             "max_total_tokens": max_tokens,
             "max_client_batch_size": 1,
             "router": "pagemill",
-            "version": asked.version,
+            "version": request.version,
             "sha": None,
             "docker_label": None,
         }

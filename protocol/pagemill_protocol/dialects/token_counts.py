@@ -1,4 +1,4 @@
-"""The routes that count a prompt's tokens, one for each dialect that has one: a body becomes a `TokenizeRequest`."""
+"""Routes that count a prompt's tokens, one for each dialect that has one: a body becomes a `TokenizeRequest`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pagemill_protocol.openai.schemas import TokenizeRequest
 class TokenCount(NamedTuple):
     path: str
     parse: Callable[[bytes], TokenizeRequest]
-    """Raises `PagemillError` 400."""
+    """Parses a body. Raises `PagemillError` 400."""
     body: Callable[[list[int], int, list[str] | None], bytes]
-    """From token ids, the model's context length, and their texts if they were asked for."""
+    """Makes the body from token ids, the model's context length, and the tokens' texts if they were asked for."""
 
 
 def _input_tokens(token_ids: list[int], max_model_len: int, texts: list[str] | None) -> bytes:

@@ -1,4 +1,4 @@
-"""For bodies that become requests of OpenAI's: the translation, and errors at the client's own fields."""
+"""Translation of bodies to requests of OpenAI's API, with errors at the client's own fields."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound=SamplingFields)
 Renamed = tuple[str, str]
-"""A place in a request of OpenAI's, and the same one in the client's."""
+"""The name of a field in a request of OpenAI's API, and the client's name for it."""
 
 
 class SamplingExtensions(RequestModel):
-    """Fields of no such dialect's own API: as in chat completions, which check their values."""
+    """Fields that are in no such dialect's own API: as in chat completions, which check their values."""
 
     seed: int | None = None
     min_p: FiniteFloat | None = None
@@ -57,7 +57,8 @@ class TranslatedDialect:
 
 
 class _Translated:
-    """Before a body of OpenAI's in a class's bases: requests name their dialect, errors the client's own fields."""
+    """Base class to put before a body of OpenAI's API: its requests name their dialect, its errors the client's
+    fields."""
 
     def __init__(self, fields: Any, dialect: str, renamed: Sequence[Renamed], client_fields: str = "") -> None:
         super().__init__(fields)  # type: ignore[call-arg]
@@ -88,15 +89,15 @@ class _Translated:
 
 
 class TranslatedChat(_Translated, ChatBody):
-    """A body that became a chat request."""
+    """A body that was translated to a chat request."""
 
 
 class TranslatedCompletion(_Translated, CompletionsBody):
-    """A body that became a completions request."""
+    """A body that was translated to a completions request."""
 
 
 def as_request(translate: Callable[[], dict[str, Any]], renamed: Sequence[Renamed], schema: type[Request]) -> Request:
-    """The request of OpenAI's for the body that `translate` returns. Raises `PagemillError` 400."""
+    """Return the request for the body that `translate` returns. Raises `PagemillError` 400."""
     try:
         return schema.model_validate(translate())
     except PydanticCustomError as error:
@@ -106,7 +107,7 @@ def as_request(translate: Callable[[], dict[str, Any]], renamed: Sequence[Rename
 
 
 def with_names(error: PagemillError, renamed: Sequence[Renamed]) -> PagemillError:
-    """`error` as the client's own fields name it."""
+    """Return `error` with the client's names of fields."""
     for ours, theirs in renamed:
         error.message = error.message.replace(ours, theirs)
         error.param = error.param and error.param.replace(ours, theirs)

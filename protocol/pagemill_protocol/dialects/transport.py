@@ -1,4 +1,4 @@
-"""How a dialect's requests and answers travel over HTTP: what it reads beside a body, and the form of its bytes."""
+"""HTTP transport of a dialect: the data read beside a body, and the framing of its answers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ EVENT_STARTS = (b"data:", b"event:", b"id:", b":")
 
 
 class Place(NamedTuple):
-    """Where a body came in."""
+    """The HTTP request of a body."""
 
     path: str = ""
-    """Without a slash at its end."""
+    """Without a trailing slash."""
     parameters: Mapping[str, str] = {}
-    """Of the path."""
+    """Parameters of the path."""
     header: Callable[[str], str | None] = lambda name: None
     only_model: str = ""
-    """The model that the caller may use, if there is one only; set for a `Transport.may_omit_model`."""
+    """The only model that the caller may use, if there is one; set for a `Transport.may_omit_model`."""
 
 
 NOWHERE = Place()
@@ -39,13 +39,13 @@ class Transport(NamedTuple):
     is_whole: Callable[[bytes], bool] = _whole_events
     """Whether the payload of a frame ends where an event does."""
     has_comments: bool = True
-    """Whether a stream has a form for lines that its client skips."""
+    """Whether a stream may contain comments, which clients skip."""
     body_headers: Callable[[bytes], Mapping[str, str]] = _json_headers
-    """Of an answer that is not streamed."""
+    """Headers of an answer that is not streamed."""
     may_omit_model: bool = False
-    """Requests need not name a model where there is only one."""
+    """Whether requests may omit the model where there is only one."""
     media_types: tuple[str, ...] = ()
-    """Of bodies, beside JSON; none that a browser sends to foreign servers unasked."""
+    """Further media types of bodies beside JSON; none that a browser sends to foreign servers without asking."""
 
 
 SSE = Transport()

@@ -1,7 +1,7 @@
-"""Refuses a form of answers that cannot be compiled, or not within limits of time and memory, before an engine sees it.
+"""Refuse a form that cannot be compiled within limits of time and memory, before an engine receives it.
 
-Every front door calls it: gateways, the engine's own routes and the offline API. The work is done in a process of its
-own (`worker`), because nothing else can stop a compiler; the verdicts on the latest forms are kept.
+Gateways, the engine's own routes and the offline API call it. The compiler runs in a separate process (`worker`),
+because nothing else can stop it; the verdicts on the latest forms are cached.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LIMITS = TemplateLimits(cpu_limit_s=0.5, wall_limit_s=5.0, memory_bytes=1024 * 1024 * 1024)
 SMALLEST_CPU_LIMIT_S = 0.02
-"""For a form of a few characters; the largest form may take all of `cpu_limit_s`. Most take a millisecond or two."""
+"""Limit for a form of a few characters; the largest form may take all of `cpu_limit_s`. Most take 1 to 2 ms."""
 MAX_PROCESSES = 2
 MAX_VERDICTS = 1024
 _WORKER_FILE = Path(__file__).with_name("worker.py")
@@ -35,25 +35,25 @@ class _Verdict(NamedTuple):
     fault: str
     """Empty: the form compiles."""
     part: int | None = None
-    """Index of the option of a structural tag that is at fault, where that is known."""
+    """Index of the wrong option of a structural tag, if known."""
 
 
 class FormChecks:
-    """Thread safe; processes start with the first forms and live as long as this object."""
+    """Checks forms. Thread-safe; processes start with the first forms and live as long as this object."""
 
     def __init__(self, limits: TemplateLimits = LIMITS) -> None:
         self._limits = limits
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
         self._idle: deque[TemplateProcess] = deque()
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
-        """By digest of the form."""
+        """Verdicts by digest of the form."""
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle)
 
     def check(self, outputs: StructuredOutputs, param: str = "structured_outputs", parts: Sequence[str] = ()) -> None:
-        """Raise `PagemillError` (400) with what is wrong. Blocks for the compiler's time, usually a millisecond.
+        """Raise `PagemillError` (400) for an invalid form. Blocks while the compiler runs, usually a millisecond.
 
-        `parts`: the fields that the options of a structural tag are from; the error names the one that is at fault.
+        `parts`: the request fields that the options of a structural tag come from; the error names the wrong one.
         """
         outputs.validate(param)
         form = msgspec.json.encode(outputs)
@@ -97,7 +97,7 @@ class FormChecks:
         return _Verdict(str(reply.get("text", "it is not valid Unicode")), reply.get("part"))
 
     def _replace(self) -> None:
-        """Start another process now, beside the answer, so that the next form does not wait for it."""
+        """Start another process in the background, so that the next form does not wait for it."""
         threading.Thread(target=lambda: self._idle.append(self._borrow()), daemon=True, name="form-check").start()
 
     def _borrow(self) -> TemplateProcess:
@@ -126,4 +126,4 @@ def _close_all(processes: deque[TemplateProcess]) -> None:
 
 
 CHECKS = FormChecks()
-"""Of this process."""
+"""The checks of this process."""

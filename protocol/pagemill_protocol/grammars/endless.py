@@ -1,7 +1,7 @@
-"""Whether every value that a JSON schema allows would contain another value of the schema, and so never end.
+"""Detect JSON schemas whose every value would contain another value of the schema, without end.
 
-A schema ends if what it requires ends: the least fixed point over its references. Looks at the keywords that require
-something; a schema that uses others to the same effect is not found, and its answers end at their length.
+A schema is finite if everything it requires is finite: the least fixed point over its references. Only keywords that
+require something are examined; an endless schema of other keywords is not found, and its answers end by their length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _MAX_STEPS = 20_000
 
 
 def is_endless(schema: Any) -> bool:
-    """Raises `ValueError` where more schemas require each other in a row than can be followed."""
+    """Whether no finite value is valid. Raises `ValueError` where too many schemas require each other in a row."""
     try:
         return not _Search(schema).ends(schema, frozenset())
     except RecursionError:
@@ -24,10 +24,10 @@ class _Search:
         self._root = root
         self._steps = 0
         self._known: set[str] = set()
-        """References that end."""
+        """References to finite schemas."""
 
     def ends(self, schema: Any, within: frozenset[str]) -> bool:
-        """`within`: references that are being followed."""
+        """Whether the schema has a finite value. `within`: references that are being followed."""
         self._steps += 1
         if not isinstance(schema, dict) or self._steps > _MAX_STEPS or "enum" in schema or "const" in schema:
             return True
@@ -54,7 +54,7 @@ class _Search:
         return True
 
     def _required(self, schema: dict[str, Any]) -> list[Any]:
-        """Schemas of values that a value of this schema must contain, if it is of the only type that it may have."""
+        """Return the schemas of values that a value must contain, if the schema allows only one type."""
         kind, properties = schema.get("type"), schema.get("properties")
         if kind == "object" and isinstance(properties, dict):
             required = schema.get("required")
@@ -68,7 +68,8 @@ class _Search:
         return []
 
     def _resolve(self, reference: str) -> Any:
-        """The schema that a reference within the document names; `True` for all others, which are refused elsewhere."""
+        """Return the schema of a reference within the document; True for all other references, which are refused
+        elsewhere."""
         found = self._root
         if not reference.startswith("#"):
             return True

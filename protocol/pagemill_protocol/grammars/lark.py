@@ -1,4 +1,4 @@
-"""Grammars that clients write, in Lark's syntax: as they are, GBNF converted."""
+"""Grammars of clients in Lark's syntax: used as they are, or converted from GBNF."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 
 def as_lark(text: str) -> str:
-    """Raises `ValueError` for what looks like GBNF and is not."""
+    """Return the grammar in Lark's syntax. Raises `ValueError` for invalid GBNF."""
     if "::=" not in text:
         return text
     try:

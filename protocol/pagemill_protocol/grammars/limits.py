@@ -1,6 +1,6 @@
-"""Bounds on a form that are known without compiling it: nesting, sizes, regular expressions, and schemas without end.
+"""Bounds on a form that need no compilation: nesting, sizes, regular expressions, and endless schemas.
 
-What only the compiler can know is bounded in the process of `check`.
+The process of `check` bounds everything that only the compiler can find.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pagemill_protocol.structured_outputs import StructuredOutputs
 
 MAX_DEPTH = 64
 MAX_VALUES = 20_000
-"""Values in a schema, its keys not counted."""
+"""Maximum number of values in a schema, keys not counted."""
 MAX_LITERAL_CHARS = 8192
-"""Of one text in a schema: what a grammar prescribes letter by letter is tokenized in one step."""
+"""Maximum length of one text in a schema: a literal of a grammar is tokenized in one step."""
 MAX_EXPANDED = 10_000
-"""Characters of a regular expression with its repetitions written out."""
+"""Maximum characters of a regular expression with its repetitions written out."""
 MAX_ELEMENTS = 4096
 MAX_REMAINDERS = 10_000
-"""Of division by a `multipleOf`: more take the compiler longer than a tenth of a second."""
+"""Maximum number of remainders modulo a `multipleOf`: more take the compiler longer than a tenth of a second."""
 _COUNT = re.compile(r"\{(\d*)(?:,(\d*))?\}|~ ?(\d+)(?:\.\.(\d+))?")
 
 
 def check_limits(outputs: StructuredOutputs) -> None:
-    """Raise `ValueError` with what is too large or wrong, and the remedy."""
+    """Raise `ValueError` that names what is too large or invalid, and the remedy."""
     if outputs.json_schema:
         _check_schema(_parsed(outputs.json_schema))
     if outputs.regex:
@@ -79,7 +79,8 @@ def _check_schema(schema: Any) -> None:
 
 
 def _values(key: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
-    """Every value below this one, with the key it is nearest to. Depth first, no deeper than just beyond the limit."""
+    """Yield every value below this one, depth first, with its nearest key and its depth, up to just beyond the
+    limit."""
     yield key, value, depth
     if depth > MAX_DEPTH:
         return
@@ -92,7 +93,10 @@ def _values(key: str, value: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
 
 
 def _check_divisor(divisor: float) -> None:
-    """Its automaton has a state for each remainder; zeros at the end are digits that must be zero and cost nothing."""
+    """Refuse divisors with too many remainders, each of which is a state of the automaton.
+
+    Trailing zeros are digits that must be zero and add no states.
+    """
     remainders = int(str(int(divisor)).rstrip("0") or 0) if divisor == divisor and abs(divisor) < float("inf") else 0
     if remainders > MAX_REMAINDERS:
         raise ValueError(
@@ -111,7 +115,7 @@ def _check_regex(pattern: str) -> None:
 
 
 def _check_grammar(grammar: str) -> None:
-    """Rules may repeat each other, so their counts multiply."""
+    """Refuse grammars whose repetition counts multiply to too much: rules may repeat each other."""
     product = 1
     for line in grammar.splitlines():
         product *= max([1, *(_most(match) for match in _COUNT.finditer(line))])
@@ -139,7 +143,7 @@ def _check_tag(form: Format) -> None:
 
 
 def _elements(form: Format, depth: int) -> Iterator[tuple[Format, int]]:
-    """This one and all within it, with their depths. No deeper than just beyond the limit."""
+    """Yield this element and all elements in it with their depths, up to just beyond the limit."""
     yield form, depth
     if depth > MAX_DEPTH:
         return
@@ -157,7 +161,7 @@ def _elements(form: Format, depth: int) -> Iterator[tuple[Format, int]]:
 
 
 def expanded_size(pattern: str) -> int:
-    """Characters of a regular expression if every counted repetition were written out."""
+    """Return the characters of a regular expression with every counted repetition written out."""
     sizes, last = [0], 0
     at = 0
     while at < len(pattern):
@@ -177,7 +181,7 @@ def expanded_size(pattern: str) -> int:
         else:
             at, last = at + 1, 1
         sizes[-1] += last
-        # A count right behind repeats what was just added.
+        # A count right after an element repeats what was just added.
         if at < len(pattern) and pattern[at] == "{" and (match := _COUNT.match(pattern, at)):
             sizes[-1] += last * max(0, _most(match) - 1)
             last *= _most(match)
@@ -193,5 +197,5 @@ def _after_class(pattern: str, at: int) -> int:
 
 
 def _most(match: re.Match[str]) -> int:
-    """The larger number of a counted repetition."""
+    """Return the larger number of a counted repetition."""
     return max([int(number[:12]) for number in match.groups() if number] or [1])

@@ -1,7 +1,6 @@
-"""Writes a form (`StructuredOutputs`) as the grammar that llguidance compiles.
+"""Write a form (`StructuredOutputs`) as the grammar that llguidance compiles.
 
-Gateways check it (`check`), engines compile it: both call this. Raises `ValueError` with the reason for a form that
-cannot be written.
+Gateways check grammars (`check`), engines compile them: both call this module.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ _NO_TOKENS: Mapping[str, int] = {}
 
 
 def grammar_text(outputs: StructuredOutputs, special_tokens: Mapping[str, int] = _NO_TOKENS) -> str:
-    """`special_tokens`: ids by text, of those that a structural tag may spell."""
+    """Return the grammar of a form. Raises `ValueError` with the reason for a form that cannot be written.
+
+    `special_tokens`: ids by text of the special tokens that a structural tag may contain.
+    """
     match outputs.kind:
         case "json_schema":
             return LLMatcher.grammar_from_json_schema(outputs.json_schema, overrides=JSON_OPTIONS)

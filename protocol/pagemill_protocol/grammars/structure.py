@@ -1,4 +1,4 @@
-"""Writes the elements of a structural tag as a grammar in Lark's syntax, as llguidance reads it."""
+"""Write the elements of a structural tag as a grammar in Lark's syntax, as llguidance reads it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ from pagemill_protocol.structural_tags import (
 )
 
 WHITESPACE = r"( |\n[ \t]{0,24})?"
-"""Between the tokens of JSON: a space, or a line break and indentation. Small models would go on with it for long."""
+"""White space between the tokens of JSON: a space, or a line break and indentation. Without the limit, small models
+generate white space for long."""
 JSON_OPTIONS: Any = {"whitespace_pattern": WHITESPACE}
 _HEAD = "%llguidance {}\nTEXT: /(.|\\n)*/\n"
 
 
 def structure_text(form: Format, special_tokens: Mapping[str, int]) -> str:
-    """`special_tokens`: ids by text, of those that fixed text may spell. Raises `ValueError`."""
+    """Return the grammar of a structural tag. Raises `ValueError`.
+
+    `special_tokens`: ids by text of the special tokens that fixed text may contain.
+    """
     writer = _Writer(special_tokens)
     start = writer.expression(form)
     return f"{_HEAD}start: {start}\n" + "".join(f"{rule}\n" for rule in writer.rules)
@@ -93,7 +97,7 @@ class _Writer:
         return _joined([self._group(content), *self._literal(end)])
 
     def _text_until(self, marker: str) -> str:
-        """Free text and the first `marker` after it."""
+        """Return an expression of free text up to and including the first `marker`."""
         first, *others = self._literal(marker)
         if first.startswith('"'):
             return _joined([self._rule(f"TEXT {first}", "[lazy]"), *others])
@@ -113,7 +117,7 @@ class _Writer:
         return f"{tags} | TEXT" if form.stop_after_first else f"({tags})* TEXT"
 
     def _literal(self, text: str) -> list[str]:
-        """The text, with its special tokens as such."""
+        """Return the expressions of a fixed text, with its special tokens as token ids."""
         pieces = self._special.split(text) if self._special is not None else [text]
         special = self._special_tokens
         return [f"<[{special[each]}]>" if each in special else json.dumps(each) for each in pieces if each]

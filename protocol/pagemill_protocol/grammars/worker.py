@@ -1,8 +1,8 @@
-"""The process in which forms are compiled for the first time, apart from the server: what its author wrote may take
-unbounded time or memory, or bring the compiler down.
+"""The process that compiles forms for the first time, apart from the server: a client's form may take unbounded time or
+memory, or crash the compiler.
 
-Started by `check` as a plain script; confined and timed as `text.confinement` says. It compiles for a vocabulary of the
-256 bytes, which costs about what a real one does and finds what has no beginning.
+`check` starts it as a plain script; `text.confinement` limits its resources. It compiles for a vocabulary of the 256
+bytes, which costs about as much as a real one and detects forms that no answer can begin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EOS = 256
 
 
 class ByteTokenizer:
-    """A token for each byte, and an end."""
+    """A tokenizer with one token per byte and an end token."""
 
     eos_token_id = _EOS
     bos_token_id = None
@@ -37,7 +37,7 @@ class ByteTokenizer:
 
 
 def check(form: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
-    """What is wrong with a form (`text`; empty if nothing is), and with which option of a structural tag (`part`)."""
+    """Return the error of a form (`text`; empty if none), and the wrong option of a structural tag (`part`)."""
     outputs = msgspec.convert(form, StructuredOutputs)
     fault = _fault(outputs, tokenizer)
     if fault and outputs.structural_tag:
@@ -48,7 +48,7 @@ def check(form: dict[str, Any], tokenizer: LLTokenizer) -> dict[str, Any]:
 
 
 def _schemas(tag: str) -> list[Any]:
-    """Of a tag that is nothing but a choice among schemas."""
+    """Return the schemas of a tag that is only a choice among schemas."""
     try:
         form = read_tag(json.loads(tag))
     except (ValueError, RecursionError):

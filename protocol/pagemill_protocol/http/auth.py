@@ -1,7 +1,7 @@
-"""Who calls: bearer tokens, compared in constant time, and whether the peer is on this machine.
+"""Read a caller's credentials: bearer tokens, compared in constant time, and whether the peer is on this machine.
 
-Keys are known by their SHA-256 only. Which API keys there are, and what each may have, is the gateway's (`limits`);
-which tokens open control routes is decided in `guard`.
+Only the SHA-256 of an API key is stored. The gateway (`limits`) defines API keys and their limits; `guard` decides
+which tokens are accepted by control routes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_KEY_CHARS = 512
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of that lower-case name."""
+    """Return the first header of that lower-case name, or None."""
     for key, value in scope["headers"]:
         if key == name:
             return bytes(value).decode("latin-1")
@@ -24,7 +24,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def bearer_token(scope: Scope) -> str | None:
-    """The token of `Authorization: Bearer TOKEN`; `None` when there is none."""
+    """Return the token of `Authorization: Bearer TOKEN`, or None."""
     value = header(scope, b"authorization")
     if value is None:
         return None
@@ -34,7 +34,7 @@ def bearer_token(scope: Scope) -> str | None:
 
 
 def api_key(scope: Scope) -> str | None:
-    """The bearer token, or the header `x-api-key` that clients of Anthropic's API send."""
+    """Return the bearer token, or else the header `x-api-key` that clients of Anthropic's API send."""
     token = bearer_token(scope)
     if token is not None:
         return token
@@ -43,12 +43,12 @@ def api_key(scope: Scope) -> str | None:
 
 
 def same_secret(given: str, expected: str) -> bool:
-    """Compare in time that does not depend on where they differ."""
+    """Compare two secrets in time that does not depend on where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode("utf-8", "replace"))
 
 
 def hash_key(key: str) -> str:
-    """How an API key is stored: hex SHA-256."""
+    """Return the stored form of an API key: hex SHA-256."""
     return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
 
 
@@ -63,7 +63,7 @@ def is_loopback_address(host: str) -> bool:
 
 
 def is_loopback(scope: Scope) -> bool:
-    """Whether the peer is on this machine; Unix sockets, which have no address, count as such."""
+    """Whether the peer is on this machine; peers on Unix sockets, which have no address, are."""
     client = scope.get("client")
     if client is None:
         return True

@@ -1,6 +1,6 @@
-"""Request bodies: read whole, checked for their content type, parsed into a schema.
+"""Request bodies: read as a whole, checked for their content type, parsed into a schema.
 
-The bounds on size and time are `door`'s, which wraps `receive`.
+`door` wraps `receive` and bounds size and time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_body(receive: Receive) -> bytes:
-    """The whole body. Raises `PagemillError` 499 when the client leaves first."""
+    """Return the whole body. Raises `PagemillError` 499 when the client disconnects first."""
     chunks: list[bytes] = []
     while True:
         message = await receive()
@@ -32,17 +32,16 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def read_json(scope: Scope, receive: Receive, schema: type[Model]) -> Model:
-    """The body as `schema`. Raises `PagemillError` 415, 400 and whatever `door` raises."""
+    """Return the body as `schema`. Raises `PagemillError` 415, 400, and the errors of `door`."""
     check_json_content_type(scope)
     return parse_body(await read_body(receive), schema)
 
 
 def check_json_content_type(scope: Scope, also: Container[str] = ()) -> None:
-    """Refuse bodies declared as something else than JSON with 415; no declaration is taken as JSON. `also`: media types
-    that pass.
+    """Refuse bodies with another declared type than JSON with 415; a body without a declaration is taken as JSON.
 
-    Except from a web page of another origin (403): browsers send what is not declared as JSON without asking first
-    whether the server allows it (Fetch standard, CORS-safelisted requests).
+    `also`: further accepted media types. A body without a declaration from a web page of another origin is refused with
+    403: browsers send it without asking first whether the server allows it (Fetch standard, CORS-safelisted requests).
     """
     media_type = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     if media_type == "application/json" or media_type.endswith("+json") or media_type in also:

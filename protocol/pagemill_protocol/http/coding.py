@@ -1,7 +1,7 @@
-"""gzip on both ways: bodies of requests that are compressed, and whole answers for clients that accept it.
+"""gzip in both directions: compressed request bodies, and whole answers for clients that accept gzip.
 
-`door` calls it. What a body grows to is bounded as it is read, so a small one cannot become large; streams are never
-compressed, since their events would wait for each other.
+`door` calls it. The decompressed size is bounded while the body is read, so a small body cannot become large; streams
+are never compressed, since their events would wait for each other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pagemill_protocol.http.auth import header
 MIN_COMPRESSED_BYTES = 4096
 """Below it, compression costs more time than it saves."""
 MAX_INLINE_BYTES = 256 * 1024
-"""A larger answer is compressed beside the event loop."""
+"""A larger answer is compressed in a thread, so that the event loop is not blocked."""
 LEVEL = 1
 _GZIP_FORMAT = 31
 _COMPRESSIBLE = (b"application/json", b"text/html", b"text/plain")
 
 
 class Inflater:
-    """One body on its way in."""
+    """Decompresses one request body."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -33,7 +33,10 @@ class Inflater:
         self._stream = zlib.decompressobj(wbits=_GZIP_FORMAT)
 
     def push(self, data: bytes, *, last: bool) -> bytes:
-        """What `data` says. Raises `PagemillError`: 413 beyond the bound, 400 for what is not one gzip stream."""
+        """Return the decompressed bytes of `data`.
+
+        Raises `PagemillError`: 413 beyond the bound, 400 if the body is not one gzip stream.
+        """
         try:
             text = self._stream.decompress(data, self._max_bytes - self._num_bytes + 1)
         except zlib.error:
@@ -47,7 +50,8 @@ class Inflater:
 
 
 def inflater_of(scope: Scope, max_bytes: int) -> Inflater | None:
-    """`None`: the body is not compressed. Raises `PagemillError` 415 for other codings."""
+    """Return a decompressor for the body, or None if it is not compressed. Raises `PagemillError` 415 for other
+    codings."""
     coding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if coding in ("identity", ""):
         return None
@@ -70,7 +74,7 @@ def accepts_gzip(scope: Scope) -> bool:
 
 
 def is_compressible(start: Message) -> bool:
-    """Whether the answer that starts so is whole, of text, and large enough."""
+    """Whether an answer with this start message is complete, textual and large enough."""
     headers = dict(start.get("headers", ()))
     length = headers.get(b"content-length", b"0")
     is_text = headers.get(b"content-type", b"").startswith(_COMPRESSIBLE)
@@ -78,7 +82,7 @@ def is_compressible(start: Message) -> bool:
 
 
 async def compressed(start: Message, body: Message) -> tuple[Message, Message]:
-    """The same answer in gzip."""
+    """Return the answer in gzip."""
     data: bytes = body.get("body", b"")
     if len(data) > MAX_INLINE_BYTES:
         packed = await asyncio.to_thread(gzip.compress, data, LEVEL, mtime=0)

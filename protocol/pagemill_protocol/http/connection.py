@@ -1,11 +1,11 @@
-"""Bounds on what happens before ASGI, which `door` cannot see: headers that never end.
+"""Bounds on what happens before ASGI and is therefore invisible to `door`, such as headers that never end.
 
 `bounded_protocol(...)` makes the `http=` class of a `uvicorn.Config`. Request heads above a size or time get 431 or 408
-and the connection closes; one that stays silent is closed; trailers are dropped; a malformed request gets a 400 in
+and the connection closes; a silent connection is closed; trailers are dropped; a malformed request gets a 400 in
 OpenAI's shape, also if its body's framing breaks before the answer has begun. When a connection ends, the request being
 answered is notified even if others were pipelined behind it. Offers of other protocols (WebSocket, h2c) are ignored, as
-HTTP specifies, but for those that the server names, for which an app may take the connection over (`direct`); HTTP/1.0
-clients get no chunked encoding. Requests refused here get an id and a log line, since no app sees them.
+HTTP allows, except those of `upgrades`, for which an app may take over the connection (`direct`); HTTP/1.0 clients get
+no chunked encoding. Requests refused here get an id and a log line, since no app sees them.
 
 httptools does the parsing. Import this module only where uvicorn is installed.
 """
@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 def bounded_protocol(
     max_header_bytes: int = 64 * 1024, header_timeout_s: float = 15.0, upgrades: Collection[str] = ()
 ) -> type[asyncio.Protocol]:
-    """A uvicorn HTTP protocol class with these bounds on each request's head. `upgrades`: protocols that the app takes
-    connections over for."""
+    """Return a uvicorn HTTP protocol class with these bounds on the head of each request.
+
+    `upgrades`: protocols for which the app may take over a connection.
+    """
     bounds = {"max_header_bytes": max_header_bytes, "header_timeout_s": header_timeout_s}
     return type("BoundedProtocol", (_BoundedProtocol,), {**bounds, "upgrades": frozenset(upgrades)})
 
@@ -52,14 +54,14 @@ class _BoundedProtocol(HttpToolsProtocol):
     """The request that is being answered; uvicorn's `cycle` is the last one received."""
 
     _direct: DirectResponse | None = None
-    """Of `_current`."""
+    """The response to `_current`."""
     _offer = ""
-    """The protocol that the latest head offered."""
+    """The protocol offered by the latest head."""
     _next_offer = ""
-    """Of the head that is parsed once more, without it."""
+    """The protocol offered by a head that is parsed again without the offer."""
 
     _refusal: PagemillError | None = None
-    """Of what follows the requests that are still being answered: sent after their answers."""
+    """The refusal of data behind the requests that are still being answered; it is sent after their answers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -114,7 +116,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._current is not None:
-            # They refer to the request, which would be left to the garbage collector.
+            # The extensions refer to the request: without this, only the garbage collector would free the cycle.
             self._current.scope["extensions"] = {}
         refusal = None if self.pipeline else self._refusal
         super().on_response_complete()
@@ -132,9 +134,10 @@ class _BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, answering)
 
     def _parse(self, data: bytes) -> None:
-        """A request that offers another protocol is parsed again without the offer.
+        """Parse data; a request that offers another protocol is parsed again without the offer.
 
-        httptools takes what follows such a head for that protocol: it would drop the body, or read it as a request.
+        httptools attributes all bytes after such a head to that protocol: it would drop the body, or read it as a
+        request.
         """
         rest: bytes | memoryview = data
         while True:
@@ -159,7 +162,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, self.parser.get_http_version().encode(), headers)
 
     def _take_over(self, name: str, successor: Successor) -> None:
-        """Answer that the protocol is spoken from now on, by `successor`."""
+        """Answer 101 and hand the connection over to `successor`."""
         cycle = self.cycle
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()
@@ -179,13 +182,13 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _may_answer(self) -> bool:
-        """Whether a refusal may be written next on the connection: no other answer is due before."""
+        """Whether a refusal may be written now: no answer to an earlier request is due."""
         if not self._answering:
             return True
         return self.cycle is self._current and self.cycle.more_body and not self.cycle.response_started
 
     def _abandon(self) -> None:
-        """The client is gone: notify the request being answered."""
+        """Notify the request being answered that the client is gone."""
         if self._current is not None and not self._current.response_complete:
             self._current.disconnected = True
             self._current.message_event.set()
@@ -209,11 +212,14 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._start_head_timer()
         elif self._head_open:
             self._refuse(request_timeout())
-        else:  # connected ahead of need and never used, as browsers do
+        else:  # the client opened the connection in advance and never used it, as browsers do
             self.transport.close()
 
     def _refuse(self, error: PagemillError) -> None:
-        """Answer and close, after the answers that are due before. Only close where one of those has a broken body."""
+        """Answer with the error and close, after the answers to earlier requests.
+
+        The connection is only closed where one of those has a broken body.
+        """
         if self._answering and not self.cycle.more_body:
             self._refusal = error
             return
@@ -236,7 +242,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """HTTP/1.0 has no chunked encoding: an answer of unknown length ends with its connection."""
+    """Wrap an app for HTTP/1.0, which has no chunked encoding: an answer of unknown length ends with its connection."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         is_endless = False

@@ -1,7 +1,8 @@
-"""Lets web pages of configured origins use a data port, by the Fetch standard's CORS protocol.
+"""CORS: lets web pages of configured origins use a data port, by the Fetch standard's protocol.
 
-Off without origins: then no page of another origin can read an answer. Keys travel in headers, so credentials that
-browsers add by themselves (cookies) are never allowed. Engine and gateway wrap their data apps in it, outside `door`.
+Disabled without origins: then no page of another origin can read an answer. Keys are sent in headers, so credentials
+that browsers add by themselves (cookies) are never allowed. Engine and gateway wrap their data apps in it, outside
+`door`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _EXPOSED = b"x-request-id, retry-after, openai-processing-ms"
 
 
 class Cors:
-    """ASGI middleware. `allowed_origins`: such as `https://app.example.com`, or `*` for all."""
+    """ASGI middleware. `allowed_origins`: origins such as `https://app.example.com`, or `*` for all."""
 
     def __init__(self, app: ASGIApp, allowed_origins: Collection[str]) -> None:
         self._app = app
@@ -48,7 +49,7 @@ class Cors:
 
 
 def is_origin(text: str) -> bool:
-    """`*`, or scheme and host without a path."""
+    """Whether the text is `*`, or scheme and host without a path."""
     return text == EVERY_ORIGIN or re.fullmatch(r"https?://[^/\s?#@]+/?", text) is not None
 
 

@@ -1,7 +1,7 @@
-"""What an app may do with a connection past the ASGI layers: write to a response that has begun, learn at once that its
-client leaves, and take the connection over for another protocol.
+"""Access to a connection below the ASGI messages: write to a response that has begun, learn at once that its client
+disconnects, and take over the connection for another protocol.
 
-`connection` offers these as ASGI extensions of each request; where an extension is missing, an app uses the messages.
+`connection` offers these as ASGI extensions of each request; where an extension is missing, an app uses messages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ UPGRADE_EXTENSION = "pagemill.upgrade"
 
 
 class DirectResponse:
-    """The response to one request. Its head and its end are ASGI messages; chunks between them need none."""
+    """The response to one request. Its head and its end are ASGI messages; chunks between them are written directly."""
 
     __slots__ = ("_cycle", "on_leave")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self.on_leave: Callable[[], None] | None = None
-        """Called when the client leaves before the response is complete."""
+        """Called when the client disconnects before the response is complete."""
 
     @property
     def has_left(self) -> bool:
@@ -35,12 +35,12 @@ class DirectResponse:
 
     @property
     def has_body(self) -> bool:
-        """The whole body of the request has arrived."""
+        """Whether the whole body of the request has arrived."""
         return not self._cycle.more_body
 
     @property
     def may_write(self) -> bool:
-        """It has begun, in chunks, and the client takes what it is sent."""
+        """Whether the response has begun, is chunked, and the client reads fast enough."""
         cycle = self._cycle
         return (
             cycle.response_started
@@ -50,25 +50,25 @@ class DirectResponse:
         )
 
     def write(self, data: bytes) -> None:
-        """One chunk, not empty; only while `may_write`."""
+        """Write one chunk, which must not be empty. Call it only while `may_write`."""
         cycle = self._cycle
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Successor(asyncio.Protocol):
-    """A protocol that takes a connection over from HTTP."""
+    """A protocol that takes over a connection from HTTP."""
 
     on_lost: Callable[[], None] = staticmethod(lambda: None)
     """Set by the server: to be called when the connection is lost."""
 
     def shutdown(self) -> None:
-        """The server ends: close as soon as what was begun is sent."""
+        """Close as soon as everything begun is sent, because the server ends."""
         raise NotImplementedError
 
 
 TakeOver = Callable[[Successor], None]
-"""Answers 101 and hands the connection over; nothing else may be sent for the request."""
+"""Answers 101 and hands over the connection; nothing else may be sent for the request."""
 
 
 def direct_response(scope: Scope) -> DirectResponse | None:
@@ -77,6 +77,9 @@ def direct_response(scope: Scope) -> DirectResponse | None:
 
 
 def offered_upgrade(scope: Scope) -> TakeOver | None:
-    """`None`: the client did not offer one of the server's protocols, or the connection has other requests."""
+    """Return the function that takes over the connection, or None.
+
+    None: the client did not offer one of the server's protocols, or the connection has other requests.
+    """
     found: TakeOver | None = scope.get("extensions", {}).get(UPGRADE_EXTENSION)
     return found

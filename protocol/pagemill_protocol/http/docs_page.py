@@ -1,4 +1,4 @@
-"""`GET /docs`: the OpenAPI document as a page that people read. It loads nothing and runs no script."""
+"""`GET /docs`: the OpenAPI document as an HTML page, which loads nothing and runs no script."""
 
 from __future__ import annotations
 

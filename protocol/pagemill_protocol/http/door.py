@@ -1,9 +1,10 @@
-"""The outermost ASGI layer of engine and gateway: bounds every request and explains every failure.
+"""The outermost ASGI middleware of engine and gateway: bounds every request and answers every failure.
 
 Headers above a limit get 431, bodies 413, bodies that take too long 408; each request has an id in `x-request-id`; an
-exception that the app did not turn into a response becomes a 500; all of them have the shape of their path. A plain
-ASGI middleware: it sees messages, never buffers a body, and adds nothing to a streamed chunk. `auth` authenticates,
-`guard` protects control ports, `errors` renders what apps raise, `connection` bounds slow or endless headers.
+exception that the app did not turn into a response becomes a 500; all errors have the shape of their path's dialect. A
+plain ASGI middleware: it sees messages, never buffers a body, and adds nothing to a streamed chunk. `auth`
+authenticates, `guard` protects control ports, `errors` renders errors of apps, `connection` bounds slow or endless
+headers.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
 PROCESSING_HEADER = b"openai-processing-ms"
-"""Milliseconds from the request's first byte to the answer's."""
+"""Header with the milliseconds from the request's first byte to the answer's."""
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-"""Bytes of a too large body that are read and dropped, so that its sender receives the 413."""
+"""Bytes of a body above the limit that are read and dropped, so that its sender receives the 413."""
 
 _SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id(scope: Scope) -> str:
-    """The id that `Door` gave this request: the client's `x-request-id` if it is harmless, else a new one."""
+    """Return the id that `Door` gave this request: the client's `x-request-id` if it is valid, else a new one."""
     value: str = scope["state"]["request_id"]
     return value
 
 
 class Door:
-    """ASGI middleware; wrap the app last, so it is outermost."""
+    """ASGI middleware; wrap the app in it last, so that it is outermost."""
 
     def __init__(
         self,
@@ -76,8 +77,11 @@ class Door:
         uploads: Mapping[str, tuple[int, float]] | None = None,
         error_body_at: Callable[[str], ErrorBody] = openai_shape,
     ) -> None:
-        """`uploads`: bytes and seconds of the bodies of these paths, in place of the general ones. `error_body_at`: how
-        errors are written at a path."""
+        """Wrap an app.
+
+        `uploads`: maximum bytes and seconds of the bodies of some paths, in place of the general ones.
+        `error_body_at`: returns the function that renders errors at a path.
+        """
         self.app = app
         self.error_body_at = error_body_at
         self.uploads = uploads or {}
@@ -130,7 +134,7 @@ class _BoundedBody:
     def __init__(
         self, receive: Receive, max_bytes: int, timeout_s: float, direct: DirectResponse | None = None
     ) -> None:
-        """`direct` knows what has arrived already, for which there is no deadline."""
+        """Wrap `receive`. `direct`: shows whether the body has arrived already; then there is no deadline."""
         self._receive = receive
         self._direct = direct
         self._max_bytes = max_bytes
@@ -179,8 +183,10 @@ class _BoundedBody:
         return message
 
     async def _discard(self) -> None:
-        """Read and drop the rest: a sender that is cut off in the middle of its body sees a reset instead of the
-        answer."""
+        """Read and drop the rest of the body.
+
+        A sender that is cut off in the middle of its body sees a connection reset in place of the answer.
+        """
         if self.expects_continue or self.declared_bytes > MAX_DISCARDED_BYTES:
             return
         while not self.complete and self._num_bytes <= MAX_DISCARDED_BYTES:
@@ -188,7 +194,7 @@ class _BoundedBody:
 
 
 class _Answer:
-    """Wraps `send`: adds the request id and the time, compresses what is large and whole for those who accept it, and
+    """Wraps `send`: adds the request id and the time, compresses large complete answers for clients that accept it, and
     closes the connection if part of the body was not read."""
 
     def __init__(self, send: Send, body: _BoundedBody, identity: bytes, accepts_gzip: bool) -> None:
@@ -196,7 +202,7 @@ class _Answer:
         self._accepts_gzip = accepts_gzip
         self._began_s = time.monotonic()
         self._held: Message | None = None
-        """The start of an answer that may be compressed."""
+        """Start message of an answer that may be compressed."""
         self._body = body
         self._identity = identity
         self.started = False

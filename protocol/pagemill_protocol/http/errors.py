@@ -1,7 +1,7 @@
-"""Every failure of an HTTP app as a body in the shape that its path asks for, else in OpenAI's.
+"""Render every failure of an HTTP app as an error body in the shape of its path's dialect, by default OpenAI's.
 
-`install_error_handlers` covers what an app raises: our own errors, unknown routes and methods, and bugs, whose
-text stays in the log. `door` covers what happens around the app.
+`install_error_handlers` covers what an app raises: `PagemillError`, unknown routes and methods, and bugs, whose text
+stays in the log. `door` covers what happens around the app.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def openai_shape(path: str) -> ErrorBody:
 def error_response(
     error: PagemillError, headers: dict[str, str] | None = None, error_body: ErrorBody = openai_error_body
 ) -> Response:
-    """The response of one error, with its `Retry-After`."""
+    """Return the response of one error, with its `Retry-After`."""
     return Response(
         error_body(error),
         status_code=error.status,
@@ -44,7 +44,7 @@ def error_response(
 def with_errors(
     error_body: ErrorBody, route: Callable[[Request], Awaitable[Answer]]
 ) -> Callable[[Request], Awaitable[Answer | Response]]:
-    """The route with errors in a shape of its own."""
+    """Wrap a route so that its errors have a shape of their own."""
 
     async def shaped(request: Request) -> Answer | Response:
         try:
@@ -62,9 +62,10 @@ def method_not_allowed(method: str, path: str) -> PagemillError:
 
 
 def install_error_handlers(app: Starlette, error_body_at: Callable[[str], ErrorBody] = openai_shape) -> None:
-    """Register handlers for everything `app` can raise. `error_body_at`: how errors are written at a path.
+    """Register handlers for everything that `app` can raise.
 
-    `door` removes a slash at the end of a path; there is no redirect, which would lead where the Host header says.
+    `error_body_at`: returns the function that renders errors at a path. `door` removes a slash at the end of a path;
+    the app does not redirect, since the target would depend on the Host header.
     """
     app.router.redirect_slashes = False
     app.add_exception_handler(PagemillError, partial(_on_pagemill_error, error_body_at))
@@ -79,7 +80,7 @@ async def _on_pagemill_error(error_body_at: Callable[[str], ErrorBody], request:
 
 async def _on_http_exception(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]  # `request.url` is made with the Host header, which may be no host at all
+    path = request.scope["path"]  # `request.url` contains the Host header, which may not be a valid host
     headers, error_body = dict(error.headers or {}), error_body_at(path)
     if error.status_code == HTTPStatus.NOT_FOUND:
         return error_response(not_found(path), headers, error_body)
@@ -91,5 +92,5 @@ async def _on_http_exception(error_body_at: Callable[[str], ErrorBody], request:
 
 
 async def _on_bug(error_body_at: Callable[[str], ErrorBody], request: Request, error: Exception) -> Response:
-    """Starlette raises the error again after this response; `door` logs it there."""
+    """Return a 500. Starlette raises the error again after this response, and `door` logs it."""
     return error_response(internal_error(), error_body=error_body_at(request.scope["path"]))

@@ -1,10 +1,10 @@
-"""The guard of control ports: probes and scrapes are open, everything else asks for a token and refuses web pages.
+"""The guard of control ports: probes and scrapes are open, all other routes require a token and refuse web pages.
 
-A page that a browser shows can send requests to every port of its user's machine, and read the answers once its own
-name leads there (DNS rebinding). So a guarded request must not come from a page of another origin, must name a host
-that no page can have, and must carry a token, which a page does not know. Engine and gateway wrap their control apps
-in `ControlGuard`, inside `door`, and data apps that ask for nothing in `HostGuard`. Tokens that servers make for
-themselves are `token_file`'s.
+A page in a browser can send requests to every port of its user's machine, and read the answers once its own name
+resolves to that machine (DNS rebinding). So a guarded request must not come from a page of another origin, must name a
+host that no page can have, and must carry a token, which a page does not know. Engine and gateway wrap their control
+apps in `ControlGuard`, inside `door`, and data apps without authentication in `HostGuard`. `token_file` makes the
+tokens of servers without a configured one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pagemill_protocol.secret_file import SecretFile
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/metrics", "/version"})
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc")
-"""Names that public DNS cannot hold; Services of Kubernetes and their cluster's domain are among them."""
+"""Suffixes of names that public DNS cannot contain, such as Services of Kubernetes in their cluster's domain."""
 _HOST = re.compile(r"\[(?P<v6>[0-9a-fA-F:.]+)\](:\d*)?|(?P<name>[^\s:@/?#\[\]\\]+)(:\d*)?")
 
 
 class ControlTokens:
-    """Which tokens open the guarded routes of one server, and where its user finds them."""
+    """The tokens that the guarded routes of one server accept, and where its user finds them."""
 
     def __init__(
         self,
@@ -41,9 +41,11 @@ class ControlTokens:
         derived: Callable[[], Sequence[str]] = tuple,
         derived_from: str = "",
     ) -> None:
-        """`setting`: name of the setting that `token` comes from. `file`: further tokens, read again when it changes.
-        `derived`: further ones, and `derived_from` names their source in refusals. Raises `OSError` when the
-        file cannot be read.
+        """Collect the tokens. Raises `OSError` when the file cannot be read.
+
+        `setting`: name of the setting that `token` comes from. `file`: file of further tokens, read again when it
+        changes.
+        `derived`: returns further tokens; `derived_from` names their source in refusals.
         """
         self._fixed = (token,) if token else ()
         self._path = file
@@ -53,11 +55,11 @@ class ControlTokens:
         self._derived_from = derived_from
 
     def accepted(self) -> tuple[str, ...]:
-        """Where there is none, every guarded request is refused."""
+        """Return all accepted tokens. Without any, every guarded request is refused."""
         return (*self._fixed, *(self._file.lines() if self._file is not None else ()), *self._derived())
 
     def where(self, *, local: bool) -> str:
-        """A sentence for who has no token. `local`: it may name a path, since the caller is on the same machine."""
+        """Return a sentence that says where the token is. `local`: the caller is on this machine and may see a path."""
         if self._path is not None:
             return f"It is in {self._path}." if local else "It is in a file on the server's machine."
         if self._derived_from:
@@ -66,10 +68,10 @@ class ControlTokens:
 
 
 class ControlGuard:
-    """ASGI middleware; put it inside `Door`, which makes responses of its refusals."""
+    """ASGI middleware of control apps; put it inside `Door`, which renders its refusals."""
 
     def __init__(self, app: ASGIApp, tokens: ControlTokens, allowed_hosts: Collection[str] = ()) -> None:
-        """`allowed_hosts`: names of this server in the header Host, beside those that every server has."""
+        """Wrap an app. `allowed_hosts`: names of this server in the header Host, beside those that every server has."""
         self._app = app
         self._tokens = tokens
         self._allowed_hosts = allowed_hosts
@@ -81,10 +83,10 @@ class ControlGuard:
 
 
 class HostGuard:
-    """ASGI middleware for the data port of a server on loopback that asks for no key; put it inside `Door`.
+    """ASGI middleware for the data port of a server on loopback without authentication; put it inside `Door`.
 
-    A page whose name was bound to this machine could use the models and read the answers. Where there are keys, it
-    has none; beyond loopback, who opened the port to all has said so.
+    A page whose name resolves to this machine could otherwise use the models and read the answers. It is not needed
+    with API keys, which a page does not have, nor beyond loopback, where the port is open to all by the user's choice.
     """
 
     def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()) -> None:
@@ -98,14 +100,20 @@ class HostGuard:
 
 
 def require_control(scope: Scope, tokens: ControlTokens, allowed_hosts: Collection[str] = ()) -> None:
-    """Let programs pass that hold a token. Raises `PagemillError` 403 for web pages and foreign hosts, else 401."""
+    """Accept requests of programs with a token.
+
+    Raises `PagemillError` 403 for web pages and foreign hosts, else 401.
+    """
     check_same_origin(scope, "send it from a program, without that header")
     check_host(scope, allowed_hosts, "control_allowed_hosts")
     require_token(scope, tokens)
 
 
 def check_host(scope: Scope, allowed_hosts: Collection[str], setting: str) -> None:
-    """Raises `PagemillError` 403 for a request by a name that a web page can have; `setting` holds further names."""
+    """Raise `PagemillError` 403 for a request to a host name that a web page can have.
+
+    `setting`: name of the setting with further host names, for the message.
+    """
     for host in header_values(scope, b"host"):
         if not _is_own_host(host, allowed_hosts):
             raise forbidden(
@@ -116,7 +124,10 @@ def check_host(scope: Scope, allowed_hosts: Collection[str], setting: str) -> No
 
 
 def require_token(scope: Scope, tokens: ControlTokens) -> None:
-    """Every accepted token is compared, so the time reveals nothing. Raises `PagemillError` 401."""
+    """Raise `PagemillError` 401 for a request without an accepted token.
+
+    All accepted tokens are compared, so that the time reveals nothing.
+    """
     given = bearer_token(scope)
     matches = [given is not None and same_secret(given, token) for token in tokens.accepted()]
     if any(matches):
@@ -133,7 +144,10 @@ def _is_open(scope: Scope) -> bool:
 
 
 def _is_own_host(host: str, allowed_hosts: Collection[str]) -> bool:
-    """An IP address, a name that no public DNS zone can hold, or one of this server. Ports may be forwarded."""
+    """Whether the host is an IP address, a name that no public DNS zone can contain, or a name of this server.
+
+    The port is ignored, since ports may be forwarded.
+    """
     match = _HOST.fullmatch(host)
     if match is None:
         return False

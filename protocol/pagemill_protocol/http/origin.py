@@ -1,4 +1,4 @@
-"""Which web page a request comes from, if any. `guard` and `body` refuse those of other origins."""
+"""Check which web page a request comes from, if any. `guard` and `body` refuse pages of other origins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_SHOWN_CHARS = 80
 
 
 def check_same_origin(scope: Scope, remedy: str) -> None:
-    """Raises `PagemillError` 403 for a request of a web page that another server, or no server, has given."""
+    """Raise `PagemillError` 403 for a request of a web page with another origin than this server."""
     hosts = header_values(scope, b"host")
     for origin in header_values(scope, b"origin"):
         if not _is_same_origin(origin, hosts):
@@ -22,7 +22,7 @@ def check_same_origin(scope: Scope, remedy: str) -> None:
 
 
 def header_values(scope: Scope, name: bytes) -> list[str]:
-    """All headers of that lower-case name: one alone may be meant for us."""
+    """Return all values of that lower-case header name, since a request may repeat the header."""
     return [bytes(value).decode("latin-1").strip() for key, value in scope["headers"] if key == name]
 
 

@@ -1,4 +1,4 @@
-"""The route of a path, for logs, metrics and traces: paths that belong to none must not create series."""
+"""Map paths to routes for logs, metrics and traces: paths of no route must not create time series."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.routing import compile_path
 
 
 class _AnyText(PathConvertor):
-    """As Starlette's `path`, with line breaks: an unknown name is answered as its dialect does, whatever is in it."""
+    """As Starlette's `path`, but also with line breaks: its dialect answers any unknown name, whatever it contains."""
 
     regex = "(?s:.*)"
 
@@ -19,13 +19,13 @@ register_url_convertor("text", _AnyText())
 
 class RouteNames:
     def __init__(self, routes: Collection[str]) -> None:
-        """`routes`: as Starlette writes them, with or without parameters."""
+        """Compile the routes, which are written as in Starlette, with or without parameters."""
         self._exact = frozenset(routes)
-        # Of routes with the same beginning, the longer ones first: `/v2/models/{model:text}` matches the others too.
+        # Of routes with the same beginning, the longer one first: `/v2/models/{model:text}` also matches the others.
         self._patterns = [(compile_path(route)[0], route) for route in sorted(routes, reverse=True) if "{" in route]
 
     def find(self, path: str) -> str | None:
-        """`None`: of no route. A slash at the end does not count."""
+        """Return the route of a path, or None. A slash at the end is ignored."""
         path = path[:-1] if len(path) > 1 and path.endswith("/") else path
         if path in self._exact:
             return path

@@ -1,7 +1,7 @@
-"""TLS of servers and of the gateway's connections to engines, with files that are read again when they change, as
-kubelets and cert-manager replace them. Connections that are open keep what they were made with.
+"""TLS of servers and of the gateway's connections to engines, with files that are loaded again when they change, as
+kubelets and cert-manager replace them. Open connections keep the certificate they were made with.
 
-What speaks TLS is uvicorn with the context of `ServerTLS`, and any client with that of `EngineTrust`.
+uvicorn serves with the context of `ServerTLS`; any client connects with that of `EngineTrust`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class TLSError(Exception):
 
 
 class ServerTLS:
-    """Create it before the port is served. Raises `TLSError` for files that cannot be used."""
+    """The TLS context of a server. Raises `TLSError` for files that cannot be used: create it before the port is
+    served."""
 
     def __init__(self, config: TLSConfig) -> None:
         self._config = config
@@ -44,7 +45,7 @@ class ServerTLS:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[ssl.SSLContext]:
-        """The context; while the block runs the files are loaded again whenever they change."""
+        """Yield the context; while the block runs, the files are loaded again whenever they change."""
         following = asyncio.create_task(self._follow())
         try:
             yield self.context
@@ -57,13 +58,15 @@ class ServerTLS:
             self.refresh()
 
     def refresh(self) -> None:
-        """Files that do not fit are not used."""
+        """Load changed files. Invalid files are ignored with a warning."""
         found = self._read()
         if found == self._loaded or found is None:
             return
         self._loaded = found
         try:
-            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._config)  # half a change must not spoil the context
+            _load(
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._config
+            )  # a half-written change must not break the context
             _load(self.context, self._config)
         except (OSError, ssl.SSLError) as error:
             logger.warning("the changed certificate is not used, the one before stays: %s", error)
@@ -78,10 +81,11 @@ class ServerTLS:
 
 
 class EngineTrust(ssl.SSLContext):
-    """Accepts servers whose certificate an authority of `ca_file` issued; empty: one that this machine trusts.
+    """The TLS context of clients, which accepts servers whose certificate was issued by an authority of `ca_file`.
 
-    `server_name`: the name that all their certificates have, since addresses of pods are not known before; empty: the
-    host of each URL. Raises `TLSError` for a file that cannot be used.
+    `ca_file` empty: any authority that this machine trusts.
+    `server_name`: the name in all their certificates, since addresses of pods are not known in advance; empty: the host
+    of each URL. Raises `TLSError` for a file that cannot be used.
     """
 
     def __new__(cls, ca_file: str = "", server_name: str = "") -> EngineTrust:
@@ -99,14 +103,14 @@ class EngineTrust(ssl.SSLContext):
             ) from error
 
     def wrap_bio(self, incoming: Any, outgoing: Any, *arguments: Any, **options: Any) -> ssl.SSLObject:
-        """What event loops call for each connection."""
+        """Wrap one connection; event loops call it."""
         self._refresh()
         if self._server_name:
             options["server_hostname"] = self._server_name
         return self._current.wrap_bio(incoming, outgoing, *arguments, **options)
 
     def _refresh(self) -> None:
-        """Read on each new connection, which are few: a removed authority is not trusted any more."""
+        """Read the file again for each new connection, so that a removed authority is no longer trusted."""
         if not self._ca_file:
             return
         try:

@@ -1,4 +1,4 @@
-"""The settings of a server's TLS, for modules that read settings: `tls` opens the files and imports `ssl`."""
+"""The settings of a server's TLS, for modules that read settings; `tls` opens the files and imports `ssl`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import msgspec
 
 
 class TLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Certificate of a server, in PEM; both files are read again when they change."""
+    """Certificate of a server, in PEM; both files are loaded again when they change."""
 
     cert_file: str
-    """The server's certificate, and after it those between it and the authority."""
+    """File of the server's certificate, followed by the intermediate certificates."""
     key_file: str
-    """Its private key, not encrypted."""
+    """File of its private key, not encrypted."""
 
 
 def tls_files(cert_file: Path | None, key_file: Path | None) -> TLSConfig | None:
-    """Of two options. Raises `ValueError` for one without the other."""
+    """Return the settings of two options. Raises `ValueError` for one without the other."""
     if cert_file is None and key_file is None:
         return None
     if cert_file is None or key_file is None:

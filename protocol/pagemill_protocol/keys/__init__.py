@@ -1,1 +1,1 @@
-"""API keys: one line about each, known by its hash; the same at gateways, engines and in files."""
+"""API keys: one line describes each, identified by its hash; gateways, engines and files use the same format."""

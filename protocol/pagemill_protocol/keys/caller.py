@@ -1,6 +1,6 @@
-"""Who calls and what it may have, as plain values: what a key's entry says, for all who limit or tell callers apart.
+"""The caller of a request and its limits, as plain values: the contents of an API key's entry.
 
-Reading entries is `entries`'s, finding the caller of a request `keys`'s, counting the stores'.
+`entries` reads entries, `keys` finds the caller of a request, the stores count usage.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ PRIORITY_CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 _CLASS_OFFSET: dict[PriorityClass, int] = {"high": -10_000, "normal": 0, "low": 10_000}
 _BATCH_OFFSET = 100_000
 MAX_OWN_PRIORITY = 999
-"""How far a client's own `priority` moves its request inside the class of its key."""
+"""Range in which a client's own `priority` moves its request within the priority class of its key."""
 
 
 class Limits(NamedTuple):
-    """What may be used; `None`: without limit."""
+    """Usage limits; `None`: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
-    """Sequences being generated at once: each of the prompts of a request counts with its `n`, `best_of` or beams."""
+    """Sequences generated at once: each of the prompts of a request counts with its `n`, `best_of` or beams."""
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
-    """Calendar days and months in UTC."""
+    """Limits per calendar day and month in UTC."""
 
     @property
     def none(self) -> bool:
@@ -38,19 +38,19 @@ class Caller(NamedTuple):
     """The sender of one request, as its key's entry describes it."""
 
     key_hash: str = ""
-    """Never shown or logged; empty: a gateway that asks for no key."""
+    """Never shown or logged; empty: the gateway requires no key."""
     tenant: str = ""
-    """Empty: the key has no owner."""
+    """Empty: the key belongs to no tenant."""
     models: frozenset[str] | None = None
-    """The names, as clients send them, that this key may use; `None`: all."""
+    """Model names, as clients send them, that this key may use; `None`: all."""
     limits: Limits = NO_LIMITS
     priority_class: PriorityClass = "normal"
     is_batch: bool = False
-    """The request is a line of a batch: it gives way to every live request."""
+    """The request is a line of a batch: it is low-priority and yields to all live requests."""
 
     @property
     def account(self) -> str:
-        """Whose use is counted together: all keys of one tenant, else the key alone."""
+        """The account to which usage is charged: that of the tenant, else that of the key."""
         if self.tenant:
             return f"tenant:{self.tenant}"
         return f"key:{self.key_hash[:32]}" if self.key_hash else ""
@@ -59,7 +59,7 @@ class Caller(NamedTuple):
         return self.models is None or model in self.models
 
     def priority(self, asked: int) -> int:
-        """The priority of a request whose client asked for `asked`; smaller is served first."""
+        """Return the priority of a request whose client sent `asked`; smaller is served first."""
         if not self.key_hash and not self.is_batch:
             return asked
         if self.is_batch:

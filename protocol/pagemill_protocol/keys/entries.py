@@ -1,7 +1,7 @@
-"""One line about one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [priority=CLASS]`.
+"""The entry of one key: `SHA256 [tenant=NAME] [models=A,B] [LIMIT=NUMBER ...] [priority=CLASS]`.
 
-The same line stands in the settings, in a file of keys, in a Secret and in Redis. A bare hash is a key without limits.
-What is said of a wrong line never shows what it holds: it may be a key in place of its hash.
+The settings, a file of keys, a Secret and Redis use the same line. A bare hash is a key without limits. A message about
+a wrong line never quotes it: it may contain a key in place of its hash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HASH_EACH = "Write the hash of each key, never the key itself: printf %s KEY | sha256sum"
 MAX_LIMIT = 10**12
-"""Sums of some thousands of such numbers are still exact where numbers are doubles, as in Redis's scripts."""
+"""Sums of some thousands of such numbers are still exact as doubles, such as in Redis's scripts."""
 FIELDS = ("tenant", "models", *Limits._fields, "priority")
 
 
@@ -24,7 +24,7 @@ class EntryError(ValueError):
 
 
 def parse_entry(line: str) -> Caller:
-    """Raises `EntryError`."""
+    """Parse an entry. Raises `EntryError`."""
     key_hash, *words = line.split() or [""]
     if _SHA256_HEX.fullmatch(key_hash) is None:
         raise EntryError(f"does not begin with a SHA-256 in hex (64 characters). {HASH_EACH}")
@@ -47,7 +47,7 @@ def parse_entry(line: str) -> Caller:
 
 
 def fault_of(line: str) -> str | None:
-    """What is wrong with a line; `None`: nothing."""
+    """Return what is wrong with a line, or None."""
     try:
         parse_entry(line)
     except EntryError as error:

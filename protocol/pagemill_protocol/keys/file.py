@@ -1,6 +1,6 @@
-"""The file of API keys: opened by servers, which follow its changes, and checked by commands before they start one.
+"""The file of API keys: servers open it and follow its changes, commands check it before they start a server.
 
-The format is that of `entries`, as in the settings and in Secrets. How changes are followed: `secret_file`.
+Each line is an entry (`entries`), as in the settings and in Secrets. `secret_file` follows changes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class KeysFileError(ValueError):
 
 
 def open_keys_file(path: Path, *, fault_of: Callable[[str], str | None] = fault_of, quiet: bool = False) -> SecretFile:
-    """Open it for a server. Raises `KeysFileError` when it has lines and none can be used.
+    """Open the file for a server. Raises `KeysFileError` when it has lines and none is valid.
 
-    One wrong line does not keep a server from starting, for example after its node failed.
+    One wrong line does not prevent a start, for example after the server's node failed.
     """
     file = _open(path, fault_of, quiet=quiet)
     if file.faults and not file.lines():
@@ -29,7 +29,8 @@ def open_keys_file(path: Path, *, fault_of: Callable[[str], str | None] = fault_
 
 
 def check_keys_file(path: Path, *, fault_of: Callable[[str], str | None] = fault_of) -> None:
-    """Check it before a command starts a server. Raises `KeysFileError` for the first wrong line, or for no line."""
+    """Check the file before a command starts a server. Raises `KeysFileError` for the first wrong line, or for no
+    line."""
     file = _open(path, fault_of, quiet=True)
     if file.faults:
         number, fault = file.faults[0]

@@ -1,8 +1,8 @@
-"""Who a request is from: the keys a gateway accepts, found by hash, whatever place they come from.
+"""Authentication: the keys that a gateway accepts, found by hash, wherever they are configured.
 
-The ring holds no key and no plain hash to compare with: it hashes the hash once more, with a secret of this process, so
-the time of a look-up depends on nothing that a client can choose its way along; a last comparison is in constant time.
-Keys are in the settings, in a file that may change at any time, and in Redis (`redis.keys`).
+The ring stores neither keys nor plain hashes: it hashes each hash again with a secret of this process, so that a client
+cannot learn anything from the time of a look-up; a last comparison is in constant time. Keys come from the settings,
+from a file that may change at any time, and from Redis (`redis.keys`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pagemill_protocol.secret_file import SecretFile
 
 
 class KeyRing:
-    """The keys of settings, file and Redis. With none of the three it accepts everybody."""
+    """The keys of settings, file and Redis. With none of the three, all requests are accepted."""
 
     def __init__(self, entries: Iterable[str], file: SecretFile | None = None, *, shared: bool = False) -> None:
-        """`shared`: more keys come through `replace_shared`; until then strangers are asked to come back.
+        """Collect the keys. Raises `EntryError` for an invalid one of `entries`.
 
-        Raises `EntryError` for a wrong one of `entries`.
+        `shared`: more keys follow by `replace_shared`; until then, requests with unknown keys are asked to try again.
         """
         self._fixed = tuple(parse_entry(each) for each in entries)
         self._file = file
@@ -45,13 +45,13 @@ class KeyRing:
         return not self._fixed and self._file is None and not self._has_shared
 
     def replace_shared(self, callers: Iterable[Caller]) -> None:
-        """These are the keys of the shared store from now on. Keys of settings and file win over them."""
+        """Replace the keys of the shared store. Keys of settings and file override them."""
         self._shared = tuple(callers)
         self._waits_for_shared = False
         self._index()
 
     def authenticate(self, scope: Scope) -> Caller:
-        """The caller by its API key. Raises `PagemillError` 401, or 503 while not all keys are known."""
+        """Return the caller by its API key. Raises `PagemillError` 401, or 503 while not all keys are loaded."""
         if self.open:
             return ANONYMOUS
         token = api_key(scope)
@@ -62,27 +62,28 @@ class KeyRing:
         caller = self._callers.get(given)
         known = self._blind(caller.key_hash) if caller is not None else self._anonymous
         if not hmac.compare_digest(known, given) or caller is None:
-            raise self._stranger()
+            raise self._unknown_key()
         return caller
 
     def by_hash(self, key_hash: str) -> Caller | None:
-        """The caller whose key has this hash, for work that it left here; `None`: it is not accepted any more.
+        """Return the caller whose key has this hash, for work that it left here, or None if the key is no longer
+        accepted.
 
-        Raises `PagemillError` 503 while not all keys are known.
+        Raises `PagemillError` 503 while not all keys are loaded.
         """
         if self.open:
             return ANONYMOUS
         self._follow_file()
         caller = self._callers.get(self._blind(key_hash))
         if caller is None and self._waits_for_shared:
-            raise self._stranger()
+            raise self._unknown_key()
         return caller
 
     def _follow_file(self) -> None:
         if self._file is not None and self._file.lines() is not self._file_lines:
             self._index()
 
-    def _stranger(self) -> PagemillError:
+    def _unknown_key(self) -> PagemillError:
         if self._waits_for_shared:
             return unavailable("The API keys are not loaded yet. Try again.", retry_after_s=1, code="keys_not_loaded")
         return unauthorized()
@@ -94,5 +95,5 @@ class KeyRing:
         self._callers = {self._blind(each.key_hash): each for each in (*self._shared, *from_file, *self._fixed)}
 
     def _blind(self, key_hash: str) -> bytes:
-        # Not `hmac.digest`, which lets go of the interpreter's lock: every request would wait to get it back.
+        # Not `hmac.digest`, which releases the interpreter's lock: every request would wait to get it back.
         return blake2b(key_hash.encode("ascii"), digest_size=32, key=self._secret).digest()

@@ -1,7 +1,7 @@
-"""How far cached prompts are shared: the root salt of the prefix cache, derived from who calls.
+"""How far cached prompts are shared: the root salt of the prefix cache, derived from the caller.
 
-`prefixCaching.scope` `tenant`, the default, and `key` keep callers apart, so that none can learn from timing or from
-`cached_tokens` what others asked; `deployment` shares among all. Clients never send a salt.
+`prefixCaching.scope` `tenant`, the default, and `key` separate callers, so that none can learn from timing or from
+`cached_tokens` what others sent; `deployment` shares among all. Clients never send a salt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pagemill_protocol.keys.caller import Caller
 
 
 def cache_salt(prefix_scope: str, deployment: str, caller: Caller) -> str:
-    """The salt for `caller`; a key that names no tenant is a tenant of its own."""
+    """Return the salt for `caller`; a key without a tenant counts as a tenant of its own."""
     if prefix_scope == "deployment" or not caller.key_hash:
         return ""
     whose = f"tenant\0{caller.tenant}" if prefix_scope == "tenant" and caller.tenant else caller.key_hash

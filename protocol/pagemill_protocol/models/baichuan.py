@@ -1,5 +1,5 @@
 """Baichuan 1 and 2 (arXiv 2309.10305): Llama with queries, keys and values in one matrix; 13B has ALiBi instead of a
-rotation."""
+rotary embedding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pagemill_protocol.models.llama_like import Numbers, decoder, gguf_names, nu
 from pagemill_protocol.models.parts import alibi_slopes, linear
 
 SIZES_OF_7B, SIZES_OF_13B = (4096, 32), (5120, 40)
-"""Hidden size and heads: nothing else in both kinds of headers says which of the two is rotated."""
+"""Hidden size and heads: both kinds of headers identify the model with a rotary embedding by nothing else."""
 CONTEXT_OF_ROTATED = "max_position_embeddings"
-"""Of other sizes: the key is in 7B's config.json and not in 13B's."""
+"""For other sizes: the key is in 7B's config.json and not in 13B's."""
 NORMALIZED_VOCABULARY = 125_696
-"""Of Baichuan 2, whose head's rows are divided by their lengths; nothing else in config.json distinguishes the two."""
+"""Vocabulary of Baichuan 2, whose head's rows are normalized; nothing else in config.json distinguishes the two."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -31,7 +31,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    """Converters take the matrix apart."""
+    """Declare a GGUF file's decoder, in which converters have split the matrix."""
     numbers = numbers_from_gguf(values)
     rotates = _size(numbers) == SIZES_OF_7B
     if not rotates and _size(numbers) != SIZES_OF_13B:

@@ -1,4 +1,4 @@
-"""BERT (arXiv 1810.04805): learned positions, token types, norms behind each block. RoBERTa's encoders begin here."""
+"""BERT (arXiv 1810.04805): learned positions, token types, norms after each block. RoBERTa is declared from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagemill_protocol.models.family import Family
 from pagemill_protocol.models.parts import layer_norm, linear, plain_mlp
 
 IGNORED = (".position_ids",)
-"""Constants that old checkpoints store."""
+"""Suffixes of constants that old checkpoints store."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -31,7 +31,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 def encoder(
     config: ConfigValues, prefix: str, classifier: ClassifierSpec | None, *, position_offset: int = 0
 ) -> DecoderSpec:
-    """`position_offset`: the row of the first position."""
+    """Declare an encoder. `position_offset`: row of the first position."""
     _check(config)
     size, eps = config.size("hidden_size", default=768), config.epsilon("layer_norm_eps", default=1e-12)
     vocab_size = config.size("vocab_size", default=30_522)
@@ -91,7 +91,7 @@ def _layer(config: ConfigValues, name: str, size: int, eps: float) -> LayerSpec:
 
 
 def _classifier(config: ConfigValues) -> ClassifierSpec:
-    """Behind the pooler, which BERT's own training had as well."""
+    """Return the classifier after the pooler, which is part of BERT's pretraining too."""
     size = config.size("hidden_size", default=768)
     pooler = DenseSpec(linear=linear(size, ("bert.pooler.dense", size), bias=True), activation="tanh")
     labels = DenseSpec(linear=linear(size, ("classifier", config.num_labels), bias=True))
@@ -99,7 +99,7 @@ def _classifier(config: ConfigValues) -> ClassifierSpec:
 
 
 def _unused(prefix: str, classifier: ClassifierSpec | None) -> tuple[str, ...]:
-    """Heads of the training that files may hold besides."""
+    """Return the prefixes of pretraining heads that files may contain."""
     poolers = () if classifier is not None and prefix == "bert" else (f"{prefix}.pooler.", "pooler.")
     return (*poolers, "cls.", "lm_head.")
 

@@ -1,4 +1,4 @@
-"""BLOOM (arXiv 2211.05100): ALiBi in place of positions, a norm behind the embedding."""
+"""BLOOM (arXiv 2211.05100): ALiBi in place of positions, a norm after the embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagemill_protocol.models.parts import (
 
 def read_config(config: ConfigValues) -> DecoderSpec:
     if config.flag("apply_residual_connection_post_layernorm", False):
-        raise config.unsupported("residuals behind its norms")
+        raise config.unsupported("residuals after its norms")
     size = config.size("hidden_size", "hidden_size", "n_embed", default=64)
     vocab_size, eps = config.size("vocab_size", default=250_880), config.epsilon("layer_norm_epsilon", default=1e-5)
     num_layers = config.size("num_layers", "n_layer", "num_hidden_layers", default=2)

@@ -1,7 +1,7 @@
-"""Decoders that no family declares and that the installed `transformers` has a class for: their sizes alone.
+"""Decoders that no family declares and for which the installed `transformers` has a class: only their sizes.
 
-What is computed is that class's business (`engine.transformers_backend`); the plan and the KV cache need layers, heads
-and context. Layers that keep anything but keys and values of the whole context are refused.
+That class computes the decoder (`engine.transformers_backend`); the plan and the KV cache need layers, heads and
+context. Layers that cache anything but keys and values of the whole context are refused.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pagemill_protocol.models.family import Family
 from pagemill_protocol.models.parts import linear
 
 _REPLACEABLE, _STATEFUL = "_supports_attention_backend = True", "_is_stateful = True"
-"""Marks of classes in transformers: attention by a registered function, and a state that is no cache of keys."""
+"""Marks of classes in transformers: replaceable attention, and a state other than a cache of keys and values."""
 _OTHER_STATE = ("attention_chunk_size", "is_encoder_decoder", "kv_lora_rank", "use_bidirectional_attention")
 _RECURRENT = ("conv_L_cache", "linear_num_key_heads", "mamba_d_state", "ssm_cfg", "ssm_state_size", "layers_block_type")
-"""Keys of config.json, in use where they are neither missing nor false."""
+"""Keys of config.json that are in use where they are neither missing nor false."""
 
 
 def class_is_installed(model_type: Any, architecture: str | None = None) -> bool:
-    """transformers has a class of that type whose attention may be replaced; it is read, not imported.
+    """Whether transformers has a class of that type with replaceable attention. The source is read, not imported.
 
-    `architecture`: the name that it must have, where another one would be code in the model's own files.
+    `architecture`: required name of the class, where another name would mean code in the model's own files.
     """
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z0-9_]+", model_type):
         return False
@@ -48,7 +48,7 @@ def class_is_installed(model_type: Any, architecture: str | None = None) -> bool
 
 
 def recurrent_key(values: Mapping[str, Any]) -> str | None:
-    """What in a config.json, or in its part on text, says that layers keep a recurrent state."""
+    """Return the key of a config.json, or of its part on text, that declares recurrent layers, or None."""
     text = values.get("text_config")
     parts = [values, text] if isinstance(text, dict) else [values]
     return next((key for part in parts for key in _RECURRENT if part.get(key) not in (None, False)), None)
@@ -96,7 +96,7 @@ def _check(config: ConfigValues) -> None:
         raise config.unsupported(f"`{used[0]}` (by its class in transformers)")
     ropes = [config.object(name) for name in ("rope_parameters", "rope_scaling")]
     if any(rope.get("rope_type", rope.get("type")) in ("longrope", "su") for rope in ropes):
-        # Its class chooses the factors anew in every step, by the longest context in it.
+        # transformers' class chooses the factors in every step, by the longest context in it.
         raise config.unsupported("the rope scaling `longrope` (by its class in transformers)")
     if config.quantization() is not None:
         raise config.unsupported(f"weights quantized by `{config.quantization()}` (by its class in transformers)")

@@ -1,4 +1,4 @@
-"""Changes to a declared decoder: how a family says in what it differs from another one."""
+"""Changes to a declared decoder, by which a family declares its differences from another one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ replace = msgspec.structs.replace
 
 
 def with_attention(plain: DecoderSpec, change: Callable[[int, AttentionSpec], AttentionSpec]) -> DecoderSpec:
-    """`change`: from a layer's number and its attention."""
+    """Return the decoder with changed attention. `change`: takes a layer's index and its attention."""
 
     def block(index: int, layer: LayerSpec, block: BlockSpec) -> BlockSpec:
         return change(index, block) if isinstance(block, AttentionSpec) else block
@@ -33,7 +33,7 @@ def with_attention(plain: DecoderSpec, change: Callable[[int, AttentionSpec], At
 
 
 def with_mlp(plain: DecoderSpec, change: Callable[[str, MLPSpec], MLPSpec]) -> DecoderSpec:
-    """`change`: from the name that a layer's tensors begin with, and its MLP."""
+    """Return the decoder with changed MLPs. `change`: takes the prefix of a layer's tensors and its MLP."""
 
     def block(index: int, layer: LayerSpec, block: BlockSpec) -> BlockSpec:
         return change(layer.name, block) if isinstance(block, MLPSpec) else block
@@ -42,7 +42,7 @@ def with_mlp(plain: DecoderSpec, change: Callable[[str, MLPSpec], MLPSpec]) -> D
 
 
 def with_norms(plain: DecoderSpec, change: Callable[[NormSpec], NormSpec]) -> DecoderSpec:
-    """All norms of layers, and the one before the head; not those of queries and keys."""
+    """Return the decoder with changed norms: those of layers and of the head, not those of queries and keys."""
 
     def changed(norm: NormSpec | None) -> NormSpec | None:
         return None if norm is None else change(norm)
@@ -55,12 +55,12 @@ def with_norms(plain: DecoderSpec, change: Callable[[NormSpec], NormSpec]) -> De
 
 
 def with_layer_norms(plain: DecoderSpec, *, bias: bool = True, weight_offset: float = 0.0) -> DecoderSpec:
-    """Layer norms where `plain` has RMS norms."""
+    """Return `plain` with layer norms in place of RMS norms."""
     return with_norms(plain, lambda norm: replace(norm, kind="layer", bias=bias, weight_offset=weight_offset))
 
 
 def with_whole_norms(plain: DecoderSpec) -> DecoderSpec:
-    """Norms whose stored weights hold the offset already, as converters to GGUF write them."""
+    """Return the decoder with norms whose stored weights include the offset, as converters to GGUF write them."""
 
     def whole(norm: NormSpec | None) -> NormSpec | None:
         return None if norm is None else replace(norm, weight_offset=0.0)
@@ -73,7 +73,7 @@ def with_whole_norms(plain: DecoderSpec) -> DecoderSpec:
 
 
 def with_stacked_rows(plain: DecoderSpec) -> DecoderSpec:
-    """Matrices of all queries, then all keys, then all values, as converters to GGUF order them."""
+    """Return the decoder with matrices of all queries, then all keys, then all values, as in GGUF files."""
 
     def stacked(_: int, spec: AttentionSpec) -> AttentionSpec:
         parts = tuple(replace(part, groups=None) for part in spec.qkv.parts)
@@ -83,13 +83,13 @@ def with_stacked_rows(plain: DecoderSpec) -> DecoderSpec:
 
 
 def changed_head(plain: DecoderSpec, **values: Any) -> HeadSpec:
-    """The head of a decoder that has one, with other values."""
+    """Return the decoder's head, which must exist, with other values."""
     assert plain.head is not None
     return replace(plain.head, **values)
 
 
 def side_by_side(plain: DecoderSpec) -> DecoderSpec:
-    """All blocks of a layer read the same residual through its first norm."""
+    """Return the decoder with parallel blocks: all blocks of a layer read the same residual through its first norm."""
 
     def layer(layer: LayerSpec) -> LayerSpec:
         branches = [branch for residual in layer.residuals for branch in residual.branches]

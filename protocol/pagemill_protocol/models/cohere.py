@@ -1,4 +1,4 @@
-"""Command R (Cohere, 2024): blocks side by side behind one norm without a bias, an interleaved rotary embedding."""
+"""Command R (Cohere, 2024): parallel blocks after one norm without a bias, an interleaved rotary embedding."""
 
 from __future__ import annotations
 

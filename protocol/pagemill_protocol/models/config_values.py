@@ -1,7 +1,7 @@
-"""The values of a Hugging Face `config.json` as a family reads them: each checked, with an error that names the key.
+"""The values of a Hugging Face `config.json` for a family: each is checked, and errors name the key.
 
-Knows the keys that all families share (`rope_parameters`, `hidden_act`, `layer_types`); a family names its own.
-Accepts the old keys (`rope_theta`, `rope_scaling`) and those of transformers 5 (`rope_parameters`).
+The module knows the keys that all families share (`rope_parameters`, `hidden_act`, `layer_types`); a family names its
+own. It accepts the old keys (`rope_theta`, `rope_scaling`) and those of transformers 5 (`rope_parameters`).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 READ_QUANTIZATIONS = ("awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4")
-"""Methods whose checkpoints the engine reads, as `quantization_config.quant_method` names them."""
+"""Methods whose checkpoints the engine reads, as named by `quantization_config.quant_method`."""
 
 
 def quantization_of(values: dict[str, Any]) -> str | None:
-    """The method that a config.json names for its weights; `None`: plain floats."""
+    """Return the quantization method that a config.json declares, or None for floats."""
     value = values.get("quantization_config")
     return str(value.get("quant_method", "unknown")) if isinstance(value, dict) else None
 
 
 def check_quantization(method: str | None, where: str) -> None:
-    """Raises `SourceError` for a method that the engine does not read. `where`: the model, for the message."""
+    """Raise `SourceError` for a method that the engine does not read. `where`: name of the model in the message."""
     if method in (None, *READ_QUANTIZATIONS):
         return
     raise SourceError(
         "model.source",
-        f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not read; "
+        f"{where}: its weights are quantized by `{method}` (`quantization_config`), which is not supported; "
         f"{', '.join(READ_QUANTIZATIONS)} are. Use the model's float32, float16 or bfloat16 checkpoint, or a GGUF file "
         "of it.",
         reason="UnsupportedQuantization",
@@ -55,7 +55,7 @@ def check_quantization(method: str | None, where: str) -> None:
 
 
 def quantization_bits(values: dict[str, Any]) -> int | None:
-    """Bits of a quantized weight, where `config.json` says them of all matrices alike."""
+    """Return the bits of a quantized weight if `config.json` declares one number for all matrices, else None."""
     settings = values.get("quantization_config")
     if not isinstance(settings, dict):
         return None
@@ -68,7 +68,7 @@ def quantization_bits(values: dict[str, Any]) -> int | None:
 
 
 class ConfigValues:
-    """`architecture`: the canonical name of the one that `config.json` declares."""
+    """The values of one file. `architecture`: canonical name of the one that `config.json` declares."""
 
     def __init__(self, path: Path, values: dict[str, Any], architecture: str) -> None:
         self.path = path
@@ -76,7 +76,7 @@ class ConfigValues:
         self._values = values
 
     def size(self, field: str, *keys: str, default: int | None = None) -> int:
-        """A positive number under the first of `keys` that is there; `field` says which limit holds for it."""
+        """Return a positive number under the first of `keys` that is present; `field` selects its limit."""
         return check_size(self.path.parent, field, self.integer(*(keys or (field,)), default=default))
 
     def integer(self, *keys: str, default: int | None = None) -> int:
@@ -86,12 +86,12 @@ class ConfigValues:
         return value
 
     def optional_integer(self, key: str, default: int | None) -> int | None:
-        """`None` where the key is there and null, whatever the default."""
+        """Return None where the key is present and null, whatever the default."""
         absent = self._values.get(key) is None and (key in self._values or default is None)
         return None if absent else self.integer(key, default=default)
 
     def integers(self, key: str) -> list[int]:
-        """A list that may be missing."""
+        """Return a list that may be missing."""
         values = self._values.get(key) or []
         if not isinstance(values, list) or any(type(value) is not int for value in values):
             raise self.wrong(key, values, "a list of integers")
@@ -101,11 +101,11 @@ class ConfigValues:
         return self._values.get(key) is not None
 
     def in_use(self, key: str) -> bool:
-        """Neither missing nor null nor false."""
+        """Whether the value is neither missing nor null nor false."""
         return self._values.get(key) not in (None, False)
 
     def object(self, key: str) -> dict[str, Any]:
-        """One that may be missing."""
+        """Return an object that may be missing."""
         value = self._values.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
@@ -139,7 +139,7 @@ class ConfigValues:
         return _ACTIVATIONS[value]
 
     def choice(self, key: str, options: tuple[str, ...]) -> str:
-        """One of `options`, the first where the key is missing."""
+        """Return one of `options`: the first where the key is missing."""
         value = self._values.get(key) or options[0]
         if value not in options:
             raise self.wrong(key, value, f"one of {', '.join(options)}")
@@ -150,22 +150,22 @@ class ConfigValues:
 
     @property
     def is_classifier(self) -> bool:
-        """The files have a classifier in place of a head."""
+        """Whether the files have a classifier in place of a head."""
         names = self._values.get("architectures")
         return isinstance(names, list) and any(str(name).endswith("ForSequenceClassification") for name in names)
 
     @property
     def num_labels(self) -> int:
-        """Of a classifier."""
+        """Number of labels of the classifier."""
         labels = self.object("id2label")
         return len(labels) if labels else self.size("num_labels", default=2)
 
     def quantization(self) -> str | None:
-        """How the file says that its weights are quantized."""
+        """Return the quantization method of the weights, or None."""
         return quantization_of(self._values)
 
     def layer_types(self, num_layers: int) -> list[str] | None:
-        """The kind of attention of each layer, where the file lists them."""
+        """Return the kind of attention of each layer, or None where the file lists none."""
         kinds = self._values.get("layer_types")
         if not isinstance(kinds, list):
             return None
@@ -182,8 +182,11 @@ class ConfigValues:
     def rope(
         self, head_dim: int, context: int, *, partial: tuple[str, float] | None = None, kind: str | None = None
     ) -> RopeSpec:
-        """`partial`: the key of the share of a head that is rotated, and its default; without it all of it is.
-        `kind`: which of the entries by kind of layer, where `rope_parameters` has such."""
+        """Return the rope settings.
+
+        `partial`: key of the share of a head that is rotated, and its default; None: the whole head is rotated. `kind`:
+        kind of layer, where `rope_parameters` has entries by kind.
+        """
         with rope_refusals(self.architecture, self.path):
             where, values = self._rope_settings(kind)
             theta = rope_theta(self._values, where, values, "rotary_emb_base")
@@ -197,13 +200,13 @@ class ConfigValues:
         return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling)
 
     def _with_original(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Phi-3's files have the length of the original context beside the settings, not among them."""
+        """Return the settings with the original context length, which Phi-3's files store beside them."""
         name = "original_max_position_embeddings"
         is_beside = self.has(name) and {values.get("rope_type"), values.get("type")} & {"longrope", "su"}
         return {name: self._values[name], **values} if is_beside else values
 
     def _rope_settings(self, kind: str | None) -> tuple[str, Mapping[str, Any]]:
-        """The key and the settings under it, those for one kind of layer where there are several."""
+        """Return the key and the settings under it, for one kind of layer where there are several."""
         where, values = settings_of(self._values)
         nested = [name for name, value in values.items() if isinstance(value, dict) or name.endswith("_attention")]
         if not nested:
@@ -228,7 +231,7 @@ class ConfigValues:
         return share
 
     def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
-        """The error for a variant of a known architecture that is not computed."""
+        """Return the error for an unsupported variant of a known architecture."""
         return unsupported(self.architecture, self.path.parent, f" with {feature}")
 
     def wrong(self, key: str, value: Any, wanted: str) -> UnreadableModelError:
@@ -236,7 +239,7 @@ class ConfigValues:
         return UnreadableModelError(f"`{self.path}`: `{key}` {problem}; it must be {wanted}.")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        """The key that is there, and its value; the first key and the default where none is."""
+        """Return the first present key and its value, or the first key and the default."""
         for key in keys:
             if self._values.get(key) is not None:
                 return key, self._values[key]

@@ -1,7 +1,7 @@
-"""What a model is made of, as data: its layers, their parts, and the names and storage of the tensors that fill them.
+"""The declaration of a model, as data: its layers, their parts, and names and storage of their tensors.
 
 A family (`llama.py`, `gpt2.py`) declares; executors run the declaration: the engine's `models` with torch. Nothing here
-computes and nothing reads files. Matrices are [outputs, inputs]; tensors have the names of Hugging Face checkpoints.
+computes or reads files. Matrices are [outputs, inputs]; tensors have the names of Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill_protocol.pooling import PoolingMethod
 from pagemill_protocol.rope_scaling import RopeScaling
 
 Shapes = dict[str, tuple[int, ...]]
-"""Tensors by name."""
+"""Shapes of tensors by name."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
 """`gelu`: with erf; `gelu_tanh`: its approximation by tanh (`gelu_new`, `gelu_pytorch_tanh`); `gelu_quick`:
@@ -24,9 +24,9 @@ x * sigmoid(1.702 x); `relu2`: the square of ReLU."""
 
 
 class RowGroups(msgspec.Struct, frozen=True):
-    """An order of rows: `count` groups one after another, each of `sizes[0]` rows, then `sizes[1]` rows, and so on.
+    """An order of rows: `count` consecutive groups, each of `sizes[0]` rows, then `sizes[1]` rows, and so on.
 
-    An executor wants all rows of the first size, then all of the second. GPT-NeoX's `query_key_value` has a group for
+    An executor needs all rows of the first size, then all of the second. GPT-NeoX's `query_key_value` has a group for
     each head, of head_dim queries, keys and values.
     """
 
@@ -41,13 +41,13 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     bias: bool = False
     transposed: bool = False
-    """Stored as [inputs, rows], as GPT-2's Conv1D."""
+    """Whether it is stored as [inputs, rows], as GPT-2's Conv1D."""
     groups: RowGroups | None = None
-    """How its rows lie, where not in the order in which they are wanted."""
+    """The stored order of its rows, if it differs from the required order."""
 
 
 class LinearSpec(msgspec.Struct, frozen=True):
-    """y = x W^T + b; W is made of `parts`, one under another."""
+    """y = x W^T + b, where W consists of stacked `parts`."""
 
     in_features: int
     parts: tuple[MatrixSpec, ...]
@@ -73,7 +73,7 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
     weight_offset: float = 0.0
-    """Added to the stored weight: 1 in Gemma."""
+    """Number added to the stored weight: 1 in Gemma."""
 
     def shapes(self) -> Shapes:
         biases: Shapes = {f"{self.name}.bias": (self.size,)} if self.bias else {}
@@ -88,9 +88,10 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     scaling: RopeScaling | None = None
     """`None`: plain rotary embedding."""
     interleaved: bool = False
-    """Pairs are neighbours, as in GPT-J; else value i turns with value i + rotary_dim / 2."""
+    """Whether neighbouring values form a pair, as in GPT-J; otherwise value i is paired with value i + rotary_dim
+    / 2."""
     divisors: str | None = None
-    """A stored tensor [rotary_dim / 2] that divides the frequencies, in place of `scaling`."""
+    """Name of a stored tensor [rotary_dim / 2] that divides the frequencies, in place of `scaling`."""
 
     def shapes(self) -> Shapes:
         return {} if self.divisors is None else {self.divisors: (self.rotary_dim // 2,)}
@@ -103,33 +104,35 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     num_kv_heads: int
     head_dim: int
     qkv: LinearSpec
-    """Its rows: all query heads, all key heads, all value heads."""
+    """Rows: all query heads, all key heads, all value heads."""
     output: LinearSpec
     scale: float
-    """Of the scores."""
+    """Factor on the scores."""
     rope: RopeSpec | None = None
     query_norm: NormSpec | None = None
-    """Before the rotation; of `head_dim` for each head alone, of all heads' size over all of them."""
+    """Applied before the rotation: per head where its size is `head_dim`, over all heads where it is their total
+    size."""
     key_norm: NormSpec | None = None
     window: int | None = None
-    """Tokens that it looks back, the token itself included; `None`: all."""
+    """Number of tokens that a token attends to, including itself; `None`: all previous ones."""
     causal: bool = True
-    """Else it looks ahead as far as it looks back, and no key or value is kept: prompts are computed whole."""
+    """If false, a token attends as far ahead as back, and keys and values are not cached: prompts are computed as a
+    whole."""
     soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
     alibi_slopes: tuple[float, ...] | None = None
-    """Of each query head (arXiv 2108.12409): a key that lies n tokens back loses slope * n."""
+    """Slope of each query head (arXiv 2108.12409): the score of a key n tokens back is reduced by slope * n."""
     sinks: str | None = None
-    """A stored tensor [num_heads]: scores of keys without values, which take their share of the softmax."""
+    """Name of a stored tensor [num_heads]: scores of keys without values, which take part in the softmax."""
 
     @property
     def cache_heads(self) -> int:
-        """Vectors of `head_dim` values that the cache holds for each token: keys, then values."""
+        """Vectors of `head_dim` values that the cache stores per token: keys, then values."""
         return 2 * self.num_kv_heads if self.causal else 0
 
     @property
     def turning_dim(self) -> int:
-        """Values that a rotary table covers; a partial rotary embedding lets the last of them stand still."""
+        """Number of values in a rotary table; a partial rotary embedding leaves the last of them unrotated."""
         return self.head_dim
 
     def linears(self) -> Iterator[LinearSpec]:
@@ -142,7 +145,7 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
 
 class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent_attention"):
-    """Multi-head latent attention (MLA, arXiv 2405.04434): the cache holds one vector for each token.
+    """Multi-head latent attention (MLA, arXiv 2405.04434): the cache stores one vector per token.
 
     Keys and values of all heads are products of its first `latent_size` values; the rest is a rotated key that all
     heads share. An executor multiplies `up` into queries and outputs instead, and attends to the vectors themselves.
@@ -154,18 +157,18 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
     """Values of a head's key that come from the latent."""
     value_dim: int
     rope: RopeSpec
-    """Of the last `rotary_dim` values of queries, and of the shared key: all of them turn."""
+    """Rotation of the last `rotary_dim` values of queries, and of the whole shared key."""
     query: LinearSpec
-    """Its rows: for each head `key_dim` values, then those that turn."""
+    """Rows: for each head `key_dim` values, then the rotated ones."""
     down: LinearSpec
-    """Its rows: the latent, then the shared key."""
+    """Rows: the latent, then the shared key."""
     latent_norm: NormSpec
     up: LinearSpec
-    """From the latent; its rows: for each head its key, then its value."""
+    """Applied to the latent; rows: for each head its key, then its value."""
     output: LinearSpec
     scale: float
     query_down: LinearSpec | None = None
-    """Before `query_norm` and `query`, where queries are compressed as well."""
+    """Applied before `query_norm` and `query`, where queries are compressed as well."""
     query_norm: NormSpec | None = None
 
     window: ClassVar[None] = None
@@ -175,7 +178,7 @@ class LatentAttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="latent
 
     @property
     def head_dim(self) -> int:
-        """Of what the cache holds, and of queries once `up` is multiplied into them."""
+        """Size of cached vectors, and of queries once `up` is multiplied into them."""
         return self.latent_size + self.rope.rotary_dim
 
     @property
@@ -195,12 +198,13 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
 
     up: LinearSpec
-    """Where it is gated its rows are the gate's, then the up projection's."""
+    """With a gate, its rows are the gate's, then the up projection's."""
     down: LinearSpec
     activation: Activation
     gated: bool
     limit: float | None = None
-    """The gate is at most this, the up projection lies between its negative and this and gains 1: gpt-oss."""
+    """gpt-oss: upper bound of the gate; the up projection is clamped to its negative and positive, then increased
+    by 1."""
 
     @property
     def intermediate_size(self) -> int:
@@ -214,7 +218,7 @@ class MLPSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
 
 
 class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An MLP that every token passes, times sigmoid(gate(x)) where there is a gate."""
+    """An MLP that computes every token, times sigmoid(gate(x)) where there is a gate."""
 
     mlp: MLPSpec
     gate: LinearSpec | None = None
@@ -224,45 +228,45 @@ class SharedExpertSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How DeepSeek's routers choose experts: each token takes its `top_groups` best groups, then the best experts of
-    these."""
+    """Routing of DeepSeek: each token is routed to its `top_groups` best groups, then to the best experts of these."""
 
     scores: Literal["softmax", "sigmoid"]
     num_groups: int = 1
     top_groups: int = 1
     best_of_group: int = 1
-    """A group's score is the sum of so many of its best experts' scores."""
+    """Number of best experts whose scores are summed as a group's score."""
     bias: str | None = None
-    """A stored tensor [experts], added to the scores for the choice, not for the weights."""
+    """Name of a stored tensor [experts] that is added to the scores for the choice, not for the weights."""
     scale: float = 1.0
-    """Of the weights."""
+    """Factor on the weights."""
 
 
 class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
-    """A mixture of experts: each token passes the `top_k` experts whose router logits are the largest.
+    """A mixture of experts: each token is computed by the `top_k` experts with the largest router logits.
 
     Their outputs are summed, weighted by the softmax of the logits.
     """
 
     router: LinearSpec
-    """A row for each expert."""
+    """One row per expert."""
     experts: tuple[MLPSpec, ...]
-    """All of one shape."""
+    """All experts have the same shape."""
     top_k: int
     renormalized: bool
-    """The softmax is taken over the chosen logits, so that the weights sum to 1; else over all of them."""
+    """Whether the softmax is over the chosen logits, so that the weights sum to 1, instead of over all."""
     shared: SharedExpertSpec | None = None
     gating: GatingSpec | None = None
-    """In place of the softmax; with it, weights that are `renormalized` are divided by their sum."""
+    """Routing in place of the softmax; `renormalized` weights are then divided by their sum."""
 
     @property
     def intermediate_size(self) -> int:
-        """Of all experts that a token passes together."""
+        """Total size of the experts that compute one token."""
         shared = 0 if self.shared is None else self.shared.mlp.intermediate_size
         return self.top_k * self.experts[0].intermediate_size + shared
 
     def num_unread_parameters(self, num_tokens: int) -> float:
-        """Of the experts that none of so many tokens passes, where each passes any with the same probability."""
+        """Return the expected parameters of experts that compute none of `num_tokens` tokens, if all are equally
+        likely."""
         of_one = sum(math.prod(shape) for shape in self.experts[0].shapes().values())
         num_experts = len(self.experts)
         return num_experts * of_one * (1 - self.top_k / num_experts) ** num_tokens
@@ -276,7 +280,7 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
             yield self.shared.gate
 
     def gate_names(self) -> set[str]:
-        """The matrices that choose and weigh experts."""
+        """Return the names of the matrices that choose and weight experts."""
         gate = None if self.shared is None else self.shared.gate
         return {name for each in (self.router, gate) if each is not None for name in each.weight_shapes()}
 
@@ -287,7 +291,7 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 
 AnyAttentionSpec = AttentionSpec | LatentAttentionSpec
 BlockSpec = AnyAttentionSpec | MLPSpec | MoESpec
-"""What computes inside a layer. Recurrent blocks are further members."""
+"""The parts of a layer that compute. Recurrent blocks would be further members."""
 
 
 class BranchSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -307,10 +311,10 @@ class ResidualSpec(msgspec.Struct, frozen=True):
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
-    """A sequence of residuals: attention, then MLP, one branch each; or both as two branches of one residual."""
+    """A sequence of residuals: attention, then MLP, with one branch each; or both as two branches of one residual."""
 
     name: str
-    """What the names of all of its tensors begin with: `model.layers.7`."""
+    """Prefix of the names of its tensors, such as `model.layers.7`."""
     residuals: tuple[ResidualSpec, ...]
 
     def blocks(self) -> Iterator[BlockSpec]:
@@ -319,7 +323,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
                 yield branch.block
 
     def with_branches(self, change: Callable[[BranchSpec], BranchSpec]) -> LayerSpec:
-        """The layer with each of its branches changed."""
+        """Return the layer with each of its branches changed."""
         residuals = [
             msgspec.structs.replace(residual, branches=tuple(map(change, residual.branches)))
             for residual in self.residuals
@@ -327,7 +331,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return LayerSpec(self.name, tuple(residuals))
 
     def norms(self) -> Iterator[NormSpec]:
-        """All but those of blocks; a norm that branches share comes once for each."""
+        """Yield all norms except those of blocks; a norm that branches share is yielded once for each."""
         for residual in self.residuals:
             for branch in residual.branches:
                 yield from (norm for norm in (branch.norm, branch.output_norm) if norm is not None)
@@ -339,7 +343,7 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A learned vector for each position, added to the embedding: row position + offset of `name`.weight."""
+    """A learned vector per position, added to the embedding: row position + offset of `name`.weight."""
 
     name: str
     num_rows: int
@@ -347,7 +351,7 @@ class PositionsSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenTypesSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A learned vector for each text of a pair, added to the embedding: row 0 or 1 of `name`.weight."""
+    """A learned vector per text of a pair, added to the embedding: row 0 or 1 of `name`.weight."""
 
     name: str
     num_rows: int
@@ -361,7 +365,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     scale: float = 1.0
     projection: LinearSpec | None = None
-    """From the embedding's size to the model's, as in OPT-350m."""
+    """Projection from the embedding's size to the model's, as in OPT-350m."""
     positions: PositionsSpec | None = None
     token_types: TokenTypesSpec | None = None
     norm: NormSpec | None = None
@@ -379,14 +383,14 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     tied: bool
-    """W is the embedding's matrix, whatever a file repeats under this name."""
+    """W is the embedding's matrix, even if a file has a copy under this name."""
     normalized: bool = False
-    """Each row of W is divided by its length; of a head that is not tied."""
+    """Each row of W is divided by its length; only for a head that is not tied."""
     bias: bool = False
     scale: float = 1.0
     soft_cap: float | None = None
     projection: LinearSpec | None = None
-    """From the model's size to the embedding's."""
+    """Projection from the model's size to the embedding's."""
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -401,7 +405,7 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifierSpec(msgspec.Struct, frozen=True):
-    """What makes numbers, one for each label, of the pooled hidden state of a prompt."""
+    """A classifier of the pooled hidden state of a prompt, with one number per label."""
 
     layers: tuple[DenseSpec, ...]
     pooling: PoolingMethod
@@ -415,35 +419,36 @@ class ClassifierSpec(msgspec.Struct, frozen=True):
 
 
 class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole decoder, or an encoder: the same without a head and without a cache."""
+    """A whole decoder, or an encoder, which has neither a head nor a cache."""
 
     architecture: str
     """Hugging Face class name, for example `LlamaForCausalLM`."""
     hidden_size: int
     vocab_size: int
-    """Rows of the embedding and of the logits."""
+    """Number of rows of the embedding and of the logits."""
     max_position_embeddings: int
-    """Tokens of context the model was made for."""
+    """Context length in tokens that the model was made for."""
     embedding: EmbeddingSpec
     layers: tuple[LayerSpec, ...]
     norm: NormSpec | None
-    """Before the head."""
+    """Norm before the head."""
     head: HeadSpec | None
-    """`None`: it gives hidden states, which are pooled."""
+    """`None`: the model's hidden states are pooled."""
     classifier: ClassifierSpec | None = None
-    """Reads the pooled hidden states."""
+    """Classifier of the pooled hidden states."""
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    """Endings of tensors that files may hold besides: constants that old checkpoints store."""
+    """Suffixes of unused tensors that files may contain: constants that old checkpoints store."""
     ignored_layers: tuple[str, ...] = ()
-    """What the names of whole layers begin with that files may hold besides: those that draft further tokens."""
+    """Prefixes of unused layers that files may contain: layers that draft further tokens."""
     optional_prefix: str = ""
-    """Some files leave it out of the names that begin with it: `transformer.`."""
+    """Prefix of names, such as `transformer.`, that some files leave out."""
     stacked: dict[str, str] = {}
-    """Endings of tensors that files store for all experts at once, and those of each expert's own, `*` for its number:
-    `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
+    """Suffixes of tensors that files store for all experts at once, with the suffixes of each expert's own, where `*`
+    is its number: `.experts.gate_up_proj` and `.experts.*.gate_up_proj.weight`."""
 
     by_transformers: bool = False
-    """Sizes alone: a class of the installed `transformers` computes it and knows its tensors."""
+    """The declaration has only sizes: a class of the installed `transformers` computes the model and knows its
+    tensors."""
 
     def attentions(self) -> Iterator[AnyAttentionSpec]:
         for layer in self.layers:
@@ -457,7 +462,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         yield from (block for block in self.mlps() if isinstance(block, MoESpec))
 
     def ropes(self) -> list[RopeSpec]:
-        """Those that differ, in the order of their first layers."""
+        """Return the distinct rotary embeddings, in the order of their first layers."""
         found: list[RopeSpec] = []
         for attention in self.attentions():
             if attention.rope is not None and attention.rope not in found:
@@ -469,11 +474,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_causal(self) -> bool:
-        """No token attends to those behind it: its keys and values may be kept for them."""
+        """Whether no token attends to later ones, so that its keys and values can be cached."""
         return all(attention.causal for attention in self.attentions())
 
     def head_linear(self) -> LinearSpec | None:
-        """The head as a product; of a tied one with the embedding's matrix."""
+        """Return the head's matmul, with the embedding's matrix if it is tied, or None without a head."""
         head = self.head
         if head is None:
             return None
@@ -481,12 +486,15 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         return LinearSpec(self.embedding.size, (MatrixSpec(name=name, rows=self.vocab_size, bias=head.bias),))
 
     def untied_head(self) -> LinearSpec | None:
-        """The head's product with a matrix of its own."""
+        """Return the head's matmul if the head has its own matrix, else None."""
         return None if self.head is None or self.head.tied else self.head_linear()
 
     def float_matrices(self) -> set[str]:
-        """Matrices that are never quantized: those that choose and weigh experts and those of a classifier, which are
-        small, and those that are multiplied into others."""
+        """Return the names of matrices that are never quantized.
+
+        These are small ones, which choose and weight experts or belong to a classifier, and those that are multiplied
+        into others.
+        """
         names = {name for mixture in self.mixtures() for name in mixture.gate_names()}
         dense = () if self.classifier is None else self.classifier.layers
         names |= {name for layer in dense for name in layer.linear.weight_shapes()}
@@ -494,7 +502,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         return names | {name for attention in latent for name in attention.up.weight_shapes()}
 
     def linears(self) -> Iterator[LinearSpec]:
-        """All products but a tied head's."""
+        """Yield all matmuls except that of a tied head."""
         for block in (block for layer in self.layers for block in layer.blocks()):
             yield from block.linears()
         projection = None if self.head is None else self.head.projection
@@ -502,13 +510,13 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         yield from (layer.linear for layer in (() if self.classifier is None else self.classifier.layers))
 
     def shapes(self) -> Shapes:
-        """Every tensor that fills it, as it is wanted: a transposed matrix is stored the other way round."""
+        """Return the required shape of every tensor; a transposed matrix is stored the other way round."""
         projection = None if self.head is None else self.head.projection
         around = [part for part in (self.norm, projection, self.untied_head(), self.classifier) if part is not None]
         return self.embedding.shapes(self.hidden_size) | _merged(*self.layers, *self.ropes(), *around)
 
     def is_ignored(self, name: str) -> bool:
-        """A tensor that may be stored and is not used."""
+        """Whether a tensor may be stored and is not used."""
         if name.endswith(self.ignored) or name.startswith(self.ignored_layers):
             return True
         return self.head is not None and self.head.tied and name == f"{self.head.name}.weight"

@@ -1,4 +1,4 @@
-"""The declaration that a config.json stands for: finds its family and lets it read."""
+"""Return the declaration for a config.json, by its family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill_protocol.source_errors import UnreadableModelError
 
 
 def decoder_from_config(values: dict[str, Any], path: Path) -> DecoderSpec:
-    """`values`: the content of `path`, a config.json. Raises `SourceError`."""
+    """Return the declaration. Raises `SourceError`. `values`: the contents of `path`, a config.json."""
     names = architectures_of(values)
     found = _find_family(names, values, path)
     config = ConfigValues(path, values, found.architecture)
@@ -35,7 +35,7 @@ def architectures_of(values: dict[str, Any]) -> list[str]:
 
 
 def _is_headless(names: list[str], found: Found) -> bool:
-    """The files name the class of a family's model without its head, as `Qwen3Model`; not an old spelling of it."""
+    """Whether the files name a family's class without its head, such as `Qwen3Model`, and not an old spelling of it."""
     spellings = {spelling for known in BUILT_IN.values() for spelling in known.architectures}
     headless = found.architecture.partition("For")[0] + "Model"
     return headless in names and headless not in spellings

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv 2405.04434): latent attention, and experts beside shared ones, chosen by groups."""
+"""DeepSeek-V2 (arXiv 2405.04434): latent attention, and experts with shared ones, chosen by groups."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pagemill_protocol.rope_scaling import YarnScaling
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 SPLIT_UP = "kv_b_proj_by_head"
-"""No key of config.json: a GGUF file stores `kv_b_proj` as two tensors with a matrix for each head."""
+"""Not a key of config.json: a GGUF file stores `kv_b_proj` as two tensors with a matrix per head."""
 COMPRESSED_EPS = 1e-6
-"""Of the norms of latents and compressed queries, whatever `rms_norm_eps` says."""
+"""Epsilon of the norms of latents and compressed queries, regardless of `rms_norm_eps`."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -43,7 +43,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def read_groups(config: ConfigValues, experts: Mixture, default: tuple[int, int]) -> tuple[int, int]:
-    """Groups of experts, and how many of them a token may take experts of."""
+    """Return the number of expert groups, and of groups to which a token may be routed."""
     num_experts, top_k = experts.num_experts, experts.top_k
     num_groups = config.size("n_group", default=default[0])
     top_groups = config.size("topk_group", default=default[1])
@@ -70,7 +70,10 @@ def latent_decoder(
     dense: int,
     shared: int,
 ) -> DecoderSpec:
-    """`gating_of`: of the mixture of that name. `context`, `dense`, `shared`: defaults of the class."""
+    """Declare the decoder.
+
+    `gating_of`: returns the routing of the mixture of that name. `context`, `dense`, `shared`: defaults of the class.
+    """
     if config.flag("mlp_bias", False):
         raise config.unsupported("biases of MLPs (`mlp_bias`)")
     if config.integer("moe_layer_freq", default=1) != 1:
@@ -135,7 +138,10 @@ def _attention(config: ConfigValues, numbers: Numbers, rope: RopeSpec, name: str
 
 
 def _parts_of_head(name: str, head: int, key_dim: int, value_dim: int) -> tuple[MatrixSpec, MatrixSpec]:
-    """As GGUF files have them: multiplied into queries and outputs, so that keys' are the other way round."""
+    """Return a head's key and value matrices as GGUF files store them.
+
+    They are multiplied into queries and outputs, so that the keys' matrix is transposed.
+    """
     key = MatrixSpec(name=f"{name}.k_b_proj.{head}", rows=key_dim, transposed=True)
     return key, MatrixSpec(name=f"{name}.v_b_proj.{head}", rows=value_dim)
 

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 (arXiv 2412.19437), R1, Kimi K2: V2 with sigmoid scores and a bias of choices. GGUF: V2, too."""
+"""DeepSeek-V3 (arXiv 2412.19437), R1, Kimi K2: V2 with sigmoid scores and a bias of choices. Its GGUF names
+include V2."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    """Files of before key_length_mla have the heads' sizes under other keys, and `kv_b_proj` whole."""
+    """Declare a GGUF file's decoder, V2 or V3.
+
+    Files older than key_length_mla have the heads' sizes under other keys, and `kv_b_proj` as a whole.
+    """
     is_sigmoid = values.integer("expert_gating_func", SOFTMAX) == SIGMOID
     num_groups = values.integer("expert_group_count", 1)
     turning = values.size("qk_rope_head_dim", "rope.dimension_count")
@@ -67,7 +71,7 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
 
 
 SOFTMAX, SIGMOID = 1, 2
-"""In `expert_gating_func`."""
+"""Values of `expert_gating_func`."""
 _NAMES = gguf_names(interleaved=False)
 _IN_LAYER = {
     "attn_q_a": "self_attn.q_a_proj",

@@ -1,4 +1,4 @@
-"""Why a model's files cannot be computed here, as every reader of the registry says it."""
+"""The error for models that cannot be computed, shared by all readers of the registry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pagemill_protocol.source_errors import SourceError
 
 
 class UnsupportedModelArchitecture(SourceError):
-    """The files are fine, but no model definition here fits them."""
+    """The files are valid, but no model family fits them."""
 
     def __init__(self, message: str) -> None:
         super().__init__("model.source", message, reason="UnsupportedArchitecture")

@@ -68,7 +68,7 @@ def _attention(config: ConfigValues, name: str, size: int, num_heads: int, rope:
     elif config.flag("multi_query", True):
         num_kv_heads, groups = 1, None
     rows = size + 2 * num_kv_heads * head_dim
-    # Unlike BLOOM it adds ALiBi's part before it scales the scores.
+    # Unlike BLOOM, it adds ALiBi before it scales the scores.
     slopes = tuple(slope * head_dim**-0.5 for slope in alibi_slopes(num_heads)) if rope is None else None
     return AttentionSpec(
         num_heads=num_heads,
@@ -97,7 +97,7 @@ def _eps(config: ConfigValues) -> float:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    """Converters write 7B, 40B and 11B so; what of RW a file would have to say has no key."""
+    """Declare a GGUF file's decoder: 7B, 40B or 11B. RW is refused, since GGUF has no keys for its settings."""
     if values.has("blk.0.attn_qkv.bias"):
         raise values.unsupported("biases (Falcon-RW)")
     num_kv_heads, two_norms = values.integer("attention.head_count_kv", 1), values.has("blk.0.attn_norm_2.weight")

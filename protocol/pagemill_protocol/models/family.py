@@ -1,4 +1,4 @@
-"""What a family's file provides: readers of both kinds of headers, and GGUF's names for its tensors."""
+"""The contents of a family's file: readers of both kinds of headers, and GGUF's names for its tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class GGUFNames(NamedTuple):
     """Hugging Face names of a GGUF file's tensors."""
 
     layers: str
-    """What a layer's names begin with, before its number: `model.layers`."""
+    """Prefix of a layer's names, before its number: `model.layers`."""
     in_layer: dict[str, str]
-    """Without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}; with it where the other name has none. `*` stands
-    for the number of an expert: the tensor holds all of a layer's."""
+    """Names without `.weight` and `.bias`: {`attn_q`: `self_attn.q_proj`}; with it where the other name has none. `*`
+    stands for the number of an expert: the tensor contains all experts of a layer."""
     elsewhere: dict[str, str]
     """Whole names: {`token_embd.weight`: `model.embed_tokens.weight`}."""
     interleaved: dict[str, str]
@@ -28,7 +28,7 @@ class GGUFNames(NamedTuple):
     metadata key of their number of heads: {`attn_q`: `attention.head_count`}."""
 
     def hugging_face_name(self, name: str) -> str:
-        """A name without a counterpart stays as it is."""
+        """Return the Hugging Face name of a tensor; a name without a counterpart is returned unchanged."""
         match = _LAYER_NAME.fullmatch(name)
         if match is not None and f"{match[2]}.{match[3]}" in self.in_layer:
             return f"{self.layers}.{match[1]}.{self.in_layer[f'{match[2]}.{match[3]}']}"
@@ -38,9 +38,9 @@ class GGUFNames(NamedTuple):
 
 
 class Family(NamedTuple):
-    """One of these is what the registry finds: a built-in file's `FAMILY`, or what an entry point names."""
+    """A model family: the `FAMILY` of a built-in file, or the object of an entry point."""
 
     read_config: Callable[[ConfigValues], DecoderSpec]
-    """Raises `SourceError` for values that cannot be, or that nothing here computes."""
+    """Raises `SourceError` for invalid or unsupported values."""
     read_gguf: Callable[[GGUFValues], DecoderSpec] | None = None
     gguf_names: GGUFNames | None = None

@@ -1,4 +1,4 @@
-"""Gemma (arXiv 2403.08295): Llama with scaled embeddings, norms around 1, GELU in its gate, and heads of any size."""
+"""Gemma (arXiv 2403.08295): Llama with scaled embeddings, norms with offset 1, gated GELU, and heads of any size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_protocol.models.llama_like import decoder, gguf_names, numbers_fro
 def read_config(config: ConfigValues) -> DecoderSpec:
     numbers = numbers_from_config(config, default_context=8192, default_head_dim=256, default_tied=True)
     biased = config.flag("attention_bias", False)
-    # `hidden_act` of the first checkpoints says gelu and means the approximation by tanh.
+    # `hidden_act` of the first checkpoints says gelu but means the approximation by tanh.
     plain = decoder(replace(numbers, activation="gelu_tanh", attention_bias=biased, attention_output_bias=biased))
     scaled = replace(plain, embedding=replace(plain.embedding, scale=plain.hidden_size**0.5))
     return with_norms(scaled, lambda norm: replace(norm, weight_offset=1.0))

@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv 2408.00118): norms before and behind each block, soft caps, a window in every second layer."""
+"""Gemma 2 (arXiv 2408.00118): norms before and after each block, soft caps, a window in every second layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pagemill_protocol.models.llama_like import Numbers, decoder, gguf_names, nu
 WINDOWED = "sliding_attention"
 DEFAULT_WINDOW = 4096
 LAYERS_OF_27B = 46
-"""The one size whose scores are scaled by another number than the size of a head; files do not say so."""
+"""The only size whose scores are scaled by another number than the head size, which files do not declare."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -38,7 +38,10 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 def read_layers(
     config: ConfigValues, kinds: list[str], *, default_context: int, rope_kind: str | None = None
 ) -> DecoderSpec:
-    """`kinds`: of each layer's attention. `rope_kind`: as for `ConfigValues.rope`."""
+    """Declare the decoder.
+
+    `kinds`: kind of each layer's attention. `rope_kind`: as `kind` of `ConfigValues.rope`.
+    """
     numbers = numbers_from_config(
         config, default_context=default_context, default_head_dim=256, default_tied=True, rope_kind=rope_kind
     )

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786), text: Gemma 2 without caps, with norms of queries and keys and two rotations."""
+"""Gemma 3 (arXiv 2503.19786), text: Gemma 2 without caps, with norms of queries and keys and two rotary embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_protocol.models.gguf_values import GGUFValues
 FULL, WINDOWED = "full_attention", gemma2.WINDOWED
 LAYERS_OF_27B = 62
 DEFAULT_PATTERN = 6
-"""Every so many layers one attends to everything."""
+"""Period of the layers that attend to the whole context."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -42,7 +42,7 @@ def _eps(config: ConfigValues) -> float:
 
 
 def _local_rope(config: ConfigValues, head_dim: int, plain: DecoderSpec) -> RopeSpec:
-    """Of layers with a window; files of before transformers 5 give its base alone."""
+    """Return the rotary embedding of layers with a window; files before transformers 5 declare only its base."""
     if WINDOWED in config.object("rope_parameters"):
         return config.rope(head_dim, plain.max_position_embeddings, kind=WINDOWED)
     return RopeSpec(theta=config.number("rope_local_base_freq", default=10_000.0), rotary_dim=head_dim)

@@ -1,7 +1,7 @@
 """The metadata of a GGUF file under the keys of `config.json`, so that a family reads both headers by one function.
 
-Translates the keys that families share; what is a family's own (`logit_scale`, `use_parallel_residual`) its file adds.
-What the keys mean is the family's to say, and `GGUFValues` reads and checks the metadata.
+The keys that families share are translated; a family's file adds its own (`logit_scale`, `use_parallel_residual`). The
+family interprets the keys; `GGUFValues` reads and checks the metadata.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SIZES = {
     "num_attention_heads": ("num_heads", "attention.head_count"),
     "max_position_embeddings": ("max_position_embeddings", "context_length"),
 }
-"""Limit and metadata key of sizes that every file has."""
+"""Name of the limit, and metadata key, of sizes that every file has."""
 _LAYER_NORM_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 
 
 class GGUFConfig(ConfigValues):
-    """`own`: keys of `config.json` that count before the translated ones; `None`: absent."""
+    """The translated values. `own`: keys of `config.json` that override the translated ones; `None`: absent."""
 
     def __init__(self, values: GGUFValues, **own: Any) -> None:
         translated = _sizes(values, own.get("head_dim")) | _epsilons(values) | _flags(values)
@@ -39,7 +39,7 @@ class GGUFConfig(ConfigValues):
 
 
 def _sizes(values: GGUFValues, head_dim: int | None) -> dict[str, Any]:
-    """`head_dim`: where the family has read it."""
+    """Return the sizes. `head_dim`: set where the family has read it."""
     sizes = {name: values.size(*where) for name, where in _SIZES.items()}
     heads = sizes["num_attention_heads"]
     return {

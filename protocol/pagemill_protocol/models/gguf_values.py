@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as a family reads it: each value checked, with an error that names the key.
+"""The metadata of a GGUF file for a family: each value is checked, and errors name the key.
 
 Key names: docs/gguf.md of github.com/ggml-org/ggml. All but `general.*` begin with the architecture, which is left out
 here.
@@ -20,14 +20,14 @@ from pagemill_protocol.rope_settings import DEFAULT_THETA, read_gguf_scaling
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 ROPE_DIVISORS = "rope_freq_divisors"
-"""The name that `ROPE_FACTORS` has among Hugging Face names, which have none for it."""
+"""Name of `ROPE_FACTORS` among Hugging Face names, where it has no counterpart."""
 _FLOAT32 = struct.Struct("<f")
 _FLOAT32_DIGITS = 9
-"""Decimal digits that tell any two of them apart."""
+"""Number of decimal digits that distinguishes all float32 values."""
 
 
 class GGUFValues:
-    """`architecture`: the canonical name of the one that the file declares."""
+    """The values of one file. `architecture`: canonical name of the one that the file declares."""
 
     def __init__(self, file: GGUFFile, prefix: str, architecture: str) -> None:
         self.file = file
@@ -38,8 +38,8 @@ class GGUFValues:
         return tensor in self.file.tensors
 
     def size(self, field: str, key: str, default: int | None = None) -> int:
-        """A positive number; a list of equal ones (a value for each layer) counts as one. `field` says which limit
-        holds for it."""
+        """Return a positive number; a list of equal numbers (one per layer) counts as one. `field` selects its
+        limit."""
         return check_size(self.file.path, field, self.integer(key, default))
 
     def knows(self, key: str) -> bool:
@@ -74,7 +74,7 @@ class GGUFValues:
     def vocab_size(self) -> int:
         embedding = self.file.tensors.get(EMBEDDING)
         if embedding is None:
-            raise GGUFError(f"`{self.file.path}` has no tensor `{EMBEDDING}`. It does not hold a whole model.")
+            raise GGUFError(f"`{self.file.path}` has no tensor `{EMBEDDING}`. It is not a complete model.")
         return check_size(self.file.path, "vocab_size", embedding.shape[0])
 
     def window(self) -> int | None:
@@ -94,7 +94,7 @@ class GGUFValues:
         return RopeSpec(theta=theta, rotary_dim=rotary_dim, scaling=scaling, divisors=divisors)
 
     def _check_divisors(self, rotary_dim: int, scaling: RopeScaling | None) -> None:
-        """The frequencies' divisors, which some converters write as a tensor in place of `llama3` scaling."""
+        """Check the frequencies' divisors, which some converters write as a tensor in place of `llama3` scaling."""
         tensor = self.file.tensors.get(ROPE_FACTORS)
         if tensor is None:
             return
@@ -110,7 +110,7 @@ class GGUFValues:
             raise RopeError(f"`{ROPE_FACTORS}` holds {divisors.min()}; its values must be numbers greater than 0.")
 
     def _long_rope(self) -> dict[str, list[float]]:
-        """The lists of LongRoPE, which converters write as tensors; empty where the file has none."""
+        """Return the lists of LongRoPE, which converters write as tensors; empty where the file has none."""
         found = [name for name in LONG_ROPE if self.has(name)]
         if len(found) == 1:
             raise UnsupportedRopeError(f"the rope scaling `longrope` of one list (tensor `{found[0]}`)")
@@ -126,15 +126,15 @@ class GGUFValues:
         return lists
 
     def unsupported(self, feature: str) -> UnsupportedModelArchitecture:
-        """The error for a variant of a known architecture that is not computed."""
+        """Return the error for an unsupported variant of a known architecture."""
         return unsupported(self._prefix, self.file.path, f" with {feature}")
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: the file's 9.9999997e-06 is what the author wrote as 1e-05."""
+    """Return the shortest decimal that is the same float32: 1e-05 for the file's 9.9999997e-06."""
     try:
         stored = _FLOAT32.pack(value)
-    except OverflowError:  # a float64 that no float32 holds
+    except OverflowError:  # a float64 outside the range of float32
         return math.copysign(math.inf, value)
     decimals = (float(f"{value:.{digits}g}") for digits in range(1, _FLOAT32_DIGITS + 1))
     return next((decimal for decimal in decimals if _packs_to(stored, decimal)), value)
@@ -143,5 +143,5 @@ def _shortest(value: float) -> float:
 def _packs_to(stored: bytes, decimal: float) -> bool:
     try:
         return _FLOAT32.pack(decimal) == stored
-    except OverflowError:  # rounded up beyond the largest
+    except OverflowError:  # rounded up beyond the largest float32
         return False

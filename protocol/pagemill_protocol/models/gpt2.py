@@ -32,10 +32,10 @@ class Numbers(NamedTuple):
     tied: bool
     activation: Activation = "gelu_tanh"
     conv1d: bool = True
-    """Matrices are stored the other way round; converters to GGUF turn them."""
+    """Whether matrices are stored transposed; converters to GGUF transpose them."""
     scaled: bool = True
     scaled_by_layer: bool = False
-    """Scores are divided by the layer's number too."""
+    """Whether scores are also divided by the layer's number."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""GPT-NeoX (arXiv 2204.06745), Pythia: partial rotary embedding, attention and MLP side by side, a norm for each."""
+"""GPT-NeoX (arXiv 2204.06745), Pythia: partial rotary embedding, parallel attention and MLP, a norm for each."""
 
 from __future__ import annotations
 

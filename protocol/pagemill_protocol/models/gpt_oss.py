@@ -1,7 +1,7 @@
 """gpt-oss (arXiv 2508.10925): experts with biases and clamped gates, attention sinks, a window in every second layer.
 
-Hugging Face folders store the matrices of all experts as one tensor, inputs first, or in MXFP4, outputs first; gate and
-up projection are interleaved. GGUF files have them apart.
+Hugging Face folders store the matrices of all experts as one tensor, [inputs, outputs], or in MXFP4, [outputs, inputs];
+gate and up projection are interleaved. GGUF files store them separately.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALPHA, LIMIT = 1.702, 7.0
 class _Storage(NamedTuple):
     transposed: bool = False
     interleaved: bool = False
-    """The gate's rows and the up projection's, in one matrix."""
+    """Whether the rows of gate and up projection alternate in one matrix."""
 
 
 def read_config(config: ConfigValues) -> DecoderSpec:
@@ -71,7 +71,7 @@ def read_gguf(values: GGUFValues) -> DecoderSpec:
     windowed = [layer for layer, kind in enumerate(_alternating(numbers.num_layers)) if kind == "sliding_attention"]
     rope, scaling = numbers.rope, numbers.rope.scaling
     if isinstance(scaling, YarnScaling):
-        # Files do not say it; all checkpoints are so.
+        # Files do not declare it; it is false in all checkpoints.
         rope = msgspec.structs.replace(rope, scaling=msgspec.structs.replace(scaling, truncate=False))
     numbers = msgspec.structs.replace(
         numbers.with_window(values.window(), windowed), attention_bias=True, attention_output_bias=True, rope=rope

@@ -1,4 +1,5 @@
-"""GPT-J (Wang and Komatsuzaki, 2021): interleaved partial rotary embedding, attention and MLP behind one norm."""
+"""GPT-J (Wang and Komatsuzaki, 2021): interleaved partial rotary embedding, parallel attention and MLP after one
+norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""InternLM (InternLM team, 2023) and InternLM 3: Llama with biases on queries, keys, values and perhaps the rest."""
+"""InternLM (InternLM team, 2023) and InternLM 3: Llama with biases on queries, keys and values, and optionally
+others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""InternLM 2 (arXiv 2403.17297): Llama under other names, each group of queries beside its key and value."""
+"""InternLM 2 (arXiv 2403.17297): Llama with other names; each group of queries is stored with its key and value."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _layer(numbers: Numbers, name: str, biased: bool) -> LayerSpec:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    """Converters take the groups apart: what is left is Llama."""
+    """Declare a GGUF file's decoder, which equals Llama's: converters split the groups."""
     return decoder(numbers_from_gguf(values))
 
 

@@ -1,7 +1,7 @@
-"""The list of what is supported: what files call each family, and the errors for what is not in it.
+"""The supported model families, with the names that files use for them, and the errors for unsupported ones.
 
-Packages from outside add families by entry points of the groups below, named as the files name the architecture;
-`registry` finds and imports them. Planner, loader, error messages and the reference page read this list.
+External packages add families by entry points of the groups below, named as the files name the architecture; `registry`
+finds and imports them. Planner, loader, error messages and the reference page read this list.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pagemill_protocol.rope_scaling import RopeError, UnsupportedRopeError
 from pagemill_protocol.source_errors import UnreadableModelError
 
 GROUP = "pagemill.models"
-"""Entry points named as in `architectures` of config.json, or as its `model_type`."""
+"""Group of entry points named as in `architectures` of config.json, or as its `model_type`."""
 GGUF_GROUP = "pagemill.models.gguf"
-"""Entry points named as `general.architecture`."""
+"""Group of entry points named as `general.architecture`."""
 
 
 class Names(NamedTuple):
-    """What files call a family."""
+    """The names that files use for a family."""
 
     architectures: tuple[str, ...]
-    """In `architectures` of config.json; the first is the canonical one, the others are old spellings."""
+    """Names in `architectures` of config.json; the first is the canonical one, the others are old spellings."""
     model_type: str
-    """In config.json: found where it names no architecture."""
+    """Value of `model_type` in config.json, used where it names no architecture."""
     gguf: tuple[str, ...] = ()
-    """In `general.architecture`."""
+    """Values of `general.architecture`."""
 
 
 BUILT_IN: dict[str, Names] = {
@@ -80,24 +80,24 @@ BUILT_IN: dict[str, Names] = {
         ("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"), "xlm-roberta"
     ),
 }
-"""By module of this package."""
+"""Names by module of this package."""
 
-RECURRENT = "layers that keep a recurrent state beside the KV cache"
-"""Hybrids: docs/adr/0053."""
+RECURRENT = "layers with a recurrent state in addition to the KV cache"
+"""Feature of unsupported hybrid models: docs/adr/0053."""
 RECURRENT_GGUF = (
     "falcon-h1", "granitehybrid", "jamba", "kimi-linear", "lfm2", "lfm2moe",
     "nemotron_h", "nemotron_h_moe", "plamo2", "qwen35", "qwen35moe", "qwen3next",
 )  # fmt: skip
-"""Names in `general.architecture`."""
+"""Their values of `general.architecture`."""
 
 
 def known_architectures() -> list[str]:
-    """Canonical names, those of packages from outside too; imports no family."""
+    """Return all canonical names, including those of external packages, without importing a family."""
     return sorted({known.architectures[0] for known in BUILT_IN.values()} | outside(GROUP).keys())
 
 
 def unsupported(architecture: str, path: Path, feature: str = "") -> UnsupportedModelArchitecture:
-    """The error for a model that no family here describes; names what it is and what would work."""
+    """Return the error for a model without a family; it names the architecture and the supported ones."""
     return UnsupportedModelArchitecture(
         f"`{path}` has the architecture `{architecture}`{feature}, which is not supported. "
         f"Supported: {', '.join(known_architectures())}."
@@ -106,7 +106,7 @@ def unsupported(architecture: str, path: Path, feature: str = "") -> Unsupported
 
 @contextmanager
 def rope_refusals(architecture: str, path: Path) -> Iterator[None]:
-    """Report rope settings that cannot be used as errors of the model at `path`."""
+    """Convert errors of rope settings to errors of the model at `path`."""
     try:
         yield
     except UnsupportedRopeError as error:
@@ -116,5 +116,5 @@ def rope_refusals(architecture: str, path: Path) -> Iterator[None]:
 
 
 def outside(group: str) -> dict[str, EntryPoint]:
-    """What installed packages add, by name."""
+    """Return the entry points of installed packages by name."""
     return {point.name: point for point in entry_points(group=group)}

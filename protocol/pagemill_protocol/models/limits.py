@@ -20,7 +20,7 @@ _LARGEST_OTHER = 1 << 24
 
 
 def check_size(path: Path, field: str, value: int) -> int:
-    """`value`, or an error that names the field: one of those above or any other."""
+    """Return `value`, or raise an error that names the field: a key of the table above or any other name."""
     limit = _LARGEST.get(field, _LARGEST_OTHER)
     if not 0 < value <= limit:
         raise UnreadableModelError(f"`{path}` declares {field} = {value}; it must be from 1 to {limit}.")
@@ -28,7 +28,7 @@ def check_size(path: Path, field: str, value: int) -> int:
 
 
 def check_fraction(path: Path, field: str, value: float) -> float:
-    """`value`, or an error: what is added to a variance lies between 0 and 1."""
+    """Return `value`, or raise an error: an epsilon must lie between 0 and 1."""
     if not 0 < value < 1:
         raise UnreadableModelError(f"`{path}` declares {field} = {value}; it must lie between 0 and 1.")
     return value

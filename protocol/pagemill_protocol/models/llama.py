@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971): the decoder that others descend from. In GGUF `llama` is Mistral and Mixtral, too."""
+"""Llama (arXiv 2302.13971), from which many decoders descend. In GGUF, `llama` includes Mistral and Mixtral."""
 
 from __future__ import annotations
 

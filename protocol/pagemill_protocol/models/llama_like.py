@@ -1,7 +1,7 @@
-"""Decoders of Llama's kind: RMS norms before a grouped-query attention with rotary embedding and before a gated MLP.
+"""Decoders like Llama: RMS norms before a grouped-query attention with rotary embedding and before a gated MLP.
 
-A family reads its numbers (`numbers_from_config`, `numbers_from_gguf`), changes what is its own, and `decoder` declares
-the layers under the names that Llama's checkpoints have.
+A family reads its numbers (`numbers_from_config`, `numbers_from_gguf`) and changes some; `decoder` declares the layers
+with the names of Llama's checkpoints.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool
     activation: Activation = "silu"
     attention_bias: bool = False
-    """On the query, key and value projections."""
+    """Bias of the query, key and value projections."""
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Queries and keys are normalised per head."""
+    """Whether queries and keys are normalized per head."""
     fused: bool = False
-    """`qkv_proj` and `gate_up_proj` are stored as one matrix each."""
+    """Whether `qkv_proj` and `gate_up_proj` are stored as one matrix each."""
     window: int | None = None
     window_layers: frozenset[int] = frozenset()
-    """Layers that look back `window` tokens; the others attend to everything."""
+    """Layers that attend to the last `window` tokens; the others attend to all."""
 
     def with_window(self, window: int | None, layers: range | list[int]) -> Numbers:
-        """A window that no layer has is none."""
+        """Return the numbers with a window in these layers; without layers there is no window."""
         window = window if layers else None
         return msgspec.structs.replace(self, window=window, window_layers=frozenset(layers if window else ()))
 
@@ -68,10 +68,10 @@ def numbers_from_config(
     partial_rotary: tuple[str, float] | None = None,
     rope_kind: str | None = None,
 ) -> Numbers:
-    """With the keys that transformers' classes of this kind share, no bias and no window.
+    """Read the keys that similar classes of transformers share, without biases and windows.
 
-    Defaults for keys that are missing are those of the architecture's configuration class. `epsilon`: the key of the
-    norms' and its default. `partial_rotary` and `rope_kind`: as `partial` and `kind` of `ConfigValues.rope`.
+    Defaults for missing keys are those of the architecture's configuration class. `epsilon`: key of the norms' epsilon
+    and its default. `partial_rotary` and `rope_kind`: `partial` and `kind` of `ConfigValues.rope`.
     """
     num_heads, hidden_size = config.size("num_heads", "num_attention_heads"), config.size("hidden_size")
     context = config.size("max_position_embeddings", default=default_context)
@@ -94,7 +94,7 @@ def numbers_from_config(
 
 
 def numbers_from_gguf(values: GGUFValues) -> Numbers:
-    """With the keys and tensor names that converters give these architectures; biases and norms as the file has."""
+    """Read the keys and tensor names of GGUF converters for these architectures, with the file's biases and norms."""
     num_heads, hidden_size = (
         values.size("num_heads", "attention.head_count"),
         values.size("hidden_size", "embedding_length"),
@@ -174,7 +174,7 @@ def _mlp(numbers: Numbers, name: str) -> MLPSpec:
 
 
 def gguf_names(interleaved: bool) -> GGUFNames:
-    """`interleaved`: converters store the rotary halves of queries and keys so."""
+    """Return the names. `interleaved`: converters interleave the rotary halves of queries and keys."""
     in_layer = {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",

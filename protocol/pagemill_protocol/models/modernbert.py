@@ -74,7 +74,7 @@ def _layer(config: ConfigValues, index: int, kind: str, size: int) -> LayerSpec:
         activation=config.activation("hidden_activation", default="gelu"),
         gated=True,
     )
-    # The first layer's input is normalized by the embedding's norm already.
+    # The embedding's norm has already normalized the first layer's input.
     attention_norm = layer_norm(f"{name}.attn_norm", size, eps, bias=biased) if index else None
     mlp_norm = layer_norm(f"{name}.mlp_norm", size, eps, bias=biased)
     branches = [BranchSpec(block=attention, norm=attention_norm), BranchSpec(block=mlp, norm=mlp_norm)]

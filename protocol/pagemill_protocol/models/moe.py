@@ -1,4 +1,4 @@
-"""What decoders with mixtures of experts share: their numbers, and how experts take the place of Llama's MLPs."""
+"""Mixtures of experts: their numbers, and decoders with experts in place of Llama's MLPs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GGUF_IN_LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-"""Beside those of `llama_like.gguf_names`."""
+"""Added to those of `llama_like.gguf_names`."""
 
 
 class Mixture(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Mixture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mixture_from_config(config: ConfigValues, *, size_key: str, renormalized: bool) -> Mixture:
-    """Raises `UnreadableModelError` for numbers that cannot be."""
+    """Read the numbers. Raises `UnreadableModelError` for impossible ones."""
     num_experts = config.size("num_experts", "num_experts", "num_local_experts", "n_routed_experts")
     top_k = config.size("num_experts_per_tok")
     if top_k > num_experts:
@@ -65,7 +65,7 @@ def mixture_from_gguf(values: GGUFValues, *, size_key: str, renormalized: bool) 
 
 
 def mixture(numbers: Mixture, name: str, parts: tuple[str, str, str]) -> MoESpec:
-    """`name`: of the block. `parts`: what gate, up and down projection of an expert are called."""
+    """Declare a mixture. `name`: prefix of the block. `parts`: names of an expert's gate, up and down projection."""
     experts = (f"{name}.experts.{index}" for index in range(numbers.num_experts))
     size, inner = numbers.hidden_size, numbers.intermediate_size
     return MoESpec(
@@ -87,7 +87,7 @@ def gated_mlp(name: str, size: int, inner: int, activation: Activation, parts: t
 
 
 def with_experts(plain: DecoderSpec, block_of: Callable[[int, LayerSpec], BlockSpec | None]) -> DecoderSpec:
-    """`plain`, a decoder of Llama's kind, with `block_of(index, layer)` in place of a layer's MLP; `None`: it stays."""
+    """Return `plain`, a decoder like Llama, with `block_of(index, layer)` in place of an MLP unless it is None."""
     layers = (_replaced(layer, block_of(index, layer)) for index, layer in enumerate(plain.layers))
     return msgspec.structs.replace(plain, layers=tuple(layers))
 

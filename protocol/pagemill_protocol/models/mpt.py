@@ -1,4 +1,4 @@
-"""MPT (MosaicML, 2023): ALiBi, no biases anywhere, one matrix of queries, keys and values."""
+"""MPT (MosaicML, 2023): ALiBi, no biases, one matrix of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def _number(config: ConfigValues, settings: dict[str, Any], key: str) -> float |
 
 
 def _slopes(num_heads: int, most: float) -> tuple[float, ...]:
-    """As `parts.alibi_slopes`, down to 2^-`most`; other numbers than powers of two take the next one's in turns."""
+    """Return slopes as `parts.alibi_slopes`, down to 2^-`most`.
+
+    Numbers of heads that are no power of two take every second slope of the next power, then the others.
+    """
     power = 1 << math.ceil(math.log2(num_heads))
     slopes = [2.0 ** (-most * (head + 1) / power) for head in range(power)]
     return tuple(slopes if power == num_heads else (slopes[1::2] + slopes[::2])[:num_heads])

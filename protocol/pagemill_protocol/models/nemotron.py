@@ -1,4 +1,5 @@
-"""Nemotron and Minitron (arXiv 2402.16819): layer norms around 1, squared ReLU without a gate, a partial rotation."""
+"""Nemotron and Minitron (arXiv 2402.16819): layer norms with offset 1, squared ReLU without a gate, a partial rotary
+embedding."""
 
 from __future__ import annotations
 

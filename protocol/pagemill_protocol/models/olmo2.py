@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): norms behind the blocks alone, and over all queries and all keys at once."""
+"""OLMo 2 (arXiv 2501.00656): norms only after the blocks, and over all queries and all keys at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMoE (arXiv 2409.02060): Llama with experts, and queries and keys that are normalised over all heads together."""
+"""OLMoE (arXiv 2409.02060): Llama with experts, and queries and keys that are normalized over all heads together."""
 
 from __future__ import annotations
 

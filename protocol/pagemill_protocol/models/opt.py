@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068): learned positions with an offset of 2; 350m has norms behind blocks, and projections."""
+"""OPT (arXiv 2205.01068): learned positions with an offset of 2; 350m has norms after blocks, and projections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def _projection(name: str, in_features: int, out_features: int) -> LinearSpec | None:
-    """Where token vectors are of another size than the model."""
+    """Return the projection where the size of token vectors differs from the model's, else None."""
     return None if in_features == out_features else linear(in_features, (f"{DECODER}.{name}", out_features))
 
 

@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2306.11644): blocks side by side behind one layer norm, biases also on the head."""
+"""Phi-1, Phi-1.5 and Phi-2 (arXiv 2306.11644): parallel blocks after one layer norm, biases also on the head."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Whether a folder's model pools, and a decoder's declaration without the head that generates. How it pools is read by
-`pooling_files`; this module reads no file, so that declarations need no parser.
-"""
+"""Detection of models that pool, and the declaration of a decoder without its head. `pooling_files` reads how they
+pool; this module reads no file contents, so that declarations need no parser."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ import msgspec
 from pagemill_protocol.models.declaration import ClassifierSpec, DecoderSpec, DenseSpec, LinearSpec, MatrixSpec
 
 MODULES_FILE = "modules.json"
-"""Of sentence-transformers: what runs one after another."""
+"""The list of modules of sentence-transformers, in the order of execution."""
 CLASSIFIER = "ForSequenceClassification"
 
 
 def pools(architectures: list[str], folder: Path) -> bool:
-    """Whether the folder's model gives vectors or scores of texts, although its family may generate."""
+    """Whether the folder's model returns vectors or scores of texts, although its family may generate."""
     return any(name.endswith(CLASSIFIER) for name in architectures) or (folder / MODULES_FILE).is_file()
 
 
 def without_head(decoder: DecoderSpec, num_labels: int | None) -> DecoderSpec:
-    """A decoder that is pooled; `num_labels`: of its classifier, if it has one."""
+    """Return a decoder that is pooled. `num_labels`: labels of its classifier, if it has one."""
     classifier = None
     if num_labels is not None:
         labels = LinearSpec(decoder.hidden_size, (MatrixSpec(name="score", rows=num_labels),))

@@ -1,8 +1,8 @@
-"""Reads from a model's folder how it pools: the files of sentence-transformers. Whether it pools is `pooled`'s.
+"""Read how a model pools from its folder: the files of sentence-transformers. `pooled` decides whether it pools.
 
-`modules.json` lists what sentence-transformers runs one after another (a transformer, a pooling, perhaps a
-normalization); folders without it are pooled as that library pools them: the mean of the tokens. Classifiers are read
-from `config.json` alone. What the numbers mean is `pagemill_protocol.pooling`'s.
+`modules.json` lists the modules that sentence-transformers runs in order (a transformer, a pooling, optionally a
+normalization); folders without it are pooled by that library's default: the mean of the tokens. Classifiers are read
+from `config.json` alone. `pagemill_protocol.pooling` defines the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIMIT = "max_seq_length"
 
 
 def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> PoolingSpec:
-    """Of a model without a head. Raises `SourceError` for what is not computed."""
+    """Return the pooling of a model without a head. Raises `SourceError` for unsupported pooling."""
     whole = not decoder.is_causal
     if decoder.classifier is not None:
         return _scores(folder, values, decoder.classifier, whole)
@@ -54,7 +54,7 @@ def read_pooling(folder: Path, values: dict[str, Any], decoder: DecoderSpec) -> 
 
 
 def most_tokens(folder: Path, decoder: DecoderSpec) -> int:
-    """Tokens of a text that the model takes: those of its positions, or what its folder says."""
+    """Return the maximum tokens of a text: those of the model's positions, or a smaller limit of its folder."""
     limit, most = read_optional(folder / "sentence_bert_config.json").get(_LIMIT), decoder.max_position_embeddings
     return min(most, limit) if type(limit) is int and limit > 0 else most
 
@@ -62,8 +62,8 @@ def most_tokens(folder: Path, decoder: DecoderSpec) -> int:
 def _scores(folder: Path, values: dict[str, Any], classifier: ClassifierSpec, whole: bool) -> PoolingSpec:
     if classifier.num_labels != 1:
         raise UnsupportedModelArchitecture(
-            f"`{folder}` is a classifier of {classifier.num_labels} labels; those of one label are served, which score "
-            "pairs of texts. Use a cross-encoder for reranking."
+            f"`{folder}` is a classifier of {classifier.num_labels} labels; only those of one label are supported, "
+            "which score pairs of texts. Use a cross-encoder for reranking."
         )
     return PoolingSpec(
         task="score",
@@ -75,20 +75,21 @@ def _scores(folder: Path, values: dict[str, Any], classifier: ClassifierSpec, wh
 
 
 def _has_sigmoid(folder: Path, values: dict[str, Any]) -> bool:
-    """What sentence-transformers' CrossEncoder does with a score; a sigmoid where the files say nothing."""
+    """Whether scores pass a sigmoid, as in sentence-transformers' CrossEncoder; the default of files without a
+    setting."""
     own = values.get("sentence_transformers")
     name = own.get("activation_fn") if isinstance(own, dict) else None
     name = name or values.get("sbert_ce_default_activation_function") or "Sigmoid"
     kind = str(name).rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
         raise UnsupportedModelArchitecture(
-            f"`{folder}`: its scores pass `{name}` (config.json), which is not computed; Sigmoid and Identity are."
+            f"`{folder}`: its scores pass `{name}` (config.json), which is not supported; Sigmoid and Identity are."
         )
     return kind == "Sigmoid"
 
 
 def _modules(folder: Path) -> dict[str, str]:
-    """Where the modules' settings lie, by the last part of their types, in order."""
+    """Return the modules' folders by the last part of their types, in order."""
     path = folder / MODULES_FILE
     if not path.is_file():
         return {"Transformer": "", "Pooling": "1_Pooling"}
@@ -96,12 +97,12 @@ def _modules(folder: Path) -> dict[str, str]:
         entries = orjson.loads(read_text(path))
         found = {str(entry["type"]).rpartition(".")[2]: str(entry.get("path", "")) for entry in entries}
     except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
-        raise UnreadableModelError(f"`{path}` is no list of modules with their types.") from None
+        raise UnreadableModelError(f"`{path}` is not a list of modules with their types.") from None
     others = found.keys() - {"Transformer", "Pooling", "Normalize"}
     if others or found.get("Transformer"):
         what = f"the module `{min(others)}`" if others else f"its weights in `{found['Transformer']}`"
         raise UnsupportedModelArchitecture(
-            f"`{folder}` has {what} ({MODULES_FILE}), which is not computed; Transformer (in the folder itself), "
+            f"`{folder}` has {what} ({MODULES_FILE}), which is not supported; Transformer (in the folder itself), "
             "Pooling and Normalize are."
         )
     return found
@@ -113,7 +114,7 @@ def _method(folder: Path, modules: dict[str, str]) -> PoolingMethod:
     if not values:
         return "mean"
     if values.get("include_prompt") is False:
-        raise UnsupportedModelArchitecture(f"`{path}` leaves prompts out of the pooling, which is not computed.")
+        raise UnsupportedModelArchitecture(f"`{path}` leaves prompts out of the pooling, which is not supported.")
     mode = values.get("pooling_mode")
     if isinstance(mode, str):
         modes = [mode]
@@ -121,13 +122,13 @@ def _method(folder: Path, modules: dict[str, str]) -> PoolingMethod:
         modes = [name for name, value in values.items() if name.startswith("pooling_mode_") and value is True]
     if len(modes) != 1 or modes[0] not in _METHODS:
         raise UnsupportedModelArchitecture(
-            f"`{path}` pools by {', '.join(modes) or 'nothing'}; cls, mean and lasttoken are computed, one of them."
+            f"`{path}` pools by {', '.join(modes) or 'nothing'}; exactly one of cls, mean and lasttoken is supported."
         )
     return _METHODS[modes[0]]
 
 
 def _dimensions(folder: Path, values: dict[str, Any]) -> list[int] | None:
-    """As vLLM reads them."""
+    """Return the sizes of Matryoshka representations, read as in vLLM: empty for any size, None for none."""
     sizes = values.get("matryoshka_dimensions")
     if sizes is None:
         return [] if values.get("is_matryoshka") is True else None

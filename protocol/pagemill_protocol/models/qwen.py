@@ -1,6 +1,6 @@
-"""Qwen (arXiv 2309.16609), the first: Llama under other names, with biases on queries, keys and values.
+"""Qwen (arXiv 2309.16609), the first version: Llama with other names, and biases on queries, keys and values.
 
-Its dynamic rotation and its scaled logits beyond `seq_length` have no part here: no context is longer than that.
+Its dynamic rotary embedding and logit scaling beyond `seq_length` are not needed: no context is longer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _eps(config: ConfigValues) -> float:
 
 
 def read_gguf(values: GGUFValues) -> DecoderSpec:
-    """Old converters write the norms' epsilon under the key of RMS norms, new ones under that of layer norms."""
+    """Declare a GGUF file's decoder. Old converters write the norms' epsilon under the key of RMS norms."""
     eps = "rms_epsilon" if values.knows("attention.layer_norm_rms_epsilon") else "epsilon"
     config = GGUFConfig(
         values,

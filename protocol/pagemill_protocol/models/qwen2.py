@@ -17,7 +17,7 @@ def read_config(config: ConfigValues) -> DecoderSpec:
 
 
 def windowed(config: ConfigValues, numbers: Numbers) -> Numbers:
-    """The layers that `layer_types` names, or those from `max_window_layers` on."""
+    """Return numbers with a window in the layers of `layer_types`, or in those from `max_window_layers` on."""
     if not config.flag("use_sliding_window", False):
         return numbers
     kinds = config.layer_types(numbers.num_layers)

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (arXiv 2407.10671): Qwen2 with experts in some layers and a gated expert that every token passes."""
+"""Qwen2-MoE (arXiv 2407.10671): Qwen2 with experts in some layers and a gated shared expert."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sparse_mixture(config: ConfigValues) -> Mixture:
 
 
 def sparse_layers(config: ConfigValues, num_layers: int) -> set[int]:
-    """Every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    """Return every `decoder_sparse_step`-th layer except those of `mlp_only_layers`."""
     step, dense = config.size("decoder_sparse_step", default=1), config.integers("mlp_only_layers")
     return {index for index in range(num_layers) if (index + 1) % step == 0 and index not in dense}
 

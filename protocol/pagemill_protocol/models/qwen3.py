@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): Llama with normalised queries and keys; windows as in Qwen2."""
+"""Qwen3 (arXiv 2505.09388): Llama with normalized queries and keys; windows as in Qwen2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the architecture that a model's files name to its family, imported when it is first asked for."""
+"""Find the family of an architecture, and import it when it is first needed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pagemill_protocol.models.known import BUILT_IN, GGUF_GROUP, GROUP, RECURREN
 
 class Found(NamedTuple):
     architecture: str
-    """Its canonical name."""
+    """Canonical name of the architecture."""
     family: Family
 
 
 def find_family(names: Iterable[str], path: Path) -> Found:
-    """The family of the first of `names` that is known: architectures, or a model type.
+    """Return the family of the first known name of `names`, which are architectures or a model type.
 
-    Raises `UnsupportedModelArchitecture` with the list of what is known. `path`: of the model, for the message.
+    Raises `UnsupportedModelArchitecture` with the list of known ones. `path`: path of the model, for the message.
     """
     names = list(names)
     for name in names:
@@ -37,7 +37,7 @@ def find_family(names: Iterable[str], path: Path) -> Found:
 
 
 def find_gguf_family(name: str, path: Path) -> Found:
-    """As `find_family`, by `general.architecture`."""
+    """Return the family as `find_family`, by `general.architecture`."""
     for module, known in BUILT_IN.items():
         if name in known.gguf:
             return Found(known.architectures[0], _built_in(module))

@@ -1,4 +1,4 @@
-"""RoBERTa (arXiv 1907.11692) and XLM-RoBERTa (arXiv 1911.02116): BERT whose positions begin behind the padding's."""
+"""RoBERTa (arXiv 1907.11692) and XLM-RoBERTa (arXiv 1911.02116): BERT whose positions begin after that of padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM (Stability AI, 2024): Llama with layer norms and a partial rotary embedding; some blocks side by side."""
+"""StableLM (Stability AI, 2024): Llama with layer norms and a partial rotary embedding; some blocks are parallel."""
 
 from __future__ import annotations
 

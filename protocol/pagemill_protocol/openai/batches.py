@@ -1,4 +1,4 @@
-"""Body of `POST /v1/batches`. What its input file holds is checked by the gateway, which alone runs batches."""
+"""Body of `POST /v1/batches`. The gateway, which alone runs batches, checks the contents of the input file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Events of an answer in the shapes of OpenAI's chat: deltas of a stream, and the message of a whole answer.
+"""Render events of an answer in the shapes of OpenAI's chat: deltas of a stream, and the message of a whole answer.
 
-Ids of calls follow from the response's id and the call's place, so an engine that continues a stream gives the same.
+Ids of calls follow from the response's id and the call's position, so an engine that continues a stream makes the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill_protocol.openai.render import ToolReason
 
 
 def delta(event: Event, response_id: str, choice: int) -> dict[str, Any] | None:
-    """What one event adds to a stream; `None` for the end of a call."""
+    """Return the delta of one event; None for the end of a call."""
     match event:
         case Content(text):
             return {"content": text}
@@ -51,12 +51,12 @@ def message(events: Sequence[Event], response_id: str, choice: int) -> dict[str,
 
 
 def finish_reason(reason: FinishReason | None, num_calls: int, *, named: bool) -> FinishReason | ToolReason | None:
-    """`named`: the client named the function to call."""
+    """Return the finish reason. `named`: the client named the function to call."""
     return "tool_calls" if reason == "stop" and num_calls and not named else reason
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Arguments that are no JSON object, as a model may write them, stay readable under one key."""
+    """Return arguments as an object; text that is not a JSON object is returned under one key."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -65,7 +65,7 @@ def arguments_object(arguments: str) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    """Under both names that clients know."""
+    """Return reasoning under both names that clients use."""
     return {"reasoning_content": text, "reasoning": text}
 
 

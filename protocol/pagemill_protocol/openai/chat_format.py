@@ -1,6 +1,6 @@
-"""What a chat request and a model's template make together: the messages to render, and how the answer will be read.
+"""The format of a chat, from the request and the model's template: messages to render, and parsers of the answer.
 
-The template's own rendering of tools is used where it has one whose format is known; else `answers.tool_prompt`.
+The template's own rendering of tools is used where its format is known, else `answers.tool_prompt`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _MENTIONS_TOOLS = re.compile(r"\btools\b")
 class ChatFormat(NamedTuple):
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    """For the template."""
+    """Tools to pass to the template."""
     answer: AnswerFormat | None
     syntax: CallSyntax | None = None
-    """How the model writes calls; `None`: not declared."""
+    """The model's syntax of calls; `None`: not declared."""
     reasoning: str = ""
-    """The parser of the model's reasoning."""
+    """Name of the parser of the model's reasoning."""
 
     def answer_behind(self, prompt: str) -> AnswerFormat | None:
-        """How to read an answer to the rendered `prompt`."""
+        """Return the answer format for the rendered `prompt`."""
         if self.answer is None or self.answer.reasoning not in MARKERS:
             return self.answer
         begin, _ = MARKERS[self.answer.reasoning]
@@ -60,21 +60,21 @@ class ChatFormat(NamedTuple):
 
     @property
     def hides_markers(self) -> bool:
-        """Whether its markers are tokens that answers leave out unless they are asked for."""
+        """Whether the format's markers are special tokens, which answers leave out unless they are asked for."""
         return self.answer is not None and hides_markers(self.answer)
 
 
 def chat_format(
     req: ChatCompletionRequest | TokenizeRequest, tokenizer: Tokenizer, parsers: ParserSettings
 ) -> ChatFormat:
-    """Raises `PagemillError` 400 for tools where the deployment reads none."""
+    """Return the format. Raises `PagemillError` 400 for tools where the deployment parses none."""
     messages = [message.for_template() for message in req.messages or ()]
     template = tokenizer.chat_template.source(has_tools=bool(req.prompt_tools))
     try:
         tool_format = detect_tools(template, parsers.tools)
         reasoning = detect_reasoning(template, parsers.reasoning)
     except SourceError as error:
-        raise unavailable(f"The model's answers cannot be read: {error}", code="model_not_ready") from error
+        raise unavailable(f"The model's answers cannot be parsed: {error}", code="model_not_ready") from error
     tools: list[dict[str, Any]] | None = req.prompt_tools or None
     if tools and parsers.tools == NONE:
         raise PagemillError(
@@ -91,8 +91,8 @@ def chat_format(
     if isinstance(req, ChatCompletionRequest) and req.reasoning_budget is not None and not reasoning:
         raise invalid_field(
             "thinking_token_budget",
-            "`thinking_token_budget` needs a model whose reasoning is read; `model.reasoningParser` of this one is "
-            "none, or found none in its chat template. Remove it, or have the parser set.",
+            "`thinking_token_budget` needs a model whose reasoning is parsed; `model.reasoningParser` of this model "
+            "is none, or detected none in its chat template. Remove it, or have the parser set.",
         )
     used = tool_format if req.prompt_tools else ""
     reasoning = HARMONY if used == HARMONY else reasoning
@@ -115,10 +115,10 @@ def _answer_format(req: ChatTemplateFields, tools: str, reasoning: str) -> Answe
 
 
 def _lacking(template: str, tool_format: str) -> str | None:
-    """Why the template's own rendering of tools is not used; `None` if it is."""
+    """Return why the template's own rendering of tools cannot be used, or None."""
     if not _MENTIONS_TOOLS.search(template):
         return "renders no tools"
-    return None if tool_format else "asks for calls in a format that no parser reads"
+    return None if tool_format else "uses a format of calls that no parser supports"
 
 
 def _with_default_tools(
@@ -138,7 +138,7 @@ def _with_default_tools(
 
 @lru_cache(maxsize=64)
 def _log_default(template: str, tool_format: str, reason: str) -> None:
-    """Once for each template."""
+    """Log the default once for each template."""
     logger.warning(
         "The chat template %s: tools are described in the system message in the format %r. "
         "Set model.chatTemplate or model.toolCallParser where the model was trained on another one. Template: %.60r",

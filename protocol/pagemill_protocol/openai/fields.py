@@ -1,8 +1,8 @@
-"""Building blocks of the request schemas: the strict base class and the fields that come in several shapes.
+"""Building blocks of the request schemas: the strict base class and the fields with several shapes.
 
-Every refusal is a pydantic error whose context may carry `field`, the place below pydantic's own location; `parse`
-turns it into the client's error. Shapes are normalized here, so `schemas` sees one type: a list of stop strings, a list
-of prompts, a message's text.
+Every refusal is a pydantic error whose context may carry `field`, a path relative to pydantic's own location; `parse`
+turns it into the client's error. Shapes are normalized here, so that `schemas` has one type per field: a list of stop
+strings, a list of prompts, a message's text.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 
 
 def refusal(field: str, message: str, code: str = "invalid_value") -> PydanticCustomError:
-    """A validation error at `field`, relative to where it is raised; `message` names value and remedy."""
+    """Return a validation error at `field`, relative to where it is raised; `message` names value and remedy."""
     return PydanticCustomError("refusal", "{message}", {"field": field, "message": message, "code": code})
 
 
 class RequestModel(BaseModel):
-    """Strict types, unknown fields ignored, null means default, known but unsupported fields refused."""
+    """Base class: strict types, unknown fields ignored, null means default, known but unsupported fields refused."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, defer_build=True)
     UNSUPPORTED: ClassVar[Mapping[str, Unsupported]] = {}
@@ -73,7 +73,7 @@ def _stop_list(value: Any) -> Any:
 
 
 def _content_text(value: Any) -> Any:
-    """A message's content as text: itself, or its text parts joined by line breaks."""
+    """Return a message's content as text: a string, or its text parts joined by line breaks."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -100,7 +100,7 @@ def _part_text(index: int, part: Any) -> str:
 
 
 def prompts_of(value: Any, name: str = "prompt") -> list[str | list[int]]:
-    """All shapes of a completions prompt as a list of prompts, each text or token ids. `name`: of the field."""
+    """Return all shapes of a completions prompt as a list of texts or token ids. `name`: name of the field."""
     if isinstance(value, str):
         prompts: list[Any] = [value]
     elif not isinstance(value, list):
@@ -188,7 +188,7 @@ def _template_kwargs(value: Any) -> dict[str, Any]:
 
 
 def shorten(value: Any) -> str:
-    """A client's value as an error message shows it: JSON-like and at most about 40 characters."""
+    """Return a client's value for an error message: JSON-like and at most about 40 characters."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -210,7 +210,7 @@ _PART = {
 }
 _KWARG = {"type": ["string", "number", "boolean", "null"], "maxLength": MAX_TEMPLATE_KWARG_CHARS}
 
-# With each, what clients may send, for the OpenAPI document: a validator's own code says nothing of it.
+# Each field declares its shapes for the OpenAPI document, which cannot be derived from a validator's code.
 StopList = Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=str | list[str])]
 ContentText = Annotated[
     Text,

@@ -1,6 +1,5 @@
-"""The request fields that prescribe an answer's form: OpenAI's `response_format`, vLLM's `structured_outputs` and the
-older `guided_*`. `structured_params` reads them; here its errors become those of a field.
-"""
+"""The request fields that constrain an answer's form: OpenAI's `response_format`, vLLM's `structured_outputs` and the
+older `guided_*`. `structured_params` parses them; here its errors become errors of a field."""
 
 from __future__ import annotations
 
@@ -115,7 +114,7 @@ StructuralTag = Annotated[
 
 
 class FormFields(BaseModel):
-    """At most one of them prescribes a form."""
+    """The request fields that constrain the output's form; at most one may be set."""
 
     response_format: ResponseFormat = None
     structured_outputs: StructuredOutputsField = None
@@ -135,7 +134,7 @@ class FormFields(BaseModel):
 
     @property
     def form(self) -> tuple[str, StructuredOutputs] | None:
-        """The field that prescribes a form, and the form."""
+        """The name of the field that is set, and its form; None if no field is set."""
         for name in FORM_FIELDS:
             found = getattr(self, name)
             if found is not None:

@@ -1,7 +1,7 @@
-"""The form that a chat's answer is held to: what the client prescribes, forced and strict tool calls, behind reasoning.
+"""The form of a chat's answer: the client's form, and forced or strict tool calls, after optional reasoning.
 
-Schemas are checked before a model is known (`check_schemas`); how calls and reasoning are written follows from the
-model's formats (`prescribed`). Compiling and masking are the engine's.
+Schemas are checked before a model is known (`check_schemas`); the syntax of calls and reasoning follows from the
+model's formats (`prescribed`). The engine compiles the form and masks tokens.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperti
 
 class _Tool(NamedTuple):
     field: str
-    """Where its schema is in the request."""
+    """Path of its schema in the request."""
     name: str
     schema: Schema
     held: bool
-    """To its own schema; others may have any arguments."""
+    """Whether calls are constrained to the schema; other calls may have any arguments."""
 
 
 def check_schemas(req: ChatCompletionRequest) -> None:
-    """Refuse tools whose calls cannot be held to their schemas; takes the compiler's time. Raises `PagemillError`."""
-    from pagemill_protocol.grammars.check import CHECKS  # few requests need what it imports
+    """Refuse tools whose schemas cannot be enforced. Blocks while they are compiled. Raises `PagemillError` 400."""
+    from pagemill_protocol.grammars.check import CHECKS  # imported late, since few requests need it
 
     held = [each for each in _tools(req) if each.held]
     for tool in held:
         if tool.schema.get("type", "object") != "object":
             raise invalid_field(
-                f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to hold calls to it.'
+                f"{tool.field}.type", f'The `type` of `{tool.field}` must be "object" to constrain calls to it.'
             )
     if not held:
         return
@@ -56,7 +56,10 @@ def check_schemas(req: ChatCompletionRequest) -> None:
 def prescribed(
     req: ChatCompletionRequest, syntax: CallSyntax | None, reasoning: str, prompt: str
 ) -> StructuredOutputs | None:
-    """The form of an answer to the rendered `prompt`; `syntax` and `reasoning` are the formats of the model."""
+    """Return the form of the answer to the rendered `prompt`, or None. Raises `PagemillError` 400.
+
+    `syntax` and `reasoning`: the model's call syntax and the name of its reasoning parser.
+    """
     text = req.form[1] if req.form is not None else None
     if text is None and not req.holds_calls:
         return None
@@ -80,8 +83,8 @@ def prescribed(
 def _with_calls(req: ChatCompletionRequest, syntax: CallSyntax | None, text: Format | None) -> Format:
     if syntax is None:
         raise PagemillError(
-            "The parser of this model's tool calls declares no syntax, so calls cannot be forced or held to a schema. "
-            'Send `tool_choice` "auto" and tools without `strict`.',
+            "The parser of this model's tool calls declares no syntax, so calls cannot be forced or constrained "
+            'to a schema. Send `tool_choice` "auto" and tools without `strict`.',
             param="tool_choice",
             code="unsupported_parameter",
         )
@@ -98,11 +101,11 @@ def _arguments(tool: _Tool, syntax: CallSyntax) -> Format:
     try:
         return syntax.arguments(tool.schema)
     except ValueError as error:
-        raise invalid_field(tool.field, f"`{tool.field}` cannot be held: {error}.") from None
+        raise invalid_field(tool.field, f"`{tool.field}` cannot be enforced: {error}.") from None
 
 
 def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
-    """Those that may be called."""
+    """Yield the tools that may be called."""
     names = {req.names_function} if req.names_function else {each["function"]["name"] for each in req.prompt_tools}
     for index, tool in enumerate(req.tools):
         function = tool["function"]
@@ -117,7 +120,8 @@ def _tools(req: ChatCompletionRequest) -> Iterator[_Tool]:
 
 
 def _loose(parameters: Mapping[str, Any] | None) -> Schema:
-    """Any arguments; of the declared ones it says only which are text, because some formats write it differently."""
+    """Return a schema for any arguments, which only declares those of type string: some formats write these
+    differently."""
     properties = (parameters or {}).get("properties")
     if not isinstance(properties, dict):
         return {"type": "object"}

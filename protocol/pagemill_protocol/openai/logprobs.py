@@ -1,7 +1,7 @@
-"""Log probabilities in both dialects' shapes.
+"""Render log probabilities in the shapes of both dialects.
 
-`position` turns one position's ids and values into token texts; `chat` and `completions` give the JSON of a chunk or a
-whole choice. Tokens are shown with their special characters; `bytes` lets a client put split UTF-8 together.
+`position` turns one position's ids and values into token texts; `chat` and `completions` return the JSON of a chunk or
+a whole choice. Tokens are shown with their special characters; `bytes` lets a client join split UTF-8.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot hold (as OpenAI's API does)."""
+"""Replaces minus infinity, which JSON cannot express, as in OpenAI's API."""
 
 
 class TokenLogprob(NamedTuple):
     token: str
     token_bytes: bytes
     logprob: float | None
-    """`None`: of the prompt's first token, which nothing comes before."""
+    """`None` for the prompt's first token, which has no predecessor."""
     token_id: int = -1
 
 
@@ -35,7 +35,8 @@ class PositionLogprobs(NamedTuple):
 def position(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], num_top: int
 ) -> PositionLogprobs:
-    """From ids and values with the chosen token first, then the most likely ones (the engine's order)."""
+    """Return a position from ids and values: the chosen token first, then the most likely ones, as engines send
+    them."""
     entries = [
         TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), _finite(logprob), token_id)
         for token_id, logprob in zip(token_ids[: num_top + 1], logprobs, strict=False)
@@ -44,7 +45,7 @@ def position(
 
 
 def first_of_prompt(tokenizer: Tokenizer, token_id: int) -> PositionLogprobs:
-    """The token that has none."""
+    """Return the position of the prompt's first token, which has no log probability."""
     chosen = TokenLogprob(tokenizer.token_text(token_id), tokenizer.token_bytes(token_id), None, token_id)
     return PositionLogprobs(chosen, [])
 
@@ -52,7 +53,10 @@ def first_of_prompt(tokenizer: Tokenizer, token_id: int) -> PositionLogprobs:
 def by_token_id(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[float], rank: int, num_top: int
 ) -> dict[str, Any]:
-    """One position of `prompt_logprobs`, in vLLM's shape. Arguments as those of `position`; `rank`: of the first."""
+    """Return one position of `prompt_logprobs` in vLLM's shape.
+
+    Arguments as those of `position`; `rank`: rank of the first token.
+    """
     entries = zip(token_ids[: num_top + 1], logprobs, range(num_top + 1), strict=False)
     found: dict[str, Any] = {}
     for token_id, logprob, place in entries:
@@ -62,17 +66,17 @@ def by_token_id(
 
 
 def chat(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat chunk or body."""
+    """Return `choices[].logprobs` of a chat chunk or body."""
     content = [{**_entry(at.chosen), "top_logprobs": [_entry(top) for top in at.top]} for at in positions]
     return {"content": content, "refusal": None}
 
 
 def completions(positions: Sequence[PositionLogprobs], text_offset: int = 0) -> dict[str, Any]:
-    """`choices[].logprobs` of a completions chunk or body.
+    """Return `choices[].logprobs` of a completions chunk or body.
 
     `text_offset`: characters of the choice's text (the echoed prompt included) before the first position; below 0 where
-    the prompt begins with tokens that its text does not have. With no alternatives asked for, `top_logprobs` is null;
-    else each entry also holds the chosen token.
+    the prompt begins with tokens that are not in its text. Without alternatives, `top_logprobs` is null; otherwise each
+    entry also contains the chosen token.
     """
     offsets: list[int] = []
     for at in positions:

@@ -1,8 +1,8 @@
-"""From raw request bytes to a checked request, or to the one error message that helps its sender.
+"""Parse raw request bytes into a checked request, or an error message that helps its sender.
 
 JSON is parsed strictly: no NaN or Infinity, no lone surrogates, no broken UTF-8, no NUL characters, at most 1,024
-levels of nesting, integers beyond 64 bits are no integers. The fast path is one parse and one validation; only a body
-that failed is looked at again, to name the field at fault.
+levels of nesting; integers beyond 64 bits are refused. The fast path is one parse and one validation; only a body that
+failed is parsed again, to name the wrong field.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EXPECTATIONS: dict[str, str] = {
 
 
 def parse_body(raw: bytes, schema: type[Model]) -> Model:
-    """The request in `raw`. Raises `PagemillError` 400 whose `param` is the first field at fault."""
+    """Return the request in `raw`. Raises `PagemillError` 400 whose `param` is the first wrong field."""
     data = parse_json(raw)
     if not isinstance(data, dict):
         raise _invalid(None, f"The request body must be a JSON object, got {shorten(data)}.", "invalid_json")
@@ -64,7 +64,7 @@ def parse_body(raw: bytes, schema: type[Model]) -> Model:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Any JSON value in `raw`, strictly. Raises `PagemillError` 400."""
+    """Return any JSON value in `raw`, parsed strictly. Raises `PagemillError` 400."""
     if not raw.strip(b" \t\r\n"):
         raise _invalid(None, "The request body is empty. Send a JSON object.", "invalid_json")
     try:
@@ -74,13 +74,16 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _has_escaped_nul(raw: bytes) -> bool:
-    """An escape, unless the backslash is escaped itself. A search by expression would stop all threads for its time."""
+    """Whether the text has an escaped NUL whose backslash is not escaped itself.
+
+    A regular expression would hold the interpreter's lock for the whole search.
+    """
     *before, _ = raw.split(b"\\u0000")
     return any((len(piece) - len(piece.rstrip(b"\\"))) % 2 == 0 for piece in before)
 
 
 def _explain_bad_json(raw: bytes, error: orjson.JSONDecodeError) -> PagemillError:
-    """Name the field of a body that lenient parsers would accept; else the position of the fault."""
+    """Return an error that names the field of a body which lenient parsers accept, else the position of the error."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as broken:
@@ -131,7 +134,7 @@ def _has_surrogate(value: Any) -> bool:
 
 
 def _find(data: Any, wanted: Callable[[Any], bool]) -> str | None:
-    """The path of the first value or key that is `wanted`, among the first `_MAX_SEARCHED_VALUES`."""
+    """Return the path of the first matching value or key among the first `_MAX_SEARCHED_VALUES`, or None."""
     for path, value in itertools.islice(_walk(data), _MAX_SEARCHED_VALUES):
         if wanted(value):
             return path
@@ -139,7 +142,7 @@ def _find(data: Any, wanted: Callable[[Any], bool]) -> str | None:
 
 
 def _walk(data: Any) -> Iterator[tuple[str, Any]]:
-    """All values and keys below `data` with their paths, in document order, lazily and without recursion."""
+    """Yield all values and keys below `data` with their paths, in document order, lazily and without recursion."""
     stack = [_children("", data)]
     while stack:
         entry = next(stack[-1], None)
@@ -164,7 +167,7 @@ def _children(path: str, value: Any) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def _last_key(raw: bytes) -> str | None:
-    """The key before a fault in bytes that no parser reads: a hint, `None` when there is none nearby."""
+    """Return the key before an error in bytes that no parser accepts, or None where none is near."""
     head = raw[-4096:]
     colon = head.rfind(b'":')
     start = head.rfind(b'"', 0, colon) if colon > 0 else -1
@@ -174,7 +177,7 @@ def _last_key(raw: bytes) -> str | None:
 
 
 def from_validation(error: ValidationError) -> PagemillError:
-    """The first of pydantic's errors as one sentence: field, what it must be, what it was."""
+    """Return the first of pydantic's errors as one sentence: field, expected value, given value."""
     first = error.errors(include_url=False)[0]
     path = ""
     for part in first["loc"]:
@@ -190,13 +193,13 @@ def from_validation(error: ValidationError) -> PagemillError:
 
 
 def from_refusal(error: PydanticCustomError) -> PagemillError:
-    """Of `fields.refusal`, raised outside a schema's validation."""
+    """Return the error of a `fields.refusal` that was raised outside a schema's validation."""
     context: dict[str, Any] = error.context or {}
     return _invalid(context["field"], context["message"], context["code"])
 
 
 def _was_integer(value: Any) -> bool:
-    """One too large for the parser, which made a float of it."""
+    """Whether a value was an integer too large for the parser, which made a float of it."""
     return isinstance(value, float) and abs(value) >= 2**63
 
 

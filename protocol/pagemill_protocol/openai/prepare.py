@@ -1,8 +1,8 @@
-"""From a checked request to what an engine runs: rendered, tokenized, with every limit applied.
+"""Prepare a checked request for an engine: render, tokenize, apply all limits.
 
 The gateway, or the engine's own HTTP process, calls this once per request, off its event loop: rendering and tokenizing
-long prompts takes milliseconds. Ids, clock, seed and cache salt come from the caller, so the functions are pure. Load
-plays no role here; the gateway and the scheduler decide on admission.
+long prompts takes milliseconds. Ids, clock, seed and cache salt come from the caller, so the functions are pure.
+Admission is not decided here, but by the gateway and the scheduler.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ if TYPE_CHECKING:
     from pagemill_protocol.text.tokenizer import Tokenizer
 
 MAX_TOKENS_OF_SEVERAL = 1024 * 1024
-"""Maximum number of tokens that the prompts of one request have together, if there are several."""
+"""Maximum total number of tokens of the prompts of one request, if there are several."""
 _AUTO = ParserSettings()
 _SHARED_FIELDS = [name for name in SamplingParams.__struct_fields__ if name in SamplingFields.model_fields]
 
 
 def with_seed(request: GenerateRequest, new_seed: Callable[[], int]) -> GenerateRequest:
-    """`request` with a seed of its own if the client sent none: it can then be continued by another engine, and equal
-    prompts of one body get different answers."""
+    """Return `request` with a seed of its own if the client sent none.
+
+    Another engine can then continue it, and equal prompts of one body get different answers.
+    """
     if request.sampling.seed is not None:
         return request
     return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, seed=new_seed()))
@@ -53,9 +55,9 @@ def sampling_of(
     seed: int | None = None,
     defaults: Mapping[str, Any] = {},
 ) -> SamplingParams:
-    """What is asked of the sampler, checked as far as no model is needed for it: before anything that costs.
+    """Return the sampling parameters, checked as far as possible without a model, before any expensive work.
 
-    `defaults`: the model's. Arguments as in `prepare_chat`. Raises `PagemillError` 400.
+    `defaults`: the model's. Other arguments as in `prepare_chat`. Raises `PagemillError` 400.
     """
     if isinstance(req, CompletionRequest):
         return _sampling(req, req.requested_tokens, "max_tokens", req.logprobs, seed, defaults)
@@ -64,7 +66,7 @@ def sampling_of(
 
 
 def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """`sampling`, checked for this model as well: before its prompt is rendered. Raises `PagemillError` 400."""
+    """Return `sampling`, also checked for this model, before its prompt is rendered. Raises `PagemillError` 400."""
     named = sampling.stop_token_ids, sampling.logit_bias, sampling.allowed_token_ids, sampling.logprob_token_ids
     if any(named) or sampling.use_beam_search:
         sampling.validate(tokenizer.vocab_size)
@@ -72,17 +74,17 @@ def within_vocabulary(sampling: SamplingParams, tokenizer: Tokenizer) -> Samplin
 
 
 def needs_check(fields: SamplingFields) -> bool:
-    """Whether `check_form` has something to compile."""
+    """Whether `check_form` has anything to compile."""
     return fields.form is not None or (isinstance(fields, ChatCompletionRequest) and fields.holds_calls)
 
 
 def check_form(fields: SamplingFields) -> None:
-    """Refuse a form of answers that cannot be compiled; takes the compiler's time. Raises `PagemillError` 400."""
+    """Refuse a form of answers that cannot be compiled. Blocks while it is compiled. Raises `PagemillError` 400."""
     if isinstance(fields, ChatCompletionRequest) and fields.holds_calls:
         check_schemas(fields)
     if fields.form is None:
         return
-    from pagemill_protocol.grammars.check import CHECKS  # few requests need what it imports
+    from pagemill_protocol.grammars.check import CHECKS  # imported late, since few requests need it
 
     param, outputs = fields.form
     CHECKS.check(outputs, param)
@@ -101,12 +103,10 @@ def prepare_chat(
     text: str | None = None,
     parsers: ParserSettings = _AUTO,
 ) -> GenerateRequest:
-    """Render and tokenize a chat; without a limit the answer may fill the context.
+    """Render and tokenize a chat; without a limit the answer may fill the context. Raises `PagemillError` 400.
 
-    `sampling` and `text`: what `within_vocabulary` and `render_soon` made of it, if they were asked.
-
-    `seed` and the model's own sampling values count where the client sent none.
-    `max_model_len` 0: not known, the engine checks. Raises `PagemillError` 400.
+    `sampling` and `text`: results of `within_vocabulary` and `render_soon`, if they were called. `seed` and the model's
+    own sampling values apply where the client sent none. `max_model_len` 0: not known; the engine checks the length.
     """
     defaults = tokenizer.bundle.sampling_defaults
     sampling = sampling or within_vocabulary(sampling_of(req, seed=seed, defaults=defaults), tokenizer)
@@ -158,9 +158,9 @@ def prepare_completions(
     seed: int | None = None,
     sampling: SamplingParams | None = None,
 ) -> list[GenerateRequest]:
-    """One request per prompt, in order; several get ids `REQUEST_ID-INDEX` and share `response_id`.
+    """Return one request per prompt, in order; several get ids `REQUEST_ID-INDEX` and share `response_id`.
 
-    Arguments as in `prepare_chat`. Raises `PagemillError` 400 before any of them is sent.
+    Arguments as in `prepare_chat`. Raises `PagemillError` 400.
     """
     several = len(req.prompt) > 1
     defaults = tokenizer.bundle.sampling_defaults
@@ -202,16 +202,16 @@ def prepare_completions(
 
 
 def tokenize(req: TokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
-    """The token ids of a prompt, or of rendered messages, as far as they fit into the context; else 400."""
+    """Return the token ids of a prompt, or of rendered messages. Raises `PagemillError` 400 beyond the context."""
     if req.messages is None:
-        assert req.prompt is not None  # the schema lets exactly one through
+        assert req.prompt is not None  # the schema requires exactly one
         return tokenizer.encode_within(req.prompt, max_model_len, req.add_special_tokens is not False)
     text = _render(chat_format(req, tokenizer, _AUTO), req, tokenizer)
     return tokenizer.encode_within(text, max_model_len, bool(req.add_special_tokens), param="messages")
 
 
 def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int) -> str:
-    """The text of token ids, special tokens included; 400 for more of them than a context has."""
+    """Return the text of token ids, special tokens included. Raises `PagemillError` 400 for more than a context has."""
     max_tokens = max_model_len or LARGEST_CONTEXT
     if len(req.tokens) > max_tokens:
         raise beyond_context(max_tokens, f"`tokens` has {len(req.tokens)} ids. Send fewer at once.", "tokens")
@@ -220,7 +220,10 @@ def detokenize(req: DetokenizeRequest, tokenizer: Tokenizer, max_model_len: int)
 
 
 async def render_soon(req: ChatCompletionRequest, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
-    """The prompt of a short chat, on the event loop; None: ask `prepare_chat` for it. Raises `PagemillError` 400."""
+    """Render the prompt of a short chat on the event loop, or return None: then `prepare_chat` renders it.
+
+    Raises `PagemillError` 400.
+    """
     form = chat_format(req, tokenizer, parsers)
     return await tokenizer.chat_template.render_soon(form.messages, tools=form.tools, **_rendering(req))
 
@@ -264,7 +267,7 @@ def _encode(
 
 
 def _response_id(req: SamplingFields, request_id: str, *, several: bool) -> str:
-    """The client's own name behind the usual prefix. Engines keep to ours, which no other request has."""
+    """Return the response id with the client's own request id, if it sent one. Engines use the server's unique id."""
     if req.request_id is not None:
         return f"{request_id.partition('-')[0]}-{req.request_id}"
     return request_id if several else ""
@@ -295,19 +298,19 @@ def _answer_budget(
     prompt_param: str,
     limit_param: str,
 ) -> int | None:
-    """Tokens the answer may have: as requested, else the default, else what is left of the context."""
+    """Return the maximum tokens of the answer: as requested, else the default, else the rest of the context."""
     if max_model_len <= 0:
         return requested if requested is not None else default
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
+    num_left = max_model_len - num_prompt_tokens
+    if num_left < 1:
         raise context_length_exceeded(num_prompt_tokens, max_model_len, prompt_param)
     if requested is None:
-        return room if default is None else min(default, room)
-    if requested > room:
+        return num_left if default is None else min(default, num_left)
+    if requested > num_left:
         raise beyond_context(
             max_model_len,
             f"The prompt has {num_prompt_tokens} tokens and `{limit_param}` asks for {requested} more, together "
-            f"{num_prompt_tokens + requested}. Send `{limit_param}` of at most {room}, or shorten the prompt.",
+            f"{num_prompt_tokens + requested}. Send `{limit_param}` of at most {num_left}, or shorten the prompt.",
             limit_param,
         )
     return requested
@@ -324,7 +327,7 @@ def _sampling(
     if max_tokens is not None and max_tokens < 1:
         raise invalid_field(limit_param, f"`{limit_param}` must be an integer of at least 1, got {max_tokens}.")
     values = {name: getattr(req, name) for name in _SHARED_FIELDS}
-    if not req.use_beam_search:  # a model's defaults say how to draw tokens; beam search draws none
+    if not req.use_beam_search:  # a model's defaults concern sampling, which beam search does not do
         missing = defaults.keys() - req.model_fields_set
         values |= {name: defaults[name] for name in missing if name in values}
     return SamplingParams(
@@ -343,7 +346,7 @@ def _sampling(
 
 
 def _limited(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    """`sampling` with the answer's budget, known only once the prompt's length is."""
+    """Return `sampling` with the answer's token limit, which depends on the prompt's length."""
     if max_tokens == sampling.max_tokens:
         return sampling
     limited = msgspec.structs.replace(sampling, max_tokens=max_tokens)

@@ -1,7 +1,7 @@
-"""Answers in OpenAI's shapes: pure functions from values to JSON bytes and SSE events.
+"""Render answers in OpenAI's shapes: pure functions from values to JSON bytes and SSE events.
 
 Chunks and bodies of both dialects, usage, the model list, vLLM's tokenize pair, errors. A chunk function returns JSON;
-`sse` makes it an event. Detokenizing, stop strings and the order of events are the caller's (`pagemill_engine.output`).
+`sse` makes it an event. The caller (`pagemill_engine.output`) detokenizes, finds stop strings and orders events.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 SSE_CONTENT_TYPE = "text/event-stream; charset=utf-8"
 SSE_DONE = b"data: [DONE]\n\n"
 SSE_KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, proxies see traffic."""
+"""A comment: clients skip it, and proxies see traffic."""
 
 ToolReason = Literal["tool_calls"]
 StopReason = str | int | None
-"""vLLM's field: the stop string or the stop token that ended a choice, if one did."""
+"""vLLM's field: the stop string or stop token that ended a choice, or None."""
 Logprobs = Mapping[str, Any]
-"""Made by `openai.logprobs.chat` or `.completions`."""
+"""Result of `openai.logprobs.chat` or `.completions`."""
 
 
 class Head(NamedTuple):
-    """What every chunk and body of one response repeats."""
+    """Fields that every chunk and body of one response repeats."""
 
     id: str
     model: str
@@ -37,7 +37,7 @@ class Head(NamedTuple):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One finished choice of a whole body. `text` holds the echoed prompt too, if any."""
+    """One finished choice of a body. `text` includes the echoed prompt, if any."""
 
     index: int
     text: str
@@ -45,9 +45,9 @@ class Choice(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None = None
     stop_reason: StopReason = None
     message: Mapping[str, Any] | None = None
-    """Of a chat, in place of `text`: content, reasoning and tool calls."""
+    """The message of a chat, in place of `text`: content, reasoning and tool calls."""
     added: Mapping[str, Any] | None = None
-    """Further fields: vLLM's about tokens."""
+    """Further fields of the choice: those of vLLM about tokens."""
 
 
 class ModelCard(NamedTuple):
@@ -61,7 +61,7 @@ class ModelCard(NamedTuple):
     parent: str | None = None
     """The model that an adapter belongs to."""
     pools: bool = False
-    """It answers with vectors or scores, not with text."""
+    """The model answers with vectors or scores, not with text."""
 
 
 def head(request: GenerateRequest, system_fingerprint: str | None = None) -> Head:
@@ -69,12 +69,12 @@ def head(request: GenerateRequest, system_fingerprint: str | None = None) -> Hea
 
 
 def fingerprint(weights_digest: str) -> str:
-    """`system_fingerprint`: equal for engines that run the same weights."""
+    """Return `system_fingerprint`, which is equal for engines with the same weights."""
     return f"fp_{weights_digest[:12]}" if weights_digest else "fp_unknown"
 
 
 def choice_index(request: GenerateRequest, choice: int) -> int:
-    """The client's index of one of `request`'s choices."""
+    """Return the client's index of one of `request`'s choices."""
     return request.prompt_index * request.sampling.n + choice
 
 
@@ -87,7 +87,7 @@ def error_body(error: PagemillError) -> bytes:
 
 
 def sse_error(error: PagemillError) -> bytes:
-    """The event that ends a broken stream; clients raise it. No `[DONE]` follows."""
+    """Return the event that ends a broken stream; clients raise it. No `[DONE]` follows."""
     return sse(error_body(error))
 
 
@@ -106,10 +106,11 @@ def chat_chunk(
     token_ids: Sequence[int] | None = None,
     prompt: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """One chunk of a chat. `role`: the first of its choice. `text` None: no text, as in a chunk that only finishes.
+    """Return one chunk of a chat.
 
-    `include_usage`: the chunk says `usage: null` unless there is one. `added`: reasoning or a tool call. `prompt`:
-    fields about the prompt.
+    `role`: the first chunk of its choice. `text` None: no text, as in a chunk that only finishes. `include_usage`: the
+    chunk has `usage: null` unless there is a usage. `added`: reasoning or a tool call. `prompt`: fields about the
+    prompt.
     """
     delta: dict[str, Any] = {}
     if role:
@@ -135,14 +136,17 @@ def completion_chunk(
     added: Mapping[str, Any] | None = None,
     stop_reason: StopReason = None,
 ) -> bytes:
-    """One chunk of a completion; `include_usage` and `usage` as in `chat_chunk`. `added`: fields of the choice."""
+    """Return one chunk of a completion.
+
+    `include_usage` and `usage` as in `chat_chunk`. `added`: further fields of the choice.
+    """
     end = _end(finish_reason, stop_reason)
     choice = {"index": index, "text": text, "logprobs": logprobs, **end, **(added or {})}
     return _chunk(head, "text_completion", choice, include_usage, usage)
 
 
 def usage_chunk(head: Head, chunk_object: str, usage: Usage) -> bytes:
-    """The last chunk under `stream_options.include_usage`: no choices."""
+    """Return the last chunk under `stream_options.include_usage`, which has no choices."""
     return orjson.dumps({**_envelope(head, chunk_object), "choices": [], "usage": usage_object(usage)})
 
 
@@ -176,7 +180,8 @@ def completion_body(head: Head, choices: Iterable[Choice], usage: Usage) -> byte
 
 
 def merge_completion_bodies(bodies: Sequence[bytes]) -> bytes:
-    """One body of several prompts' bodies: choices by index, usage summed, the rest as in the first."""
+    """Return one body made of the bodies of several prompts: choices by index, usage summed, the rest as in the
+    first."""
     parsed = [orjson.loads(body) for body in bodies]
     choices = sorted((choice for body in parsed for choice in body["choices"]), key=lambda choice: choice["index"])
     total = add_usage(*(_parse_usage(body["usage"]) for body in parsed))
@@ -199,17 +204,17 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def models_body(models: Iterable[ModelCard]) -> bytes:
-    """Body of `GET /v1/models`."""
+    """Return the body of `GET /v1/models`."""
     return orjson.dumps({"object": "list", "data": [_model(card) for card in models]})
 
 
 def model_body(card: ModelCard) -> bytes:
-    """Body of `GET /v1/models/{id}`."""
+    """Return the body of `GET /v1/models/{id}`."""
     return orjson.dumps(_model(card))
 
 
 def tokenize_body(token_ids: Sequence[int], max_model_len: int, token_strs: Sequence[str] | None = None) -> bytes:
-    """Body of `POST /tokenize`."""
+    """Return the body of `POST /tokenize`."""
     return orjson.dumps(
         {
             "count": len(token_ids),
@@ -221,7 +226,7 @@ def tokenize_body(token_ids: Sequence[int], max_model_len: int, token_strs: Sequ
 
 
 def detokenize_body(text: str) -> bytes:
-    """Body of `POST /detokenize`."""
+    """Return the body of `POST /detokenize`."""
     return orjson.dumps({"prompt": text})
 
 

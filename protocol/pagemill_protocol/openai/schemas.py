@@ -1,8 +1,8 @@
 """Bounded request types of the OpenAI dialects, with vLLM's extra sampling fields.
 
-They check shape and size; ranges of sampling values are `SamplingParams.validate`'s, the context length and token ids
-`prepare`'s. Unknown fields are ignored, known but unsupported ones refused (`unsupported`). Parse with
-`parse.parse_body`, which gives errors in OpenAI's shape.
+They check shape and size; `SamplingParams.validate` checks ranges of sampling values, `prepare` the context length and
+token ids. Unknown fields are ignored, known but unsupported ones refused (`unsupported`). Parse with
+`parse.parse_body`, which reports errors in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pagemill_protocol.sampling import (
 
 MAX_MESSAGES = 2048
 MAX_TOTAL_CHOICES = 2048
-"""Choices of all prompts of one completions request together."""
+"""Maximum number of choices of all prompts of one completions request together."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -66,12 +66,12 @@ class ChatMessage(RequestModel):
 
     role: Role
     content: ContentText = ""
-    """Text; a list of text parts is joined by line breaks."""
+    """Text; text parts of a list are joined by line breaks."""
     name: Name | None = None
     tool_calls: ToolCalls = Field(default_factory=list)
-    """Of an assistant message: the calls that it made."""
+    """The calls of an assistant message."""
     tool_call_id: Name | None = None
-    """Of a tool message: the call that it answers."""
+    """The call that a tool message answers."""
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     """Another name of `reasoning_content`."""
@@ -91,7 +91,7 @@ class ChatMessage(RequestModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it; `developer` is OpenAI's newer name of `system`."""
+        """Return the message for chat templates; `developer` is OpenAI's newer name of `system`."""
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
@@ -106,7 +106,7 @@ class ChatMessage(RequestModel):
 
 
 class SamplingFields(RequestModel, FormFields):
-    """What both dialects say about sampling and streaming."""
+    """The fields of both dialects about sampling and streaming."""
 
     model: Name
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -134,9 +134,9 @@ class SamplingFields(RequestModel, FormFields):
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    """Of a longer prompt its last tokens alone are read; -1: as many as fit beside `max_tokens`."""
+    """Maximum tokens of the prompt, of which the last are kept; -1: as many as fit beside `max_tokens`."""
     logprob_token_ids: list[int] = Field([], max_length=MAX_LOGPROB_TOKEN_IDS)
-    """With `logprobs`: these tokens in place of the most likely ones."""
+    """With `logprobs`: report these tokens in place of the most likely ones."""
     bad_words: list[str] = Field([], max_length=MAX_BAD_WORDS)
     allowed_token_ids: list[int] = Field([], max_length=MAX_ALLOWED_TOKEN_IDS)
     return_token_ids: bool = False
@@ -144,7 +144,7 @@ class SamplingFields(RequestModel, FormFields):
     stream_options: StreamOptions | None = None
     priority: Priority = 0
     request_id: RequestId | None = None
-    """vLLM's: the answer's `id` is made of it."""
+    """vLLM's field: the answer's `id` is made from it."""
     user: Annotated[str, Field(max_length=1024)] | None = None
 
     @model_validator(mode="after")
@@ -175,7 +175,7 @@ class SamplingFields(RequestModel, FormFields):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are generated for each prompt."""
+        """Number of sequences that are generated for each prompt."""
         return self.beam_width or self.best_of or self.n
 
     @property
@@ -188,7 +188,7 @@ class SamplingFields(RequestModel, FormFields):
 
 
 class ChatTemplateFields(RequestModel):
-    """How messages become a prompt; shared by chat and tokenize."""
+    """Fields about rendering messages as a prompt, shared by chat and tokenize."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -220,30 +220,31 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     add_special_tokens: bool = False
-    """Templates write the special tokens themselves."""
+    """False, since templates write the special tokens themselves."""
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     """A variable of the chat template; "none" also sets `enable_thinking` and `thinking` to false."""
     thinking_token_budget: TokenBudget | None = None
-    """Tokens of reasoning at most; -1: no limit."""
+    """Maximum tokens of reasoning; -1: no limit."""
     reasoning: ReasoningFields | None = None
-    """The two above in one object."""
+    """`reasoning_effort` and `thinking_token_budget` in one object."""
     include_reasoning: bool = True
-    """False: reasoning is read and left out of the answer."""
+    """If false, reasoning is parsed and left out of the answer."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """A variable of the chat template."""
 
     @property
     def prompt_tools(self) -> list[dict[str, Any]]:
-        """Of a choice among some tools, those alone: the prompt shows no others, and no grammar has them."""
+        """The tools that the model may call: with `allowed_tools` only those, so that neither prompt nor grammar has
+        others."""
         if isinstance(self.tool_choice, dict) and "names" in self.tool_choice:
             return [tool for tool in self.tools if tool["function"]["name"] in self.tool_choice["names"]]
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def names_function(self) -> str:
-        """The only function that the model may call, and must; "" if the client named none."""
+        """The function that the model must call; "" if the client named none."""
         choice = self.tool_choice
         return str(choice["function"]["name"]) if isinstance(choice, dict) and "function" in choice else ""
 
@@ -261,12 +262,12 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
     @property
     def holds_calls(self) -> bool:
-        """Whether calls are held to the schema of their function."""
+        """Whether calls are constrained to the schema of their function."""
         return self.forces_calls or any(tool["function"].get("strict") for tool in self.prompt_tools)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables for the chat template; `chat_template_kwargs` wins over the fields of its own."""
+        """Variables for the chat template; `chat_template_kwargs` overrides the fields of the request."""
         effort = self.reasoning_effort or (self.reasoning.effort if self.reasoning is not None else None)
         given: dict[str, Any] = {"reasoning_effort": effort, "verbosity": self.verbosity}
         if effort == "none":
@@ -292,7 +293,7 @@ class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
 
     @property
     def max_tokens_field(self) -> str:
-        """The field that limits the answer; the newer name wins when both are sent."""
+        """The name of the field that limits the answer; the newer name is used when both are sent."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
@@ -308,18 +309,18 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     suffix: Text = ""
-    """The text after the answer: the model fills in the middle, where it has tokens for that."""
+    """The text after the answer: the model fills in the middle, if it has tokens for that."""
     echo: bool = False
     add_special_tokens: bool = True
 
     @property
     def prompt_only(self) -> bool:
-        """Nothing is asked for but the prompt, usually for its log probabilities."""
+        """Whether the client asks only for the prompt, usually for its log probabilities."""
         return self.echo and self.max_tokens == 0
 
     @property
     def requested_tokens(self) -> int | None:
-        """Tokens to generate: an engine generates one at least."""
+        """Tokens to generate: an engine generates at least one."""
         return 1 if self.prompt_only else self.max_tokens
 
     @model_validator(mode="after")
@@ -373,7 +374,7 @@ class TokenizeRequest(ChatTemplateFields):
 
     @property
     def num_chars(self) -> int:
-        """Of the text to tokenize, before messages are rendered."""
+        """Number of characters to tokenize, before messages are rendered."""
         return len(self.prompt or "") + sum(len(message.content) for message in self.messages or [])
 
 
@@ -387,7 +388,7 @@ class DetokenizeRequest(RequestModel):
 def _held_beams_error(request: ChatCompletionRequest) -> PydanticCustomError | None:
     if not request.use_beam_search or not (request.holds_calls or request.reasoning_budget is not None):
         return None
-    message = "Forced and strict tool calls and budgets of reasoning do not go with `use_beam_search`. Remove it."
+    message = "Forced and strict tool calls and reasoning budgets do not work with `use_beam_search`. Remove it."
     return refusal("use_beam_search", message)
 
 
@@ -425,7 +426,7 @@ def _continuation_error(request: ChatTemplateFields, messages: list[ChatMessage]
 
 
 def _history_error(messages: list[ChatMessage]) -> PydanticCustomError | None:
-    """The first tool message that answers no earlier call."""
+    """Return the error of the first tool message that answers no earlier call, or None."""
     known: set[str] = set()
     for index, message in enumerate(messages):
         known.update(call["id"] for call in message.tool_calls)

@@ -1,6 +1,6 @@
-"""The tools of a chat request and the calls in its history: checked shapes of plain objects, as templates take them.
+"""The tools of a chat request and the calls in its history: checked plain objects, as templates take them.
 
-How a model writes calls is `pagemill_protocol.answers`'; how tools get into the prompt is `chat_format`'s.
+`pagemill_protocol.answers` defines how models write calls, `chat_format` how tools get into the prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _function(value: Any, field: str) -> dict[str, Any]:
-    """The `function` of a tool or of a call."""
+    """Return the `function` of a tool or of a call."""
     if not isinstance(value, dict):
         raise refusal(field, f'`{field}` must be an object of type "function", got {shorten(value)}.')
     kind = value.get("type", "function")
@@ -114,7 +114,7 @@ def _tool_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def choice_error(choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> PydanticCustomError | None:
-    """What is wrong with `tool_choice` beside these tools."""
+    """Return the error of a `tool_choice` that does not match the tools, or None."""
     if choice in ("none", "auto"):
         return None
     if not tools:

@@ -1,8 +1,8 @@
-"""Request fields that clients know and this server does not serve, as data.
+"""Request fields that clients know and this server does not support, as data.
 
-Ignoring such a field would silently give the client something it did not ask for, so it gets a 400 with the remedy. A
-value that asks for nothing beyond the default (`tools: []`, `echo: false`) is harmless and passes. Fields in no table
-and no schema are ignored. A field that becomes supported moves from here to `schemas`.
+Ignoring such a field would silently give the client something it did not ask for, so it is refused with 400 and the
+remedy. A value without effect beyond the default (`tools: []`, `echo: false`) is harmless and accepted. Fields in no
+table and no schema are ignored. A field that becomes supported moves from here to `schemas`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Unsupported(NamedTuple):
-    """Why a field is refused; `harmless` lists the values that pass."""
+    """The remedy for an unsupported field; values in `harmless` are accepted."""
 
     remedy: str
     harmless: tuple[Any, ...] = ()

@@ -1,7 +1,7 @@
-"""Where models come from: kinds of sources by their scheme, downloads that go on where they stopped, and their cache.
+"""Model sources: kinds by their scheme, resumable downloads, and the cache.
 
-`base` is the contract, `registry` knows the kinds, `resolve` turns a source into a path here. One file a kind. The
-command line, the operator's plan, the loader and the reference page read the same registry.
+`base` defines the interface, `registry` lists the kinds, `resolve` turns a source into a local path. One file per kind.
+The command line, the operator's plan, the loader and the reference page read the same registry.
 """
 
 from pagemill_protocol.source_errors import FetchError, SourceError, UnreadableModelError

@@ -1,8 +1,8 @@
-"""What a kind of model source declares, and what a remote one does: list files, and fetch a file from any byte on.
+"""The interface of a kind of model source; a remote kind lists files and fetches a file from any byte on.
 
-A kind is pure but for `find` and `open`: plans are made with it where neither network nor files are at hand, and its
-libraries are imported only when something is fetched. `store` decides where fetched bytes go, and `registry` which
-kinds there are.
+A kind is pure except for `find` and `open`: plans use it where neither network nor files are available, and its
+libraries are imported only when something is fetched. `store` decides where fetched bytes are written, and `registry`
+which kinds exist.
 """
 
 from __future__ import annotations
@@ -14,81 +14,83 @@ from typing import BinaryIO, ClassVar, Literal, NamedTuple, Protocol, runtime_ch
 from pagemill_protocol.source_errors import SourceError
 
 Where = Literal["machine", "cluster", "network"]
-"""Where the files lie: here or in the engine's image, on a claim of a cluster, or behind a network."""
+"""Location of the files: this machine or the engine's image, a claim in a cluster, or a network."""
 
 
 class Credential(NamedTuple):
-    """A variable with credentials, as the kind's library reads it, and where a Secret holds it."""
+    """An environment variable with credentials, as the kind's library reads it, and the key of a Secret that has
+    them."""
 
     variable: str
     key: str | None = None
-    """Key of the Secret; `None`: the one that the reference names."""
+    """Key of the Secret; `None`: the key that the reference names."""
     is_optional: bool = False
 
 
 class RemoteFile(NamedTuple):
     path: str
-    """Below the model's folder."""
+    """Path relative to the model's folder."""
     num_bytes: int
     sha256: str | None = None
     """Digest of the content; `None` where none is published."""
     git_sha1: str | None = None
     """Git's digest of the content, for files that are stored in git itself."""
     etag: str | None = None
-    """The store's mark of this content."""
+    """The store's entity tag of this content."""
     is_archive: bool = False
-    """A tar whose members are the files of the model."""
+    """Whether it is a tar archive whose members are the model's files."""
     address: str = ""
-    """What the repository asks its server for, where that is not the path."""
+    """Name of the file in requests to the server, where it differs from the path."""
 
 
 class Listing(NamedTuple):
     version: str
-    """Of the files all together: parts of two versions are never mixed."""
+    """Version of all files together: files of two versions are never mixed."""
     files: list[RemoteFile]
 
 
 class Repository(Protocol):
-    """The files behind one remote source. Every error is a `FetchError` that names the remedy."""
+    """The files of one remote source. Every error is a `FetchError` that names the remedy."""
 
     name: str
-    """As messages call it."""
+    """Name in messages."""
 
     def list_files(self) -> Listing: ...
 
     def fetch(self, file: RemoteFile, version: str, out: BinaryIO) -> None:
-        """Append to `out` what it lacks of the file. May raise with a part appended: the next call goes on there."""
+        """Append the missing part of the file to `out`. It may raise after appending a part; the next call continues
+        there."""
         ...
 
     def close(self) -> None:
-        """Give connections back."""
+        """Release connections."""
         ...
 
 
 @runtime_checkable
 class ReadsRanges(Protocol):
-    """A repository of which parts of a file are read too: what a model is can be known without its weights."""
+    """A repository that can read parts of files, so that a model's headers can be read without its weights."""
 
     connections: int
-    """That one file comes over; more than one may be set to another number."""
+    """Number of connections per file; if it is more than one, another number may be set."""
 
     def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
-        """The bytes from `start` on, fewer where the file ends. Raises `FetchError`."""
+        """Return the bytes from `start` on, fewer where the file ends. Raises `FetchError`."""
         ...
 
 
 class SourceKind(ABC):
-    """One scheme."""
+    """One kind of source, which is one scheme."""
 
     scheme: ClassVar[str]
     where: ClassVar[Where]
     form: ClassVar[str]
-    """How a source of it is written, for messages and the reference page."""
+    """Syntax of a source, for messages and the reference page."""
     about: ClassVar[str]
-    """What is read, in a sentence of the reference page."""
+    """Description of the source in the reference page, one sentence."""
     credentials: ClassVar[tuple[Credential, ...]] = ()
     variables: ClassVar[tuple[str, ...]] = ()
-    """Variables with the URL of another server than the usual one."""
+    """Variables with the URL of a server in place of the default."""
 
     @property
     def is_remote(self) -> bool:
@@ -96,29 +98,29 @@ class SourceKind(ABC):
 
     @abstractmethod
     def fault(self, source: str) -> str | None:
-        """What is wrong with how it is written, with the remedy; `None`: nothing. Pure."""
+        """Return what is wrong with the source's syntax, with the remedy, or None. Pure."""
 
     def check(self, source: str, field: str) -> None:
-        """Raises `SourceError`."""
+        """Raise `SourceError` for a source with wrong syntax."""
         if fault := self.fault(source):
             raise SourceError(field, fault)
 
     def path_of(self, source: str) -> str:
-        """The source without scheme, revision and tag: its last part names the model."""
+        """Return the source without scheme, revision and tag: its last part names the model."""
         return source.partition("://")[2]
 
     def file_of(self, source: str) -> str | None:
-        """The one file that the source names, relative to the folder that is fetched; `None`: all of the model."""
+        """Return the single file that the source names, relative to the fetched folder, or None for the whole model."""
         return None
 
     def ports_of(self, source: str) -> frozenset[int]:
-        """TCP ports that are reached, where the source itself names a server."""
+        """Return the TCP ports to connect to, where the source itself names a server."""
         return frozenset()
 
     def find(self, source: str, field: str) -> Path | None:
-        """The path on this machine; `None`: it is fetched into the store. Raises `SourceError`."""
+        """Return the path on this machine, or None: the source is fetched into the store. Raises `SourceError`."""
         return None
 
     def open(self, source: str) -> Repository:
-        """Raises `FetchError`. Only remote kinds are opened."""
+        """Return the repository of a remote source. Raises `FetchError`."""
         raise NotImplementedError(f"{self.scheme}:// is not fetched")

@@ -1,9 +1,9 @@
-"""What a model is, without its weights: the files of a remote source that say it, in a folder of this machine.
+"""Fetch the headers of a model without its weights, from a remote source into a local folder.
 
-Taken whole are the small JSON files beside the weights (`config.json`, the index); of a file of weights only its header
-is read, by range. A safetensors header becomes an index, which names tensors and their bytes as well. A GGUF file is
-made in its full size with nothing behind its header: no block of the disk is used for what was not fetched. `resolve`
-fetches models whole, for those that compute; `model_files` reads what lies here.
+The small JSON files beside the weights (`config.json`, the index) are fetched whole; of a weight file only the header
+is read, by range. A safetensors header becomes an index, which also names tensors and their bytes. A GGUF file is
+created in its full size with nothing after its header, as a sparse file. `resolve` fetches whole models, for engines;
+`model_files` reads the folder.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CONFIG_FILES = frozenset(
         INDEX_FILE,
     }
 )
-"""What a model and its weights are; tokenizers are not among them."""
+"""Files that describe a model and its weights, without the tokenizer."""
 FIRST_BYTES = 256 * 1024
-"""Of a file of weights: most headers of safetensors end before."""
+"""Bytes read first from a weight file: most headers of safetensors are shorter."""
 MAX_GGUF_HEADER_BYTES = 256 * 1024 * 1024
 
 
 def can_read_header(source: str) -> bool:
-    """The source is remote, and parts of its files can be read."""
+    """Whether the source is remote and parts of its files can be read."""
     written = in_full(source)
     try:
         kind = find_kind(written)
@@ -51,7 +51,7 @@ def can_read_header(source: str) -> bool:
 
 
 def fetch_header(source: str, folder: Path, field: str = "model.source") -> Path:
-    """The folder, or the `.gguf` file in it, for `model_files.load_outlined_spec`. Raises `SourceError`."""
+    """Return the folder, or the `.gguf` file in it, for `model_files.load_outlined_spec`. Raises `SourceError`."""
     written = in_full(source)
     kind = find_kind(written, field)
     kind.check(written, field)
@@ -91,17 +91,18 @@ class _Header:
         return self._folder
 
     def _index(self, file: RemoteFile) -> object:
-        """As one file in place of shards would have it."""
+        """Return an index that describes the single file."""
         start = self._read(file, 0, FIRST_BYTES)
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length > min(MAX_HEADER_BYTES, file.num_bytes - 8):
-            raise FetchError("ModelUnreadable", f"{self._repository.name}: `{file.path}` is no safetensors file.")
+            raise FetchError("ModelUnreadable", f"{self._repository.name}: `{file.path}` is not a safetensors file.")
         raw = start[8 : 8 + length]
         raw += self._read(file, 8 + len(raw), length - len(raw))
         return index_of_header(raw, f"{self._repository.name}: `{file.path}`")
 
     def _gguf(self, file: RemoteFile) -> Path:
-        """Its header grows with the vocabulary: as much is read as it turns out to have."""
+        """Write a GGUF file's header. It grows with the vocabulary, so it is read in growing parts until it is
+        complete."""
         path = self._folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         data, wanted = b"", FIRST_BYTES

@@ -1,7 +1,8 @@
 """`hf://`: a model hub or a mirror of it (`HF_ENDPOINT`), through `huggingface_hub`.
 
-What other programs have fetched whole into the library's cache is used from there; anything else is fetched as from
-other sources, since the library begins a file again that was cut. Git names a commit, so all files are of one state.
+Models that other programs have fetched completely into the library's cache are used from there; all others are fetched
+as from other sources, since the library restarts interrupted files. A git commit names the version, so all files belong
+to one state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pagemill_protocol.sources.base import Credential, Listing, RemoteFile, Repo
 
 HUB_SOURCE = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?(?P<file>/[^@]+\.gguf)?")
 MODEL_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-"""Files of a model in safetensors."""
+"""Patterns of the files of a model in safetensors."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LOGIN_STATUSES = frozenset({401, 403})
 _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
@@ -27,14 +28,14 @@ _CREDENTIALS = "Give a token that may read it: spec.model.credentialsSecretRef"
 
 
 class HubModel(NamedTuple):
-    """What an `hf://` source names."""
+    """The parts of an `hf://` source."""
 
     repository: str
     """`org/name`."""
     revision: str | None
     """Branch, tag or commit; `None`: the repository's default branch."""
     file: str | None
-    """One GGUF file in it; `None`: the whole model."""
+    """One GGUF file in the repository; `None`: the whole model."""
 
 
 class HuggingFace(SourceKind):
@@ -61,7 +62,7 @@ class HuggingFace(SourceKind):
         return parse_hub_source(source).file
 
     def find(self, source: str, field: str) -> Path | None:
-        """What another program has fetched into the library's cache, if the model is whole there."""
+        """Return the model in the library's cache, if another program has fetched it completely."""
         model = parse_hub_source(source, field)
         try:
             from huggingface_hub import snapshot_download
@@ -74,7 +75,7 @@ class HuggingFace(SourceKind):
                     model.repository, revision=model.revision, allow_patterns=patterns, local_files_only=True
                 )
             )
-        except (OSError, ValueError):  # it is not there, or not whole
+        except (OSError, ValueError):  # absent or incomplete
             return None
         if model.file:
             return folder / model.file if all((folder / part).is_file() for part in patterns) else None
@@ -90,7 +91,7 @@ class HuggingFace(SourceKind):
 
 
 def parse_hub_source(source: str, field: str = "model.source") -> HubModel:
-    """The parts of `hf://ORG/NAME[@REVISION][/FILE.gguf]`. Raises `SourceError`."""
+    """Return the parts of `hf://ORG/NAME[@REVISION][/FILE.gguf]`. Raises `SourceError`."""
     match = HUB_SOURCE.fullmatch(source.removeprefix("hf://"))
     if match is None or not source.startswith("hf://"):
         raise SourceError(field, f"`{source}` is not of the form `hf://ORG/NAME`, `hf://ORG/NAME@REVISION`.")
@@ -98,7 +99,7 @@ def parse_hub_source(source: str, field: str = "model.source") -> HubModel:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Other programs fetch tokenizers or weights alone; only newer versions of the library know what is missing."""
+    """Whether the folder is complete. Other programs may have fetched only tokenizers or only weights."""
     try:
         weight_map(folder)
         shard_paths(folder)
@@ -115,7 +116,7 @@ class HubRepository:
         self.name = f"`{model.repository}`" + (f" at revision `{model.revision}`" if model.revision else "")
 
     def list_files(self) -> Listing:
-        """What the repository holds now; the commit makes all further questions about the same state."""
+        """Return the repository's current files; its commit makes all further requests about the same state."""
         with self._explained():
             from huggingface_hub import HfApi, constants
             from huggingface_hub.hf_api import RepoFile
@@ -137,7 +138,7 @@ class HubRepository:
             http_get(url, out, resume_size=out.tell(), headers=build_hf_headers(), expected_size=file.num_bytes)
 
     def read_range(self, file: RemoteFile, version: str, start: int, num_bytes: int) -> bytes:
-        """No more is taken from a server that answers with the whole file."""
+        """Return a range, also from a server that answers with the whole file, of which no more is read than needed."""
         num_bytes = min(num_bytes, file.num_bytes - start)
         if num_bytes <= 0:
             return b""
@@ -164,7 +165,7 @@ class HubRepository:
         return bytes(found[skipped : skipped + num_bytes])
 
     def close(self) -> None:
-        """The library keeps its connections."""
+        """Do nothing: the library keeps its connections."""
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -190,14 +191,14 @@ def _remote_file(entry: object) -> RemoteFile:
 
 
 def _is_of_network(error: BaseException) -> bool:
-    """An `OSError` that the library raises for an answer, not one of the disk."""
+    """Whether the library raised the `OSError` for an HTTP answer and not for the disk."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError | ConnectionError | TimeoutError)
 
 
 def explain(error: Exception, model: HubModel) -> FetchError:
-    """The library's many errors as one of ours."""
+    """Convert an error of the library to a `FetchError`."""
     import httpx2
     from huggingface_hub import constants
     from huggingface_hub.errors import (

@@ -1,6 +1,6 @@
-"""Buckets of object stores, through `obstore`: lists a prefix, reads by range, and explains what the store answers.
+"""Buckets of object stores, through `obstore`: lists a prefix, reads by range, and explains the store's errors.
 
-Used by the kinds `s3://` and `gs://`, which make the library's store. Requests name the entity tag of the listing, so a
+The kinds `s3://` and `gs://` use it and make the library's store. Requests name the entity tag of the listing, so a
 file that is replaced meanwhile is never mixed with its successor.
 """
 
@@ -30,13 +30,13 @@ _REFUSED = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Inva
 class BucketPath(NamedTuple):
     bucket: str
     prefix: str
-    """Without a slash at either end; for one file its folder."""
+    """Without a slash at either end; for a single file, its folder."""
     file: str | None
-    """One GGUF file below the prefix."""
+    """A single GGUF file below the prefix."""
 
 
 def parse_bucket(source: str) -> BucketPath | None:
-    """`SCHEME://BUCKET/PREFIX[/FILE.gguf]`; `None`: it is not of this form."""
+    """Return the parts of `SCHEME://BUCKET/PREFIX[/FILE.gguf]`, or None for another form."""
     bucket, _, path = source.partition("://")[2].partition("/")
     parts = [part for part in path.split("/") if part]
     if not _BUCKET.fullmatch(bucket) or ".." in parts or "?" in source or "#" in source:
@@ -61,7 +61,7 @@ class BucketRepository:
     """The files directly below one prefix of a bucket."""
 
     def __init__(self, store: Any, at: BucketPath, source: str, server: str) -> None:
-        """`server`: as messages call it."""
+        """Wrap the library's store. `server`: name in messages."""
         self.name = f"`{source}`"
         self.connections = NUM_RANGES
         self._store = store
@@ -95,7 +95,7 @@ class BucketRepository:
             return b"".join(map(bytes, self._read(file, start, end)))
 
     def close(self) -> None:
-        """The library keeps its connections."""
+        """Do nothing: the library keeps its connections."""
 
     def _read(self, file: RemoteFile, start: int, end: int) -> Iterator[Any]:
         options: dict[str, Any] = {"range": (start, end)}
@@ -109,11 +109,11 @@ class BucketRepository:
 
         try:
             yield
-        except (obstore.exceptions.BaseError, FileNotFoundError) as error:  # it depends on the call which is raised
+        except (obstore.exceptions.BaseError, FileNotFoundError) as error:  # the type depends on the call
             raise self._explain(error, file) from error
 
     def _explain(self, error: Exception, file: RemoteFile | None) -> FetchError:
-        """The library distinguishes causes by its text alone."""
+        """Return the cause of an error. The library distinguishes causes only by their text."""
         import obstore.exceptions
 
         text = str(error)
@@ -129,7 +129,7 @@ class BucketRepository:
             return FetchError("Unauthorized", f"{message} spec.model.credentialsSecretRef names, or in the variables.")
         if status in ("401", "403") or code in _REFUSED or ("token" in text.lower() and "oauth" in text.lower()):
             message = f"{what}: {self._server} does not let these credentials read it ({said}). Give ones that may list"
-            # Not every server says that it refuses them because their time is over.
+            # Not every server says that credentials are refused because they have expired.
             remedy = "and read the bucket, and have not expired: spec.model.credentialsSecretRef."
             return FetchError("Unauthorized", f"{message} {remedy}")
         if isinstance(error, obstore.exceptions.NotFoundError | FileNotFoundError) or status == "404":

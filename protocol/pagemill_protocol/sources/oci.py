@@ -1,7 +1,7 @@
 """`oci://`: an artifact or an image of an OCI registry, by tag or digest.
 
-Read are artifacts whose layers are files (ORAS, ModelPack, Docker's models) and images whose layers hold the model
-below `/models`. `registry_client` speaks the protocol; digests of the manifest name all content.
+Supported are artifacts whose layers are files (ORAS, ModelPack, Docker's models) and images whose layers have the model
+below `/models`. `registry_client` implements the protocol; the digest of the manifest identifies all content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill_protocol.sources.registry_client import RegistryClient
 from pagemill_protocol.sources.settings import DOCKER_CONFIG_CONTENT
 
 LAYERS = ".layers"
-"""Folder of archives beside the files that are taken from them."""
+"""Folder of archives beside the files that are unpacked from them."""
 _REFERENCE = re.compile(
     r"(?P<host>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<repository>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
     r"(?::(?P<tag>[\w][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
@@ -104,7 +104,7 @@ class OCIRepository:
         self._client.close()
 
     def _for_this_machine(self, manifests: Any) -> str:
-        """Of an index; what names no platform suits every machine."""
+        """Return the digest of an index's manifest for this machine; an entry without a platform fits every machine."""
         entries = [entry for entry in manifests if isinstance(entry, dict)] if isinstance(manifests, list) else []
         here = _ARCHITECTURES.get(platform.machine(), platform.machine())
         for entry in entries:
@@ -139,12 +139,12 @@ def _files(layers: list[Any]) -> Iterator[RemoteFile]:
 def _is_archive(kind: str, title: str | None, notes: Mapping[str, str]) -> bool:
     if title is None:
         return ".tar" in kind
-    # ORAS gives any file the type of a tar; what it packed itself says so.
+    # ORAS gives any file the type of a tar; archives that it packed itself have an annotation.
     return notes.get(_UNPACK) == "true" or ("vnd.cncf.model" in kind and ".tar" in kind)
 
 
 def _without_common_folder(files: list[RemoteFile]) -> list[RemoteFile]:
-    """Titles may have folders before them: the model begins where its `config.json` lies."""
+    """Return the files without folders before their titles: the model's folder is that of its `config.json`."""
     tops = [file.path.removesuffix("config.json") for file in files if file.path.endswith("/config.json")]
     if len(tops) != 1 or any(file.path == "config.json" for file in files):
         return files

@@ -1,4 +1,4 @@
-"""`package://`: files of an installed Python package, found without importing anything of it."""
+"""`package://`: files of an installed Python package, found without importing it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class PythonPackage(SourceKind):
             if (root / relative).exists():
                 return root / relative
         if not roots:
-            # Files alone are read: what a package of weights asks for may need a compiler or bring another engine.
+            # Only files are read: the dependencies of a package of weights may need a compiler or include another
+            # engine.
             raise SourceError(
                 field,
                 f"`{source}`: no Python package `{name}` is installed. "
@@ -43,9 +44,9 @@ class PythonPackage(SourceKind):
 
 
 def _package_roots(name: str) -> list[Path]:
-    """Folders of an import package or of a distribution."""
+    """Return the folders of an import package or of a distribution."""
     roots: list[Path] = []
-    with contextlib.suppress(ImportError, ValueError):  # no such module, or one without a specification
+    with contextlib.suppress(ImportError, ValueError):  # no such module, or one without a spec
         spec = importlib.util.find_spec(name.replace("-", "_")) if "." not in name else None
         if spec is not None and spec.submodule_search_locations:
             roots.extend(Path(location) for location in spec.submodule_search_locations)

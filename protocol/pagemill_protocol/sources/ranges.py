@@ -1,6 +1,6 @@
-"""A large file read as several ranges at once, given out in order: one connection alone is slow where many are fast.
+"""Read a large file as several concurrent ranges, in order, since one connection may be slow where several are fast.
 
-Knows neither stores nor files: `object_store` says how a range is read, `store.part` takes what comes.
+The module uses neither stores nor files: `object_store` reads a range, `store.part` takes the chunks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 RANGE_BYTES = 8 * 1024 * 1024
 NUM_RANGES = 4
-"""Ranges that are read ahead: with four files at once 128 MiB."""
+"""Ranges that are read ahead: 128 MiB with four files at once."""
 
 ReadRange = Callable[[int, int], Iterator[Any]]
-"""The content from a byte to the one before another, in chunks as they arrive."""
+"""Yields the content from one byte up to another, exclusive, in chunks as they arrive."""
 
 
 def read_in_order(read: ReadRange, start: int, end: int, num_ranges: int = NUM_RANGES) -> Iterator[Any]:
-    """Chunks of the bytes from `start` to before `end`, of so many ranges at once.
+    """Yield chunks of the bytes from `start` up to `end`, exclusive, reading `num_ranges` ranges at once.
 
-    Of a range that fails, what had arrived is given out before its error is raised. What was read ahead is lost then.
+    When a range fails, its chunks so far are yielded before its error is raised; ranges after it are lost.
     """
     if end - start <= RANGE_BYTES:
         yield from read(start, end)
@@ -41,12 +41,12 @@ def read_in_order(read: ReadRange, start: int, end: int, num_ranges: int = NUM_R
             yield from ahead.pop(0).chunks()
     finally:
         ends.set()
-        # A connection that stalls must not hold up what another one's error says.
+        # A stalled connection must not delay the error of another one.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Range:
-    """Read by a thread of its own."""
+    """A range that a separate thread reads."""
 
     def __init__(self, read: ReadRange, start: int, end: int, ends: Event) -> None:
         self._read = read

@@ -1,7 +1,7 @@
 """The kinds of model sources by scheme: those of Pagemill, and those that installed packages register.
 
 A package registers a kind as an entry point of group `pagemill.sources`: its name is the scheme, its object a class
-that is made without arguments. A package that cannot be loaded costs its own kind only.
+that is made without arguments. A package that cannot be loaded disables only its own kind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 class Registered(NamedTuple):
     kinds: Mapping[str, SourceKind]
     faults: Mapping[str, str]
-    """Why a kind that a package registers cannot be used, by its scheme."""
+    """Scheme to reason for kinds of packages that cannot be used."""
 
 
 @cache
@@ -61,12 +61,12 @@ def kinds() -> list[SourceKind]:
 
 
 def in_full(source: str) -> str:
-    """`hf://ORG/NAME` for ORG/NAME, as people type it; any other source as it is."""
+    """Return `hf://ORG/NAME` for ORG/NAME, as people type it; any other source unchanged."""
     return f"hf://{source}" if "://" not in source and HUB_SOURCE.fullmatch(source) else source
 
 
 def find_kind(source: str, field: str = "model.source") -> SourceKind:
-    """Raises `SourceError` where no installed kind has its scheme."""
+    """Return the kind of a source. Raises `SourceError` where no installed kind has its scheme."""
     scheme, separator, _ = source.partition("://")
     known = registered()
     if separator and scheme in known.kinds:
@@ -78,7 +78,7 @@ def find_kind(source: str, field: str = "model.source") -> SourceKind:
 
 
 def is_fetched(source: str) -> bool:
-    """Its files come over a network; False also for what no kind reads."""
+    """Whether the source's files come over a network; False also for sources of no kind."""
     written = in_full(source)
     try:
         return "://" in written and find_kind(written).is_remote
@@ -87,7 +87,7 @@ def is_fetched(source: str) -> bool:
 
 
 def forms() -> str:
-    """How sources are written."""
+    """Return a sentence with the syntax of all sources."""
     written = ", ".join(f"`{kind.form}`" for kind in kinds())
     return f"Use a path, ORG/NAME of a Hugging Face model, or one of {written}."
 

@@ -1,6 +1,6 @@
 """The pull half of the OCI distribution protocol: tokens, manifests checked by digest, blobs by range.
 
-Plain HTTP is spoken to this machine only, and to the registries that `PAGEMILL_PLAIN_HTTP_REGISTRIES` names.
+Plain HTTP is used only for this machine and the registries in `PAGEMILL_PLAIN_HTTP_REGISTRIES`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOGIN = "Give a docker configuration that may pull it: spec.model.credentialsSe
 
 class RegistryClient:
     def __init__(self, host: str, repository: str, name: str) -> None:
-        """`name`: of the source, for messages."""
+        """Make a client of one repository. `name`: the source, for messages."""
         self._host = host
         self._repository = repository
         self._name = name
@@ -43,7 +43,7 @@ class RegistryClient:
         self._client: Any = None
 
     def manifest(self, reference: str) -> tuple[dict[str, Any], str]:
-        """The manifest and its digest. Raises `FetchError`."""
+        """Return the manifest and its digest. Raises `FetchError`."""
         with self._explained(), self._get(f"/manifests/{reference}", {"Accept": MANIFEST_TYPES}) as response:
             body = b""
             for chunk in response.iter_bytes():
@@ -63,7 +63,7 @@ class RegistryClient:
         return content, digest
 
     def fetch(self, file: RemoteFile, out: BinaryIO) -> None:
-        """Append what `out` lacks of a blob; a registry that knows no ranges sends it from the beginning."""
+        """Append the missing part of a blob to `out`; a registry without ranges sends it from the beginning."""
         headers = {"Range": f"bytes={out.tell()}-"} if out.tell() else {}
         headers["Accept-Encoding"] = "identity"
         with self._explained(), self._get(f"/blobs/{file.address}", headers) as response:
@@ -74,7 +74,7 @@ class RegistryClient:
                 out.write(chunk)
 
     def read_range(self, file: RemoteFile, start: int, end: int) -> bytes:
-        """Of a blob; no more is taken of a registry that knows no ranges."""
+        """Return a range of a blob, also from a registry without ranges, of which no more is read than needed."""
         headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         found = bytearray()
         with self._explained(), self._get(f"/blobs/{file.address}", headers) as response:

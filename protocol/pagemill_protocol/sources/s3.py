@@ -1,4 +1,4 @@
-"""`s3://`: buckets of Amazon S3 and of servers that speak its protocol (`AWS_ENDPOINT_URL`)."""
+"""`s3://`: buckets of Amazon S3 and of servers with its protocol (`AWS_ENDPOINT_URL`)."""
 
 from __future__ import annotations
 

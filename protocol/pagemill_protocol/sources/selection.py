@@ -1,4 +1,4 @@
-"""Which files of a repository make the model. Pure."""
+"""Select the files of a repository that make the model. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pagemill_protocol.sources.hugging_face import MODEL_PATTERNS
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_LAYOUT = "consolidated*.safetensors"
-"""The same weights once more, in the layout of another program."""
+"""The same weights in the layout of another program."""
 
 
 def select_files(name: str, wanted: str | None, files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """The files to load. `name`: of the repository; `wanted`: one GGUF file, or `None` for the whole model.
+    """Return the files to load. Raises `FetchError` when they do not make a model.
 
-    Raises `FetchError` when they do not make a model.
+    `name`: the repository's name in messages; `wanted`: a single GGUF file, or `None` for the whole model.
     """
     if any(file.is_archive for file in files):
         return _safe(list(files))
@@ -39,7 +39,7 @@ def select_files(name: str, wanted: str | None, files: Sequence[RemoteFile]) -> 
 
 
 def _only_gguf(name: str, files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """A model that is one GGUF file, in one piece or several, needs no name."""
+    """Return the files of the only GGUF model, in one part or several."""
     models = {part_names(file.path)[0] for file in files if file.path.endswith(".gguf")}
     by_path = {file.path: file for file in files}
     parts = part_names(models.pop()) if len(models) == 1 else []
@@ -53,7 +53,7 @@ def _belongs(path: str) -> bool:
 
 
 def _safe(files: list[RemoteFile]) -> list[RemoteFile]:
-    """A server must not be able to write elsewhere."""
+    """Refuse paths outside the model's folder, through which a server could write elsewhere."""
     for file in files:
         path = PurePosixPath(file.path)
         if path.is_absolute() or ".." in path.parts or not path.parts:
@@ -66,4 +66,4 @@ def _listing(files: Sequence[RemoteFile]) -> str:
     if not names:
         return "Use one with safetensors weights and a config.json, or one with GGUF files."
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"Name one of its GGUF files behind a slash: {', '.join(names[:10])}{more}."
+    return f"Name one of its GGUF files after a slash: {', '.join(names[:10])}{more}."

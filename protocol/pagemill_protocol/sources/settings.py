@@ -1,7 +1,7 @@
-"""What sources read from the environment: the node's cache of models, and credentials that no library reads itself.
+"""Settings of sources in the environment: the node's cache of models, and credentials that no library reads.
 
-`HF_ENDPOINT` and `HF_TOKEN`, `AWS_*` and `GOOGLE_*` are variables of the libraries that fetch; what is read of them
-here decides whether requests are signed at all, and whether plain HTTP is meant.
+The libraries that fetch read `HF_ENDPOINT` and `HF_TOKEN`, `AWS_*` and `GOOGLE_*`; what is read of them here decides
+whether requests are signed, and whether plain HTTP is allowed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _GOOGLE_SIGNERS = ("GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_SERVICE_ACCOUNT", "GOOG
 class CacheSettings(NamedTuple):
     folder: Path
     limit_bytes: int | None
-    """Models together; `None`: what the disk has."""
+    """Maximum size of all models together; `None`: only the disk limits it."""
     is_chosen: bool
-    """The folder was named, so everything remote goes there."""
+    """Whether the folder was set explicitly, so that all remote models are stored there."""
 
 
 def cache_settings() -> CacheSettings:
-    """`PAGEMILL_MODEL_CACHE` and `PAGEMILL_MODEL_CACHE_SIZE` (such as `200Gi`). Raises `ValueError`."""
+    """Return `PAGEMILL_MODEL_CACHE` and `PAGEMILL_MODEL_CACHE_SIZE` (such as `200Gi`). Raises `ValueError`."""
     named = os.environ.get(CACHE_FOLDER)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     limit = os.environ.get(CACHE_LIMIT)
@@ -50,24 +50,27 @@ def cache_settings() -> CacheSettings:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `200Gi`, `1.5T` or a plain number. Raises `ValueError`."""
+    """Return the bytes of `200Gi`, `1.5T` or a plain number. Raises `ValueError`."""
     number = text.rstrip("KMGTi ")
     unit = text[len(number) :].strip()
     try:
         return int(float(number) * _UNITS[unit])
     except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"`{text}` is no size; write bytes, or a number with Mi, Gi or Ti such as 200Gi") from None
+        raise ValueError(f"`{text}` is not a size; write bytes, or a number with Mi, Gi or Ti such as 200Gi") from None
 
 
 class S3Settings(NamedTuple):
     options: Mapping[str, str]
-    """What the library does not read itself."""
+    """Options that the library does not read itself."""
     is_signed: bool
     endpoint: str | None
 
 
 def s3_settings() -> S3Settings:
-    """From the variables, or from the profile of `~/.aws/credentials`; requests without either are not signed."""
+    """Return the credentials of variables, or of the profile in `~/.aws/credentials`.
+
+    Without either, requests are not signed.
+    """
     endpoint = next(
         filter(None, map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))), None
     )
@@ -93,19 +96,19 @@ def google_is_signed() -> bool:
 
 
 def google_endpoint_is_plain() -> bool:
-    """The service account's key names an `http://` server, as those of emulators do."""
+    """Whether the service account's key names an `http://` server, as those of emulators do."""
     key = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY", "")
     return '"http://' in key
 
 
 def is_plain_registry(host: str) -> bool:
-    """It speaks HTTP: one of this machine, or named in `PAGEMILL_PLAIN_HTTP_REGISTRIES` (comma-separated)."""
+    """Whether a registry uses plain HTTP: on this machine, or in `PAGEMILL_PLAIN_HTTP_REGISTRIES` (comma-separated)."""
     named = [name.strip() for name in os.environ.get(PLAIN_REGISTRIES, "").split(",")]
     return host in named or host.partition(":")[0] in _LOOPBACK
 
 
 def registry_login(host: str) -> tuple[str, str] | None:
-    """User and password for a registry, from `DOCKER_AUTH_CONFIG` or `~/.docker/config.json`."""
+    """Return user and password of a registry from `DOCKER_AUTH_CONFIG` or `~/.docker/config.json`, or None."""
     for content in _docker_configs():
         entry = content.get(host) or content.get(f"https://{host}") or {}
         encoded = entry.get("auth")

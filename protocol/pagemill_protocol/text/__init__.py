@@ -1,1 +1,1 @@
-"""Text in and out of a model: tokenizer bundle, chat template, incremental detokenization. No torch."""
+"""Text input and output of a model: tokenizer bundle, chat template, incremental detokenization. No torch."""

@@ -1,4 +1,4 @@
-"""The tokens of `bad_words`: found where a tokenizer is, so that what samples needs none."""
+"""Tokenize `bad_words` where a tokenizer is available, so that the sampler needs none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def with_bad_words(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """`sampling` with the tokens of its `bad_words`: of each word as it begins a text and as it follows a space."""
+    """Return `sampling` with the tokens of its `bad_words`: of each word at the start of a text and after a space."""
     if not sampling.bad_words:
         return sampling
     words = [word.lstrip() for word in sampling.bad_words]

@@ -1,7 +1,7 @@
 """TokenizerBundle: everything that turns text into token ids and back, as one content-addressed value.
 
-Written by engines, which have the model's files, and cached by gateways by `digest`. It has no behaviour: `tokenizer`
-encodes, decodes and renders with it. `load_bundle` builds it from a model's files.
+Engines, which have the model's files, make it; gateways cache it by `digest`. It has no behaviour: `tokenizer` encodes,
+decodes and renders with it. `load_bundle` builds it from a model's files.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ END_TOKENS = (
     "<end_of_turn>",
     "<end_of_utterance>",
 )
-"""Control tokens that end a turn or a document wherever they exist, whatever the metadata lists."""
+"""Control tokens that end a turn or a document in any model that has them, whatever its metadata lists."""
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokenizer_json: str
-    """The `tokenizers` library's own format."""
+    """JSON in the format of the `tokenizers` library."""
     chat_template: str | None = None
-    """Jinja source; `None`: a base model, no chat."""
+    """Jinja source; `None`: a base model without chats."""
     tool_chat_template: str | None = None
     """Used instead of `chat_template` when a request has tools."""
     bos_token: str | None = None
     eos_token: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: list[int] = []
-    """Tokens that end generation, the model's own end-of-sequence first."""
+    """Tokens that end generation, the model's own end-of-sequence token first."""
     add_bos_token: bool = False
-    """Encoding with special tokens starts with `bos_token`."""
+    """Whether encoding with special tokens starts with `bos_token`."""
     special_tokens: dict[str, str] = {}
     """Further named tokens that templates may use, for example `pad_token`."""
     vocab_size: int = 0
-    """Rows of the logits; at least the number of tokens, often padded."""
+    """Number of rows of the logits: at least the number of tokens, often padded."""
     pooling: PoolingSpec | None = None
-    """What the model makes of prompts in place of text; in what an engine hands out."""
+    """The model's pooling, if it returns no text; set in the bundle that an engine serves."""
     sampling_defaults: dict[str, Any] = {}
-    """By name of `SamplingParams`, for requests that send none: as the model's folder has them, and as an engine
-    resolved them (`generation_defaults`) in what it hands out."""
+    """Sampling values by name of `SamplingParams` for requests that send none: those of the model's folder, or in the
+    bundle that an engine serves, the resolved ones (`generation_defaults`)."""
 
     @property
     def digest(self) -> str:
-        """blake2b-256 over the content, hex: equal bundles have equal digests, in any process."""
+        """Hex blake2b-256 of the content: equal bundles have equal digests in any process."""
         return bundle_digest(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """msgpack, byte for byte the same for equal content."""
+        """Return msgpack that is byte for byte the same for equal content."""
         return _encoder.encode(self)
 
     @classmethod
@@ -76,17 +76,17 @@ _decoder: msgspec.msgpack.Decoder[TokenizerBundle] = msgspec.msgpack.Decoder(Tok
 
 
 def bundle_digest(raw: bytes) -> str:
-    """The digest of a serialized bundle.
+    """Return the digest of a serialized bundle.
 
-    Receivers check this: a bundle of a newer version that is decoded and encoded again would lose its new fields.
+    Receivers check it on the bytes: decoding and encoding a bundle of a newer version would lose its new fields.
     """
     return hashlib.blake2b(raw, digest_size=32).hexdigest()
 
 
 def eos_ids(declared: list[int | None], control_ids: dict[str, int]) -> list[int]:
-    """`declared` ids in order, then every token of `END_TOKENS` among the control tokens; no duplicates.
+    """Return the `declared` ids in order, then all control tokens of `END_TOKENS`, without duplicates.
 
-    Where answers have channels (harmony), `<|end|>` ends one message of several.
+    Where answers have channels (harmony), `<|end|>` ends only one of several messages.
     """
     ends = [token for token in END_TOKENS if token != "<|end|>" or "<|channel|>" not in control_ids]
     known = [control_ids[token] for token in ends if token in control_ids]

@@ -17,7 +17,7 @@ BYTE_OF_CHAR: dict[str, int] = _alphabet()
 
 
 def to_bytes(token: str) -> bytes | None:
-    """The bytes that `token` spells, or `None` when a character lies outside the alphabet."""
+    """Return the bytes of `token`, or None when a character is not in the alphabet."""
     try:
         return bytes([BYTE_OF_CHAR[char] for char in token])
     except KeyError:

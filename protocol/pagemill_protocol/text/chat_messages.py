@@ -1,4 +1,4 @@
-"""Messages as clients send them, evened out for chat templates; and the extra variables clients may set.
+"""Normalize clients' messages for chat templates, and check the extra variables that clients may set.
 
 Templates expect `content` as one string and tool arguments as objects. Anything else is refused with the field's path.
 """
@@ -26,14 +26,14 @@ RESERVED_NAMES = frozenset(f"{_SET_BY_THE_SERVER} {_NAMES_OF_THE_LANGUAGE}".spli
 
 
 def normalize_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A copy in which every `content` is a string. `PagemillError` 400 names the part at fault."""
+    """Return a copy in which every `content` is a string. Raises `PagemillError` 400 that names the wrong part."""
     if not isinstance(messages, list) or not messages:
         raise invalid_field("messages", "messages must be a list of at least one message.")
     return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def check_template_kwargs(template_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The variables a client adds for the template (`enable_thinking`, `documents`), or 400."""
+    """Return the variables that a client adds for the template (`enable_thinking`, `documents`). Raises 400."""
     if not isinstance(template_kwargs, dict) or len(template_kwargs) > MAX_TEMPLATE_KWARGS:
         raise invalid_field(
             "chat_template_kwargs", f"chat_template_kwargs must be an object of at most {MAX_TEMPLATE_KWARGS} entries."
@@ -97,7 +97,7 @@ def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends arguments as JSON text; templates print them as an object."""
+    """Return a call with its arguments, which OpenAI's API sends as JSON text, as an object for templates."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,8 +1,8 @@
-"""Renders a chat into the prompt text that the model was trained on, with the model's own Jinja template.
+"""Render a chat into the prompt that the model was trained on, with the model's own Jinja template.
 
-Checks and evens out what clients send (`chat_messages`), runs the template in a confined process (`template_process`),
-or its plain program here where it has one (`plain_template`), and turns every failure into a 400 that names the field.
-Does not tokenize.
+Messages are checked and normalized (`chat_messages`); the template runs in a confined process (`template_process`), or
+its plain program runs here where it has one (`plain_template`); every failure becomes a 400 that names the field.
+Tokenizing is done elsewhere.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from pagemill_protocol.text.template_process import (
 )
 
 MAX_PROCESSES = 2
-"""Worker processes per template: one slow render does not hold up the next."""
+"""Worker processes per template: one slow render does not delay the next."""
 _CHAT, _TOOLS = "chat", "tools"
 _CONTINUE_MARK = "\ue000pagemill:continue\ue001"
 
 
 class ChatTemplate:
-    """The templates of one model. Thread safe; workers start at the first render and live until `close`.
+    """The templates of one model. Thread-safe; workers start at the first render and live until `close`.
 
-    `override` replaces the bundle's templates; one that does not compile raises `SourceError` here.
+    `override` replaces the bundle's templates. Raises `SourceError` for one that does not compile.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ChatTemplate:
         self._constants = {**bundle.special_tokens, "bos_token": bundle.bos_token, "eos_token": bundle.eos_token}
         self._limits = limits or TemplateLimits()
         self._plain: dict[str, PlainTemplate] = {}
-        """By name; known once a process has read the templates."""
+        """Plain programs by name; known once a process has read the templates."""
         self._slots = threading.BoundedSemaphore(MAX_PROCESSES)
         self._idle: deque[TemplateProcess] = deque()
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
@@ -65,7 +65,8 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. `continue_final_message` ends it inside the last message and implies no generation prompt."""
+        """Return the prompt. `continue_final_message` ends it inside the last message and implies no generation
+        prompt."""
         name, variables = self._call(
             messages, add_generation_prompt, continue_final_message, tools, template_kwargs or {}
         )
@@ -81,7 +82,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str | None:
-        """As `render`, for an event loop. Returns `None` if it would have to wait: then call `render` in a thread.
+        """Render as `render`, on an event loop. Returns None if it would have to wait: then call `render` in a thread.
 
         For short chats: waking a thread and sharing the interpreter with it costs more than rendering them.
         """
@@ -96,7 +97,7 @@ class ChatTemplate:
         return _text_of(reply, continue_final_message) if reply is not None else None
 
     def source(self, *, has_tools: bool) -> str:
-        """The Jinja source for requests with or without tools; "" if the model has no template."""
+        """Return the Jinja source for requests with or without tools; "" if the model has no template."""
         return self._templates.get(_TOOLS if has_tools and _TOOLS in self._templates else _CHAT, "")
 
     def _call(
@@ -107,7 +108,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None,
         template_kwargs: dict[str, Any],
     ) -> tuple[str, dict[str, Any]]:
-        """The template's name and its variables."""
+        """Return the template's name and its variables."""
         name = _TOOLS if tools and _TOOLS in self._templates else _CHAT
         if name not in self._templates:
             raise PagemillError(
@@ -128,18 +129,21 @@ class ChatTemplate:
         return name, variables
 
     def prepare(self) -> None:
-        """Read the templates now, so that no client waits for it. Where all are plain programs the worker is ended: the
-        chats that still need one are rare, and it holds as much memory as a small program."""
+        """Read the templates now, so that no client waits for it.
+
+        If all are plain programs, the worker is ended: chats that still need it are rare, and it uses as much memory as
+        a small program.
+        """
         if not self._templates:
             return
-        with contextlib.suppress(TimeLimitReached, WorkerDied):  # the first chat meets the same and is refused
+        with contextlib.suppress(TimeLimitReached, WorkerDied):  # the first chat fails in the same way and is refused
             process = self._borrow()
             self._idle.append(process)
             if self._plain.keys() >= self._templates.keys():
                 self.close()
 
     def close(self) -> None:
-        """Ends idle workers. A later render starts new ones."""
+        """End idle workers. A later render starts new ones."""
         _close_all(self._idle)
 
     def _run_plain(self, name: str, variables: dict[str, Any]) -> dict[str, Any] | None:
@@ -157,7 +161,7 @@ class ChatTemplate:
             self._slots.release()
 
     async def _run_soon(self, process: TemplateProcess, name: str, variables: bytes) -> dict[str, Any] | None:
-        """Run in a process of `_borrow_idle`, which is returned afterwards. `None`: it was killed, while idle or
+        """Render in a process of `_borrow_idle`, which is returned afterwards. None: the process was killed, before or
         now."""
 
         def on_free() -> None:
@@ -178,7 +182,7 @@ class ChatTemplate:
         return None
 
     def _borrow_idle(self, name: str) -> TemplateProcess | None:
-        """A process that can begin at once; `None` if there is none."""
+        """Return a process that can begin at once, or None."""
         if not self._slots.acquire(blocking=False):
             return None
         try:
@@ -193,7 +197,7 @@ class ChatTemplate:
         return process
 
     def _exchange(self, name: str, variables: bytes) -> dict[str, Any]:
-        """A worker that was killed while idle looks like one that a render killed: the first death is retried."""
+        """Render in a process. The first death is retried, since a worker may have been killed while it was idle."""
         for attempt in (1, 2):
             try:
                 process = self._borrow()

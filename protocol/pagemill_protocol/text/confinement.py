@@ -1,8 +1,8 @@
-"""What a worker process does to itself before it handles what a client or a model's author wrote, and how it talks.
+"""The confinement of worker processes that run code of a client or of a model's author, and their protocol.
 
-It gives up opening files and starting processes and caps its memory; before each piece of work it arms kernel timers
-with their default action, so that even a single C call that never returns ends the process. A frame is four bytes of
-length (big-endian) and JSON. Standard library only; the server's side is `template_process`.
+A process gives up opening files and starting processes and limits its memory; before each piece of work it arms kernel
+timers with their default action, so that even a single C call that never returns ends the process. A frame is four
+bytes of length (big-endian) and JSON. Standard library only; `template_process` is the server's side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 
 
 def confine(memory_bytes: int) -> None:
-    """Timers end the process; signals meant for the terminal's group do not; no files, no processes, capped memory."""
+    """Confine this process: timers end it, signals to the terminal's group do not; no files, no processes, limited
+    memory."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
@@ -34,7 +35,7 @@ def confine(memory_bytes: int) -> None:
 
 @contextlib.contextmanager
 def timed(cpu_limit_s: float, wall_limit_s: float) -> Iterator[None]:
-    """The process ends if the body takes longer."""
+    """End the process if the block takes longer."""
     signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
     signal.setitimer(signal.ITIMER_REAL, wall_limit_s)
     yield
@@ -43,7 +44,7 @@ def timed(cpu_limit_s: float, wall_limit_s: float) -> Iterator[None]:
 
 
 def read_frame(stream: BinaryIO) -> Any:
-    """The next message, `None` at the end of the input."""
+    """Return the next message, or None at the end of the input."""
     head = stream.read(4)
     if len(head) < 4:
         return None

@@ -1,7 +1,7 @@
-"""How much of a text one token stands for at most, read from a tokenizer's JSON.
+"""Bounds on the text that one token can represent, read from a tokenizer's JSON.
 
 A text with more bytes than that for each token of a context cannot fit into it, which is known without tokenizing it
-(`fitting`). The bound is sound: a tokenizer that may join any number of characters in one token has none.
+(`fitting`). The bound is strict: a tokenizer that may join any number of characters in one token has none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pagemill_protocol.text.byte_level import BYTE_OF_CHAR
 
 NFC_SHRINKS_BY = 4
-"""Unicode normalization form C makes no text shorter than a quarter: at most, 7 bytes become 2."""
+"""Maximum factor by which Unicode normalization form C shortens a text: 7 bytes become 2 at most."""
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits"})
 """Pre-tokenizers that keep every character."""
 _KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
@@ -20,22 +20,22 @@ _KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext",
 
 class Coverage(NamedTuple):
     bytes_per_token: int
-    """Bytes that one token stands for at most, `dropped` ones aside."""
+    """Maximum bytes that one token represents, without `dropped` ones."""
     dropped: bytes
-    """Bytes that the vocabulary lacks: they become no token."""
+    """Bytes that are not in the vocabulary and become no token."""
 
     def num_bytes(self, text: bytes) -> int:
-        """Bytes of a text in UTF-8 that have to become tokens."""
+        """Return the number of bytes of a UTF-8 text that become tokens."""
         return len(text.translate(None, self.dropped)) if self.dropped else len(text)
 
 
 def coverage_of(tokenizer_json: Mapping[str, Any]) -> Coverage | None:
-    """`None` where there is no bound."""
+    """Return the bounds, or None where there are none."""
     shrinks_by = _normalizer_shrinks_by(tokenizer_json.get("normalizer"))
     if shrinks_by is None or not _keeps_all(tokenizer_json.get("pre_tokenizer")):
         return None
     if any(token.get("lstrip") or token.get("rstrip") for token in tokenizer_json.get("added_tokens") or []):
-        return None  # such a token takes any number of spaces beside it
+        return None  # such a token includes any number of spaces beside it
     dropped = _dropped_bytes(tokenizer_json)
     if dropped is None or (dropped and shrinks_by > 1):
         return None
@@ -43,7 +43,7 @@ def coverage_of(tokenizer_json: Mapping[str, Any]) -> Coverage | None:
 
 
 def longest_entry_bytes(tokenizer_json: Mapping[str, Any]) -> int:
-    """Bytes of the longest entry of the vocabulary, at least 1."""
+    """Return the bytes of the longest entry of the vocabulary, at least 1."""
     vocabulary = _vocabulary(tokenizer_json)
     added = (len(token["content"].encode()) for token in tokenizer_json.get("added_tokens") or [])
     if _is_byte_level(tokenizer_json):  # one character of an entry is one byte
@@ -57,7 +57,7 @@ def _vocabulary(tokenizer_json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _dropped_bytes(tokenizer_json: Mapping[str, Any]) -> bytes | None:
-    """`None` where a character that the vocabulary lacks takes others with it into one unknown token."""
+    """Return bytes that become no token, or None if an unknown character joins others in one unknown token."""
     model, vocabulary = tokenizer_json.get("model") or {}, _vocabulary(tokenizer_json)
     if _is_byte_level(tokenizer_json):
         return bytes(byte for char, byte in BYTE_OF_CHAR.items() if char not in vocabulary)

@@ -1,7 +1,7 @@
-"""Token ids to text, piece by piece: what a stream can show now, never half a character.
+"""Incremental detokenization: the text that a stream can show so far, never a partial character.
 
-The pieces joined equal the whole sequence decoded at once, however it was cut. Cost per token is constant. Knows
-nothing of stop strings (`pagemill_engine.output` does).
+The joined pieces equal the whole sequence decoded at once, however it was split. The cost per token is constant. Stop
+strings are found elsewhere (`pagemill_engine.output`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from pagemill_protocol.text.token_bytes import TokenBytes
 
 _MAX_PENDING_TOKENS = 4
-"""A UTF-8 character has at most four bytes, each at least one token's."""
+"""A UTF-8 character has at most four bytes, and a token at least one of them."""
 
 
 class IncrementalDetokenizer:
-    """State of one choice. `prompt_ids`: what came before; a text that continues a prompt keeps its leading space."""
+    """State of one choice. `prompt_ids`: preceding tokens; a text that continues a prompt keeps its leading space."""
 
     def __init__(self, table: TokenBytes, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._table = table
@@ -27,7 +27,7 @@ class IncrementalDetokenizer:
         self._prime(prompt_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that became complete with `token_ids`; may be empty."""
+        """Return the text that became complete with `token_ids`; may be empty."""
         table, skipped = self._table, self._skipped
         raw = b"".join([table[token_id] for token_id in token_ids if token_id not in skipped])
         raw = self._without_leading(raw)
@@ -35,7 +35,7 @@ class IncrementalDetokenizer:
         return self._decoder.decode(raw)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else nothing. Afterwards it starts anew."""
+        """Return the rest at the end, U+FFFD for an incomplete character, and reset the state."""
         text = self._decoder.decode(b"", final=True) if self._has_own_bytes else ""
         self._decoder.reset()
         return text
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         return raw
 
     def _prime(self, prompt_ids: Sequence[int]) -> None:
-        """Skips the text of the prompt but keeps the bytes of a character that it left unfinished."""
+        """Skip the text of the prompt, but keep the bytes of its last, incomplete character."""
         visible: list[bytes] = []
         for token_id in reversed(prompt_ids):
             raw = b"" if token_id in self._skipped else self._table[token_id]

@@ -1,7 +1,7 @@
-"""The prompt that asks a model for the text between a beginning and an end: `suffix` of completions.
+"""Fill-in-the-middle prompts for text between a beginning and an end: `suffix` of completions.
 
-Models that were trained for it have three special tokens, and read beginning and end before they write the middle.
-The vocabulary alone says which tokens; models without them would answer with anything, so they are refused.
+Models that were trained for it have three special tokens, and read beginning and end before they write the middle. The
+vocabulary shows which tokens; models without them would answer with anything, so such requests are refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KNOWN = (
 
 
 def fill_in_middle(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:
-    """The text of the prompt. Raises `PagemillError` 400 for a model without the tokens."""
+    """Return the text of the prompt. Raises `PagemillError` 400 for a model without the tokens."""
     for markers in KNOWN:
         if all(tokenizer.has_token(each) for each in markers):
             return f"{markers.before_prefix}{prefix}{markers.before_suffix}{suffix}{markers.before_middle}"

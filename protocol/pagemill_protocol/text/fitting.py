@@ -1,8 +1,8 @@
-"""Whether a text fits into a context, or what its first tokens are, found out without tokenizing all of a long text.
+"""Decide whether a text fits into a context, or find its first tokens, without tokenizing all of a long text.
 
-Tokenizing takes up to 340 bytes of memory and 1.5 microseconds for each byte of a text. A text that would be too long
-even if all its tokens were the vocabulary's longest is refused by its size; of another large one, pieces are counted
-until they are too many. What is left is tokenized whole, because cutting a text changes its tokens.
+Tokenizing takes up to 340 bytes of memory and 1.5 microseconds per byte of a text. A text that would be too long even
+if all its tokens were the vocabulary's longest is refused by its size; another large one is tokenized in pieces until
+these have too many tokens. A text that passes is tokenized whole, because splitting it changes its tokens.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from pagemill_protocol.text.coverage import Coverage
 PIECE_CHARS = 16 * 1024
 PIECE_GROWTH = 4
 SPARSE_TEXT_CHARS, SPARSE_TOKEN_CHARS = 1024 * 1024, 16
-"""Of a text that is cut, at most so many characters are looked at, or so many for each token that is kept."""
+"""Characters of a truncated text that are tokenized at most: a fixed number, or a number per token to keep."""
 CUT_TOKENS = 256
-"""What a cut within a word may change beside it: WordPiece gives up words of more than 100 characters as a whole."""
+"""Tokens beside a cut within a word that may differ: WordPiece replaces words of more than 100 characters as a
+whole."""
 SMALL_TEXT_BYTES = 64 * 1024
-"""Tokenized whole at once: counting pieces would cost as much again."""
+"""Texts up to this size are tokenized whole at once: counting pieces would cost as much again."""
 MAX_TEXT_BYTES = 4 * 1024 * 1024
-"""Of one text. Contexts of up to a million tokens hold less of any language."""
+"""Limit on one text. Contexts of up to a million tokens have less text in any language."""
 LARGEST_CONTEXT = 1024 * 1024
-"""Tokens that are assumed to fit where a model's context is not known."""
+"""Assumed context length where a model's is not known."""
 
 CountTokens = Callable[[str], int]
 Tokens = TypeVar("Tokens", bound=Sized)
 
 
 def check_size(text: bytes, max_tokens: int, coverage: Coverage | None, param: str) -> None:
-    """Refuse a text in UTF-8 that cannot have as few as `max_tokens` tokens by its size alone.
+    """Refuse a UTF-8 text that must have more than `max_tokens` tokens by its size alone.
 
     Raises `PagemillError` 400.
     """
@@ -47,10 +48,10 @@ def check_size(text: bytes, max_tokens: int, coverage: Coverage | None, param: s
 
 
 def check_pieces(text: str, max_tokens: int, longest_entry_bytes: int, count: CountTokens, param: str) -> None:
-    """Refuse a text whose pieces have more tokens than `max_tokens`, at the first piece too many.
+    """Refuse a text whose pieces have more than `max_tokens` tokens, at the first piece too many.
 
-    A cut changes the tokens beside it. Each piece counts less by twice the bytes of the vocabulary's longest entry, so
-    that no text is refused that fits. Raises `PagemillError` 400.
+    A cut changes the tokens beside it, so from each piece twice the bytes of the vocabulary's longest entry are
+    subtracted: no text that fits is refused. Raises `PagemillError` 400.
     """
     num_tokens = 0
     for start in range(0, len(text), PIECE_CHARS):
@@ -62,10 +63,11 @@ def check_pieces(text: str, max_tokens: int, longest_entry_bytes: int, count: Co
 def encoded_beginning(
     text: str, num_tokens: int, longest_entry_bytes: int, encode: Callable[[str], Tokens], param: str
 ) -> tuple[Tokens, bool]:
-    """At least the first `num_tokens` tokens, as those of the whole text, and whether they are all that it has.
+    """Return at least the first `num_tokens` tokens, equal to those of the whole text, and whether they are all tokens.
 
-    A cut changes the tokens beside it: as many as twice the bytes of the vocabulary's longest entry, and as
-    `CUT_TOKENS`, do not count. Raises `PagemillError` 400 where many characters bring few tokens, as of spaces.
+    A cut changes the tokens beside it, so the last ones of a prefix are not counted: twice the bytes of the
+    vocabulary's longest entry, at least `CUT_TOKENS`. Raises `PagemillError` 400 where many characters are few tokens,
+    such as spaces.
     """
     num_chars, most_chars = PIECE_CHARS, min(MAX_TEXT_BYTES, max(SPARSE_TEXT_CHARS, SPARSE_TOKEN_CHARS * num_tokens))
     while num_chars < len(text):

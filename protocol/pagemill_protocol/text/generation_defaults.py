@@ -1,6 +1,6 @@
-"""Resolves the sampling values for requests that send none: a model's own, then its owner's.
+"""Resolve the sampling values for requests that send none: the model's own, overridden by its owner's.
 
-An engine does it once and hands them out in its tokenizer bundle, so that it and every gateway prepare requests alike
+An engine does it once and serves them in its tokenizer bundle, so that it and every gateway prepare requests alike
 (`openai.prepare`).
 """
 
@@ -22,14 +22,14 @@ _KEYS = {name: name for name in GenerationDefaults.__struct_fields__ if name != 
 
 
 def values_of_model(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What generation_config.json says of them, not checked. As in vLLM, `do_sample` does not count."""
+    """Return the values in generation_config.json, unchecked. As in vLLM, `do_sample` is ignored."""
     return {name: value for key, name in _KEYS.items() if (value := generation_config.get(key)) is not None}
 
 
 def with_defaults(
     bundle: TokenizerBundle, generation_config: GenerationConfig, own: GenerationDefaults | None
 ) -> TokenizerBundle:
-    """`bundle` with the values that requests get. Raises `PagemillError` for one that cannot be used."""
+    """Return `bundle` with the resolved values. Raises `PagemillError` for an invalid one."""
     of_model = bundle.sampling_defaults if generation_config == "auto" else {}
     _check(of_model, "generation_config.json of the model", "Correct the file, or set generation_config to vllm.")
     of_owner = own.values if own is not None else {}

@@ -1,7 +1,7 @@
-"""From a GGUF file's `tokenizer.*` metadata to a TokenizerBundle.
+"""Make a TokenizerBundle from a GGUF file's `tokenizer.*` metadata.
 
-Covers byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece BPE (`llama`). The result is the JSON format
-of the `tokenizers` library, which does the encoding; nothing here runs per request.
+Supported are byte-level BPE (`tokenizer.ggml.model` = `gpt2`) and SentencePiece BPE (`llama`). The result is in the
+JSON format of the `tokenizers` library, which does the encoding; nothing here runs per request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offs
 
 
 def bundle_from_gguf(file: GGUFFile) -> TokenizerBundle:
-    """Raises `GGUFError` when the metadata is missing, contradictory, or of a kind that is not supported."""
+    """Return the bundle. Raises `GGUFError` when the metadata is missing, contradictory or unsupported."""
     return _Builder(file).build()
 
 
@@ -45,7 +45,7 @@ class _Builder:
         else:
             raise self._error(f"the tokenizer model `{kind}` is not supported, only `gpt2` and `llama`")
         bos_id, eos_id = self._token_id("bos_token_id"), self._token_id("eos_token_id")
-        if kind == "llama" and len(self._tokens) > 2:  # what files that do not say so mean
+        if kind == "llama" and len(self._tokens) > 2:  # defaults of files without these keys
             bos_id, eos_id = (1 if bos_id is None else bos_id), (2 if eos_id is None else eos_id)
         add_bos = bool(self._file.get(f"{_PREFIX}add_bos_token", bool, adds_bos)) and bos_id is not None
         if add_bos and bos_id is not None:
@@ -138,7 +138,8 @@ class _Builder:
         ]
 
     def _is_spaced(self, token_id: int) -> bool:
-        """Runs of the SentencePiece space must stay ordinary pieces: as added tokens they would never match."""
+        """Whether a token contains the SentencePiece space: it must stay an ordinary piece, since it would never match
+        as an added token."""
         return self._types[token_id] == _USER_DEFINED and sentencepiece.SPACE in self._tokens[token_id]
 
     def _control_ids(self) -> dict[str, int]:
@@ -183,7 +184,8 @@ class _Builder:
 
 
 def bos_post_processor(bos_token: str, bos_token_id: int) -> dict[str, Any]:
-    """Puts `bos_token` before every text that is encoded with special tokens, in the `tokenizers` format."""
+    """Return a post-processor in the `tokenizers` format that adds `bos_token` before every text with special
+    tokens."""
     bos, text = {"SpecialToken": {"id": bos_token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     return {
         "type": "TemplateProcessing",

@@ -1,8 +1,8 @@
-"""From a Hugging Face model folder to a TokenizerBundle.
+"""Make a TokenizerBundle from a Hugging Face model folder.
 
-Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and the chat
-template files. Runs no code of the folder. The post-processor of tokenizer.json alone says which tokens encoding adds,
-as in transformers 5; `add_bos_token` and `add_eos_token` are not read.
+It reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and the
+chat template files, and runs no code of the folder. Only the post-processor of tokenizer.json decides which tokens
+encoding adds, as in transformers 5; `add_bos_token` and `add_eos_token` are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMED_TOKENS = ("pad_token", "unk_token", "sep_token", "cls_token", "mask_token
 
 
 def bundle_from_folder(folder: Path) -> TokenizerBundle:
-    """Raises `UnreadableModelError` when files are missing or contradictory."""
+    """Return the bundle. Raises `UnreadableModelError` when files are missing or contradictory."""
     return _Folder(folder).bundle()
 
 
@@ -59,7 +59,7 @@ class _Folder:
         )
 
     def _chat_templates(self) -> tuple[str | None, str | None]:
-        """(chat, chat with tools): template files win over tokenizer_config.json, as in transformers."""
+        """Return (chat, chat with tools); template files override tokenizer_config.json, as in transformers."""
         named = self._settings.get("chat_template")
         if isinstance(named, str):
             named = [{"name": "default", "template": named}]
@@ -128,7 +128,7 @@ def _as_ids(value: Any) -> list[int | None]:
 
 
 def _adds(post_processor: Any, token_id: int) -> bool:
-    """Whether the post-processor puts `token_id` before a single text."""
+    """Whether the post-processor adds `token_id` before a single text."""
     if not isinstance(post_processor, dict):
         return False
     if post_processor.get("type") == "Sequence":

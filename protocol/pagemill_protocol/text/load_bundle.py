@@ -1,4 +1,4 @@
-"""Builds the TokenizerBundle of a model: `gguf_tokenizer` reads GGUF files, `hf_folder` Hugging Face folders."""
+"""Build the TokenizerBundle of a model: `gguf_tokenizer` reads GGUF files, `hf_folder` Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from pagemill_protocol.text.hf_folder import bundle_from_folder
 
 
 def load_bundle(path: str | Path) -> TokenizerBundle:
-    """The bundle of the model at `path`: a `.gguf` file or a Hugging Face folder. Raises `SourceError`."""
+    """Return the bundle of the model at `path`: a `.gguf` file or a Hugging Face folder. Raises `SourceError`."""
     path = Path(path)
     return bundle_from_folder(path) if path.is_dir() else bundle_from_gguf(GGUFFile(path))

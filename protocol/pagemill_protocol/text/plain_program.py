@@ -1,10 +1,10 @@
-"""What a chat template does, as data, where it only puts messages' texts between its own: its plain program.
+"""Plain programs: chat templates that only join texts of messages with their own texts, as data.
 
-Made in the template process from the parsed template, which is not run for it; `plain_template` runs the program in the
+A program is made in the template process from the parsed template, without running it; `plain_template` runs it in the
 server, so that most chats need no process. A template that does anything else has none. Imports jinja2 only.
 
-A program is nested lists, the first element of each a word: statements `text`, `out`, `if` and `for` (over `messages`,
-never inside another one), expressions `const`, `name`, `key`, `item`, `loop`, `add`, `and`, `or`, `not`, `compare`,
+A program consists of nested lists, each beginning with a word: statements `text`, `out`, `if` and `for` (over
+`messages`, never nested), expressions `const`, `name`, `key`, `item`, `loop`, `add`, `and`, `or`, `not`, `compare`,
 `is` and `trim`.
 """
 
@@ -21,11 +21,11 @@ LOOP_FIELDS = frozenset({"first", "last", "index", "index0"})
 
 
 class NotPlain(Exception):
-    """The template does something that programs cannot."""
+    """The template does something that programs cannot express."""
 
 
 def plain_program(template: nodes.Template) -> list[Any] | None:
-    """`None`: the template has to be run as it is."""
+    """Return the plain program of a template, or None: the template has to be run as it is."""
     try:
         return _Builder().body(template.body, None)
     except (NotPlain, RecursionError):
@@ -37,7 +37,7 @@ class _Builder:
         self._num_nodes = 0
 
     def body(self, statements: list[nodes.Node], item: str | None) -> list[Any]:
-        """`item`: what the enclosing loop calls its message; `None` outside."""
+        """Return the statements. `item`: the enclosing loop's name of its message; None outside."""
         found: list[Any] = []
         for statement in statements:
             self._count()

@@ -1,8 +1,7 @@
-"""Runs the plain programs of chat templates (`plain_program`), with the same text as the template itself or none.
+"""Run the plain programs of chat templates (`plain_program`), with the same text as the template itself or none.
 
-A program takes time in proportion to the messages and can read nothing but its variables, so it needs no process of its
-own. Where a value is not what plain chats have, for example a content that is no text, there is no text here, and the
-template is run as it is.
+A program takes time in proportion to the messages and reads nothing but its variables, so it needs no separate process.
+If a value is unusual, for example a content that is not text, no text is returned, and the template is run as it is.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ Variables = Mapping[str, Any]
 GLOBALS = frozenset(
     {"range", "dict", "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now", "loop"}
 )
-"""What templates find under these names is no variable."""
+"""Names that are not variables in templates."""
 _DICT_FIELDS = frozenset(dir(dict))
-"""Fields of every object: a template that names one may mean the object's method."""
+"""Attributes of every dict: a template that names one may mean the dict's method."""
 
 
 class _Undefined:
-    """The value of what is not there."""
+    """The value of a missing variable or key."""
 
     def __bool__(self) -> bool:
         return False
@@ -30,7 +29,7 @@ _UNDEFINED = _Undefined()
 
 
 class NotPlain(Exception):
-    """These variables need the template itself."""
+    """The template itself has to be run with these variables."""
 
 
 Statement = Callable[["_Frame"], None]
@@ -38,7 +37,7 @@ Expression = Callable[["_Frame"], Any]
 
 
 class _Frame:
-    """One run."""
+    """The state of one run."""
 
     __slots__ = ("index", "item", "item_name", "max_chars", "num_chars", "pieces", "variables")
 
@@ -60,7 +59,7 @@ class _Frame:
 
 class PlainTemplate:
     def __init__(self, program: list[Any], max_output_chars: int) -> None:
-        """Raises `ValueError` for what is no program."""
+        """Compile a program. Raises `ValueError` for anything that is not a program."""
         try:
             self._statements = _statements(program)
         except (TypeError, IndexError, KeyError, RecursionError) as error:
@@ -68,7 +67,7 @@ class PlainTemplate:
         self._max_output_chars = max_output_chars
 
     def render(self, variables: Variables) -> str | None:
-        """`None`: the template has to be run as it is."""
+        """Return the text, or None: the template has to be run as it is."""
         frame = _Frame(variables, self._max_output_chars)
         try:
             for statement in self._statements:

@@ -1,7 +1,7 @@
-"""How text is cut into words before byte-level BPE, by the names GGUF files give in `tokenizer.ggml.pre`.
+"""Pre-tokenizers of byte-level BPE, which split text into words, by their names in `tokenizer.ggml.pre` of GGUF files.
 
 The patterns are those with which the vocabularies were trained (published in the models' tokenizer.json files). A wrong
-one changes the ids of ordinary text without any error, so unknown names are refused, not guessed.
+one changes the ids of ordinary text without any error, so unknown names are refused and not guessed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _GPT4O = _CASED_WORDS.format(suffix=_CONTRACTIONS + "?", digits=r"\p{N}{1,3}")
 
 
 class PreTokenizer(NamedTuple):
-    """`splits`: patterns applied one after the other, each isolating its matches."""
+    """A pre-tokenizer. `splits`: patterns applied one after the other, each isolating its matches."""
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
-    """A word that is a token as a whole is taken without looking at merges."""
+    """Whether a word that is a token is encoded without applying merges."""
     adds_bos: bool = False
-    """What a file without `add_bos_token` means."""
+    """Default of files without `add_bos_token`."""
     nfc: bool = False
-    """Text is brought to Unicode normalization form C first."""
+    """Whether text is converted to Unicode normalization form C first."""
 
     def to_json(self) -> dict[str, Any]:
-        """The pre-tokenizer in the `tokenizers` format."""
+        """Return the pre-tokenizer in the `tokenizers` format."""
         steps: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in self.splits
@@ -46,7 +46,7 @@ _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 _GPT2_LIKE = PreTokenizer((_GPT2,))
 _DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9]{3}"))
-"""What llama.cpp does for `default`, which converters write where they do not know the vocabulary."""
+"""llama.cpp's behaviour for `default`, which converters write for unknown vocabularies."""
 _SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA3_LIKE = PreTokenizer((_LLAMA3,), ignore_merges=True, adds_bos=True)
 _QWEN2_LIKE = PreTokenizer((_QWEN2,), nfc=True)

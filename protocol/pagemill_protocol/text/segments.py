@@ -1,9 +1,9 @@
-"""Encodes a chat by the segments between its special tokens, and remembers those that came before.
+"""Encode a chat by the segments between its special tokens, and cache earlier segments.
 
-A tokenizer cuts a text at its special tokens first and treats what lies between two of them for itself. So a system
-prompt, and each earlier message of a conversation, are tokenized once: their tokens do not depend on what follows. Not
-every tokenizer may be used so; `SegmentEncoder.of` knows which. How long a text may be: `fitting`; what calls this:
-`tokenizer`.
+A tokenizer splits a text at its special tokens first and encodes each segment between them by itself. So a system
+prompt, and each earlier message of a conversation, are tokenized once: their tokens do not depend on what follows. This
+is not valid for every tokenizer; `SegmentEncoder.of` decides. `fitting` bounds the length of a text; `tokenizer` calls
+this module.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pagemill_protocol.errors import context_length_exceeded
 from pagemill_protocol.text.fitting import check_pieces
 
 MAX_KEPT_TOKENS = 1024 * 1024
-"""Of all remembered segments: some 10 MiB with their texts."""
+"""Maximum tokens of all cached segments: some 10 MiB with their texts."""
 MAX_SEGMENT_TOKENS = MAX_KEPT_TOKENS // 8
-"""A longer segment is not remembered: it would displace too many others."""
+"""A longer segment is not cached: it would displace too many others."""
 LONG_SEGMENT_CHARS = 64 * 1024
-"""Of a longer one that is not known, pieces are counted before it is tokenized."""
+"""Pieces of a longer, unknown segment are counted before it is tokenized."""
 
 _Key = tuple[str, str]
 
 
 class SegmentEncoder:
-    """Safe to use from several threads at once."""
+    """Encoder with a cache of segments. Thread-safe."""
 
     def __init__(self, special_ids: Mapping[str, int], longest_entry_bytes: int) -> None:
-        """`special_ids`: of the tokens that a text is cut at, by how they are written."""
+        """Make an encoder. `special_ids`: ids by text of the tokens that split a text."""
         longest_first = sorted(special_ids, key=len, reverse=True)
         self._special_ids = dict(special_ids)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
@@ -43,7 +43,7 @@ class SegmentEncoder:
 
     @classmethod
     def of(cls, tokenizer_json: Mapping[str, Any], longest_entry_bytes: int) -> SegmentEncoder | None:
-        """`None` where a segment's tokens can depend on what lies around it, or nothing cuts texts."""
+        """Return an encoder, or None where a segment's tokens depend on its surroundings or nothing splits texts."""
         added = [token for token in tokenizer_json.get("added_tokens") or [] if not token.get("normalized")]
         special_ids = {token["content"]: token["id"] for token in added if token["content"]}
         looks_around = any(token.get(rule) for token in added for rule in ("lstrip", "rstrip", "single_word"))
@@ -59,11 +59,11 @@ class SegmentEncoder:
     def encode(
         self, text: str, max_tokens: int, encode: Callable[[str], list[int]], param: str, scope: str
     ) -> list[int]:
-        """The tokens of `text` without those that a tokenizer adds around it. Raises `PagemillError` 400 for more than
-        `max_tokens`, as soon as that is known.
+        """Return the tokens of `text`, without those that a tokenizer adds around it.
 
-        `encode`: of one segment. `scope`: requests of another one cannot learn, by how long they take, what was encoded
-        in this one. `param`: the request's field that holds the text.
+        Raises `PagemillError` 400 for more than `max_tokens`, as soon as that is known. `encode`: encodes one segment.
+        `scope`: requests of another scope cannot learn from timing what was encoded in this one. `param`: the request's
+        field of the text.
         """
         ids: list[int] = []
         start = 0
@@ -94,7 +94,7 @@ class SegmentEncoder:
         ids = encode(text)
         if len(ids) <= MAX_SEGMENT_TOKENS:
             self._keep(key, array("I", ids))
-        return ids  # whose numbers may be shared with other texts (`words`), unlike an array's
+        return ids  # int objects may be shared with other texts (`words`), unlike those of an array
 
     def _keep(self, key: _Key, ids: array[int]) -> None:
         with self._lock:
@@ -108,7 +108,7 @@ class SegmentEncoder:
 
 
 def _knows_the_beginning(step: Any) -> bool:
-    """Whether some step of the tokenizer treats the beginning of a whole text in another way than that of a segment."""
+    """Whether a step of the tokenizer treats the beginning of a whole text differently from that of a segment."""
     if isinstance(step, Mapping):
         parts = (value for key, value in step.items() if key not in ("vocab", "merges", "added_tokens"))
         return step.get("prepend_scheme") == "first" or any(map(_knows_the_beginning, parts))

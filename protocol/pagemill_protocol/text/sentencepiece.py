@@ -1,7 +1,7 @@
 """SentencePiece BPE (Kudo and Richardson, arXiv 1808.06226) expressed in the `tokenizers` format.
 
-A SentencePiece model has scores, not merges: at each step the adjacent pair whose joined piece scores best is merged.
-The same order follows from a list of merges sorted by the score of the piece they make.
+A SentencePiece model has scores, not merges: at each step the adjacent pair whose joined piece has the best score is
+merged. A list of merges sorted by the scores of their results gives the same order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SPACE = "▁"
 
 
 def merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All ways to make each piece from two others, best score first; equal scores in vocabulary order."""
+    """Return all ways to make each piece from two others, best score first; equal scores in vocabulary order."""
     ids: dict[str, int] = {}
     for token_id, token in enumerate(tokens):
         ids.setdefault(token, token_id)
@@ -28,7 +28,7 @@ def merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, st
 
 
 def model_json(ids: Mapping[str, int], pairs: Sequence[tuple[str, str]], unk_token: str | None) -> dict[str, Any]:
-    """The BPE model; characters outside the vocabulary become `<0xXX>` byte tokens where the vocabulary has them."""
+    """Return the BPE model; unknown characters become `<0xXX>` byte tokens where the vocabulary has them."""
     return {
         "type": "BPE",
         "unk_token": unk_token,
@@ -41,7 +41,8 @@ def model_json(ids: Mapping[str, int], pairs: Sequence[tuple[str, str]], unk_tok
 
 
 def normalizer_json(*, add_space_prefix: bool) -> dict[str, Any]:
-    """Spaces become `SPACE`; a prefix goes before every run of text, also after a special token."""
+    """Return a normalizer that replaces spaces by `SPACE` and may prefix every run of text, also after special
+    tokens."""
     steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
     if add_space_prefix:
         steps.insert(0, {"type": "Prepend", "prepend": SPACE})

@@ -1,9 +1,9 @@
-"""The server's side of `template_worker`, and of other workers of its kind: starts it, talks to it, ends it.
+"""The server's side of `template_worker` and of other workers of its kind: starts, calls and ends them.
 
-Why a process: a template can spend unbounded time or memory inside one C call (`10 ** (10 ** 8)`, the text of a list
-of twice a list of twice a list, forty deep). Loop counters and `sys.settrace` cannot interrupt that, and signal
-handlers run in the main thread only. A process with kernel timers and a memory limit can always be ended, whichever
-thread waits for it. It costs about 0.2 ms per render and one start per model.
+Why a process: a template can spend unbounded time or memory inside one C call (`10 ** (10 ** 8)`, the text of a list of
+twice a list of twice a list, forty deep). Loop counters and `sys.settrace` cannot interrupt that, and signal handlers
+run in the main thread only. A process with kernel timers and a memory limit can always be ended, whichever thread waits
+for it. It costs about 0.2 ms per render and one start per model.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _WORKER_FILE = Path(__file__).with_name("template_worker.py")
 _START_TIMEOUT_S = 60.0
 _HEAD_BYTES = 4
 _GRACE_S = 5.0
-"""How much longer than the worker's own timers this side waits."""
+"""Seconds that this side waits in addition to the worker's own timers."""
 _READ_BYTES = 1 << 20
 MAX_UNWAITED_BYTES = 32 * 1024
-"""Size of a request that can be written without waiting: half of a pipe's buffer."""
+"""Maximum size of a request that can be written without blocking: half of a pipe's buffer."""
 
 
 class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class TemplateLimits(msgspec.Struct, frozen=True, kw_only=True):
     wall_limit_s: float = 10.0
     max_output_chars: int = 16 * 1024 * 1024
     memory_bytes: int = 1024 * 1024 * 1024
-    """Address space of the worker."""
+    """Limit of the worker's address space."""
 
 
 class TimeLimitReached(Exception):
@@ -45,11 +45,11 @@ class TimeLimitReached(Exception):
 
 
 class WorkerDied(Exception):
-    """The worker ended for another reason: killed, out of memory, or its stack overflowed."""
+    """The worker ended for another reason: killed, out of memory, or stack overflow."""
 
 
 class Broke(Exception):
-    """An exchange on the event loop failed; `TemplateProcess.verdict` of `cause` gives the reason."""
+    """An exchange on the event loop failed; `TemplateProcess.verdict` of `cause` returns the reason."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -57,16 +57,16 @@ class Broke(Exception):
 
 
 class TemplateProcess:
-    """One running worker. Not thread safe: its owner lends it to one thread at a time, or to an event loop."""
+    """One running worker. Not thread-safe: its owner lends it to one thread at a time, or to an event loop."""
 
     def __init__(self, templates: dict[str, str], limits: TemplateLimits, worker: Path = _WORKER_FILE) -> None:
-        """`worker`: a script that speaks as `template_worker` does."""
+        """Start the worker. `worker`: a script with the protocol of `template_worker`."""
         self._limits = limits
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-S", str(worker)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a traceback could hold text of a prompt
+            stderr=subprocess.DEVNULL,  # a traceback could contain text of a prompt
             bufsize=0,
             env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONUTF8": "1"},
         )
@@ -75,22 +75,22 @@ class TemplateProcess:
             reply = self._exchange(msgspec.json.encode(setup), _START_TIMEOUT_S)
             self.errors: dict[str, str] = reply["errors"]
             self.plain: dict[str, list[Any]] = reply.get("plain", {})
-            """Plain programs (`plain_program`) of the templates that have one, by name."""
+            """Plain programs (`plain_program`) by name, of the templates that have one."""
         except BaseException:
             self.close()
             raise
 
     def render(self, template: str, variables: bytes) -> dict[str, Any]:
-        """The worker's reply: `text`, `refusal` or `error`. `variables`: a JSON object.
+        """Return the worker's reply: `text`, `refusal` or `error`. `variables`: a JSON object.
 
-        Raises `TimeLimitReached` or `WorkerDied`; the process is then gone.
+        Raises `TimeLimitReached` or `WorkerDied`; the process has then ended.
         """
         return self._exchange(_request(template, variables), self._limits.wall_limit_s + _GRACE_S)
 
     def render_soon(
         self, template: str, variables: bytes, on_free: Callable[[], None], on_broken: Callable[[], None]
     ) -> asyncio.Future[dict[str, Any]]:
-        """As `render`, for the running event loop: no thread is woken. `variables`: at most `MAX_UNWAITED_BYTES`.
+        """Render as `render`, on the running event loop without a thread. `variables`: at most `MAX_UNWAITED_BYTES`.
 
         The future ends with the reply or with `Broke`. The process is busy until then, even if the caller stops
         waiting: `on_free` or `on_broken` is called when it no longer is, before the future ends.
@@ -107,7 +107,7 @@ class TemplateProcess:
 
     @property
     def descriptor(self) -> int:
-        """Where its replies come from."""
+        """File descriptor of its replies."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
 
@@ -134,7 +134,7 @@ class TemplateProcess:
             view = view[self._process.stdin.write(view) :]
 
     def _read_frame(self, deadline: float) -> bytes:
-        """Uses few calls: each one releases the interpreter's lock and waits for it."""
+        """Read one frame with few system calls: each releases the interpreter's lock and waits for it."""
         descriptor = self.descriptor
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -147,7 +147,7 @@ class TemplateProcess:
                 return frame
 
     def verdict(self, error: Exception) -> Exception:
-        """Why the exchange failed; ends what is left of the process, and may wait for that."""
+        """Return why the exchange failed, and end the process; may block until it has ended."""
         ended_by_itself = isinstance(error, (EOFError, OSError)) and not isinstance(error, TimeoutError)
         if ended_by_itself:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -160,14 +160,14 @@ class TemplateProcess:
 
 
 class _Incoming:
-    """The bytes of one frame, as far as they have come."""
+    """The bytes of one frame that have arrived."""
 
     def __init__(self) -> None:
         self._received = bytearray()
         self._num_bytes = _HEAD_BYTES
 
     def add(self, piece: bytes) -> bytes | None:
-        """The frame, once it is complete. Raises `EOFError` if no more bytes will come."""
+        """Add bytes. Returns the frame once it is complete. Raises `EOFError` at the end of the stream."""
         if not piece:
             raise EOFError
         received = self._received
@@ -231,7 +231,7 @@ class _Reading:
 def _reply_of(frame: bytes) -> dict[str, Any]:
     try:
         reply: dict[str, Any] = msgspec.json.decode(frame)
-    except msgspec.DecodeError:  # half a surrogate pair is the only text that can be sent but not decoded
+    except msgspec.DecodeError:  # a lone surrogate is the only text that can be sent but not decoded
         return {"error": "what it makes is not valid Unicode"}
     return reply
 

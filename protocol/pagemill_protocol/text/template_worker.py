@@ -1,11 +1,11 @@
-"""The process that runs chat templates, apart from the server because a template is a program from the model's author.
+"""The process that runs chat templates, apart from the server because a template is a program of the model's author.
 
-Started by `template_process` as a plain script: imports the standard library, jinja2, `confinement` and `plain_program`
-only. Reads a setup frame, then answers one frame with one frame until its input ends.
+`template_process` starts it as a plain script: it imports the standard library, jinja2, `confinement` and
+`plain_program` only. It reads a setup frame, then answers one frame with one frame until its input ends.
 
-It is confined before it runs anything, and each render is timed (`confinement`).
-Templates see what Hugging Face templates expect: an immutable sandbox, trimmed blocks, `raise_exception`,
-`strftime_now`, `tojson` without HTML escaping, loop controls, and `generation` blocks that print their body.
+It is confined before it runs anything, and each render is timed (`confinement`). Templates get the environment of
+Hugging Face templates: an immutable sandbox, trimmed blocks, `raise_exception`, `strftime_now`, `tojson` without HTML
+escaping, loop controls, and `generation` blocks that print their body.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 import jinja2
-import jinja2.debug  # loaded lazily by jinja2, which could not open it later
+import jinja2.debug  # jinja2 loads it lazily, which would fail after confinement
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it prints its body."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it prints its body."""
 
     tags = {"generation"}  # noqa: RUF012 the attribute of the base class
 
@@ -80,7 +80,7 @@ def _strftime_now(layout: str) -> str:
 
 
 class Arguments(dict):  # type: ignore[type-arg]
-    """A call's arguments: an object for templates that walk or `tojson` it, JSON text for those that print it."""
+    """A call's arguments: an object for templates that iterate or `tojson` it, JSON text for those that print it."""
 
     def __str__(self) -> str:
         return _tojson(self)
@@ -116,7 +116,7 @@ class Worker:
         self._templates: dict[str, jinja2.Template] = {}
 
     def compile(self, sources: dict[str, str]) -> dict[str, str]:
-        """Compiles each template; returns the errors by template name."""
+        """Compile each template. Returns the errors by template name."""
         errors = {}
         for name, source in sources.items():
             try:
@@ -126,7 +126,7 @@ class Worker:
         return errors
 
     def plain_programs(self, sources: dict[str, str]) -> dict[str, Any]:
-        """By template name, of those that compile and have one."""
+        """Return plain programs by template name, of the templates that compile and have one."""
         found = {name: plain_program(self._environment.parse(sources[name])) for name in self._templates}
         return {name: program for name, program in found.items() if program is not None}
 

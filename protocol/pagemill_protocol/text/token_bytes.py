@@ -1,9 +1,9 @@
-"""The bytes that each token stands for, read off a tokenizer's decoder once.
+"""The bytes of each token, read once from a tokenizer's decoder.
 
-Text is always `b"".join(token_bytes(ids))` decoded as UTF-8 with U+FFFD for what is invalid, after dropping the leading
-spaces that SentencePiece adds. This is what makes detokenization incremental at a constant cost per token.
-Only decoders that work this way are accepted (byte-level BPE, SentencePiece with byte fallback, Metaspace, WordPiece
-without the spaces that it drops before punctuation).
+Text is always `b"".join(token_bytes(ids))` decoded as UTF-8 with U+FFFD for invalid bytes, after dropping the leading
+spaces that SentencePiece adds. This makes incremental detokenization possible at a constant cost per token. Only
+decoders that work this way are accepted (byte-level BPE, SentencePiece with byte fallback, Metaspace, WordPiece without
+the spaces that it drops before punctuation).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """`table[token_id]` -> bytes; unknown ids have none.
+    """A table `table[token_id]` -> bytes; unknown ids have none.
 
     `tokenizer_json`: the parsed JSON of the same tokenizer as `backend`.
     """
@@ -36,7 +36,7 @@ class TokenBytes:
         self._byte_fallback = False
         self._replacements: list[tuple[str, str]] = []
         self._continues = ""
-        """What a token begins with that continues a word; empty: spaces are in the tokens themselves."""
+        """Prefix of tokens that continue a word; empty: spaces are part of the tokens."""
         self.num_leading_spaces = 0
         """Spaces at the start of a text that are an artifact of the encoding."""
         for step in _flatten(tokenizer_json.get("decoder")):

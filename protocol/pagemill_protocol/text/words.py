@@ -1,9 +1,9 @@
-"""Tokens of words, remembered: ASCII text is cut into words here, and only words not seen before go to the library.
+"""A cache of the tokens of words: ASCII text is split into words here, and only unknown words go to the library.
 
-Byte-level tokenizers cut a text into words by regular expressions and look for tokens in each word by itself. Their
-expressions are Oniguruma's with Unicode properties; for ASCII text, and for it alone, Python's `re` finds the same
-words with the properties written out. What cannot be translated with certainty is not used, nor a translation that
-cuts `PROBE` differently than the library does. Texts of segments come from `segments`.
+Byte-level tokenizers split a text into words by regular expressions and encode each word by itself. Their expressions
+are Oniguruma's with Unicode properties; for ASCII text, and only for it, Python's `re` finds the same words with the
+properties written out. A pattern that cannot be translated with certainty is not used, nor a translation that splits
+`PROBE` differently from the library. `segments` provides the texts.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 MAX_TEXT_CHARS = 16 * 1024
-"""Longer ones are the library's: cutting holds up other threads, some 1.5 ms for so many."""
+"""Longer texts are encoded by the library: splitting blocks other threads, about 1.5 ms for this length."""
 MAX_WORDS = 32 * 1024
-"""Remembered; then all are forgotten. Some 6 MiB."""
+"""Maximum number of cached words, after which all are dropped. About 6 MiB."""
 MAX_WORD_CHARS = 32
 UNKNOWN_SHARE = 8
-"""Where more than one word in so many is unknown, the library encodes the whole text, which is cheaper."""
+"""Where more than one in this many words is unknown, the library encodes the whole text, which is cheaper."""
 MAX_LEARNED = 16
-"""Words of such a text that are encoded once more to be remembered."""
+"""Words of such a text that are also encoded by themselves to be cached."""
 PROBE = (
     "It's THE  end,\tcamelCase snake_case I'll we'Ve don'T x1 12 1234567 3.14 $5 a+b==c /* (x) */ \"q\" 'a'  \n\n"
     "  z\r\n.../\n!?~`|\\ {k: [v]}   <|t|> #tag @me 50% a-b; \x0b\x0c \x1c\x1f\x7f end  \n"
 )
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What a byte-level step that is to `use_regex` cuts by."""
+"""The pattern of a byte-level step with `use_regex`."""
 _NO_CHANGE_TO_ASCII = {"NFC", "NFD", "NFKC", "NFKD"}
 _TOKENS = re.compile(
     r"\\p\{(?P<name>[A-Za-z]{1,2})\}|\\(?P<escape>[sSdrntfv\\/.$^|?*+()\[\]{}'\" -])|(?P<plain>[^\\])", re.DOTALL
 )
 _UNSURE = re.compile(r"\{[\d,]*\}\+|&&|\[:")
-"""What the two languages read differently."""
+"""Syntax that the two languages interpret differently."""
 _GROUP = re.compile(r"\(\?(?::|!|=|i:)")
-"""Others capture, and `findall` would return what they do in place of words; or mean something else."""
+"""Groups of other kinds capture, so that `findall` would return them in place of words, or have another meaning."""
 Split = Callable[[str], list[str]]
 
 
 class WordEncoder:
-    """Safe to use from several threads at once."""
+    """Encoder with a cache of words. Thread-safe."""
 
     def __init__(self, splits: Iterable[Split], encode: Callable[[list[str]], list[list[int]]]) -> None:
-        """`encode`: tokens of each of some texts."""
+        """Make an encoder. `encode`: returns the tokens of each of several texts."""
         self._splits = tuple(splits)
         self._encode = encode
         self._words: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def of(cls, backend: Backend, tokenizer_json: Mapping[str, Any]) -> WordEncoder | None:
-        """`None` where words are not the same, or not tokenized by themselves."""
+        """Return an encoder, or None where words would differ or are not encoded by themselves."""
         model, added = tokenizer_json.get("model") or {}, tokenizer_json.get("added_tokens") or []
         splits = _splits(tokenizer_json.get("pre_tokenizer") or {})
         by_itself = model.get("type", "BPE") == "BPE" and not model.get("dropout")
@@ -77,14 +77,14 @@ class WordEncoder:
         return len(text) <= MAX_TEXT_CHARS and text.isascii()
 
     def words_of(self, text: str) -> list[str]:
-        """`text`: ASCII."""
+        """Split ASCII text into words."""
         words = [text]
         for split in self._splits:
             words = split(text) if len(words) == 1 else list(chain.from_iterable(map(split, words)))
         return words
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text that it `takes`, in which no special token is spelled."""
+        """Return the tokens of a text that it `takes` and that contains no special token."""
         words, known = self.words_of(text), self._words
         try:
             return list(chain.from_iterable(map(known.__getitem__, words)))
@@ -102,14 +102,14 @@ class WordEncoder:
         fresh = dict(zip(words, map(tuple, self._encode(words)), strict=True))
         kept = {word: ids for word, ids in fresh.items() if len(word) <= MAX_WORD_CHARS}
         if len(self._words) + len(kept) > MAX_WORDS:
-            self._words = {}  # another thread may read the old ones
+            self._words = {}  # another thread may read the old dict
         if len(kept) <= MAX_WORDS:
             self._words.update(kept)
         return fresh
 
 
 def ascii_pattern(pattern: str) -> str | None:
-    """The same for ASCII text in Python's language; `None`: not known to be the same."""
+    """Return an equivalent pattern of Python's `re` for ASCII text, or None without certainty."""
     if _UNSURE.search(pattern):
         return None
     parts: list[str] = []
@@ -129,20 +129,21 @@ def ascii_pattern(pattern: str) -> str | None:
 
 
 def _is_unsure(plain: str, pattern: str, at: int, in_class: bool) -> bool:
-    """Of a character that is not escaped: whether it may mean something else in the other language."""
+    """Whether an unescaped character may mean something else in the other language."""
     if in_class:
         return plain == "["
     return plain in ("^", "$") or (plain == "(" and _GROUP.match(pattern, at) is None)
 
 
 def _members(category: str) -> str:
-    """ASCII characters of a Unicode category, for a class."""
+    """Return the ASCII characters of a Unicode category, for a class."""
     of_it = [code for code in range(128) if unicodedata.category(chr(code)).startswith(category)]
     return "".join(f"\\x{code:02x}" for code in of_it)
 
 
 def _splits(step: Mapping[str, Any]) -> list[Split] | None:
-    """`None`: some part of the pre-tokenizer is of another kind, or bytes are not mapped at its end."""
+    """Return the pre-tokenizer's splits, or None if a part of it is of another kind or does not end by mapping
+    bytes."""
     steps: list[Mapping[str, Any]] = step["pretokenizers"] if step.get("type") == "Sequence" else [step]
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None
@@ -156,7 +157,7 @@ def _splits(step: Mapping[str, Any]) -> list[Split] | None:
             return None
         try:
             splits.append(_split(translated))
-        except re.error:  # such as a class of no ASCII characters
+        except re.error:  # such as a class without ASCII characters
             return None
     return splits
 
@@ -170,7 +171,7 @@ def _pattern(step: Mapping[str, Any]) -> str | None:
 
 
 def _split(pattern: str) -> Split:
-    """Into matches and what lies between them."""
+    """Return a function that splits a text into matches and the text between them."""
     find = re.compile(pattern, re.ASCII).findall
     cut = re.compile(f"({pattern})", re.ASCII).split
 

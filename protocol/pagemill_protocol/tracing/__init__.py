@@ -1,1 +1,2 @@
-"""Traces of requests, exported once a request is over: by a gateway, and by an engine that clients call directly."""
+"""Traces of requests, exported once a request is complete: by a gateway, and by an engine that clients call
+directly."""

@@ -1,6 +1,5 @@
-"""What spans say of a request: names of OpenTelemetry's GenAI and HTTP conventions; `pagemill.*` is for what these do
-not define. Gateway and engine use the same. No text of prompts or answers is ever among them.
-"""
+"""Attributes of spans: names of OpenTelemetry's GenAI and HTTP conventions, and `pagemill.*` for what these do not
+define. Gateway and engine use the same. Attributes never contain text of prompts or answers."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Attribute = tuple[str, Value | Sequence[str]]
 
 
 class Kind(enum.IntEnum):
-    """As OTLP numbers them."""
+    """Kind of a span, with OTLP's numbers."""
 
     INTERNAL = 1
     SERVER = 2
@@ -29,7 +28,8 @@ class Kind(enum.IntEnum):
 
 
 class FinishedRequest(Protocol):
-    """What gateway and engine keep of a request; `sampling` is `None` where it was refused before it was parsed."""
+    """The facts about a request that gateway and engine keep; `sampling` is `None` where it was refused before
+    parsing."""
 
     @property
     def route(self) -> str: ...
@@ -66,7 +66,7 @@ class FinishedRequest(Protocol):
 
 
 def of_request(request: FinishedRequest, method: str) -> Iterator[Attribute]:
-    """Those of a server's span."""
+    """Yield the attributes of a server's span."""
     yield "http.request.method", method
     yield "http.route", request.route
     yield "http.response.status_code", request.status
@@ -111,7 +111,7 @@ def operation(request: FinishedRequest) -> str:
 def engine_phases(
     start_s: float, queue_s: float, first_token_s: float | None, end_s: float
 ) -> Iterator[tuple[str, float, float]]:
-    """Names and times of an engine's part, as soon as a token came; before that they are unknown."""
+    """Yield name, start and end of an engine's phases; nothing before the first token, when they are unknown."""
     if first_token_s is None:
         return
     scheduled_s = min(start_s + queue_s, first_token_s)

@@ -1,4 +1,4 @@
-"""The settings of traces, for gateways and engines: where they go and how many. `tracing` opens what they describe."""
+"""The settings of tracing, for gateways and engines: destination and share of requests. `tracing` applies them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pagemill_protocol.settings import SettingsError
 
 
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where OpenTelemetry traces of requests go, engines' work included."""
+    """Where OpenTelemetry traces of requests are sent, including the spans of engines."""
 
     endpoint: str
     """URL of an OTLP/HTTP receiver's traces, such as `http://collector:4318/v1/traces`."""
     headers_file: str | None = None
-    """File of headers for the receiver, `NAME: VALUE` on each line, read at the start: a place for its credentials."""
+    """File of headers for the receiver, such as credentials: `NAME: VALUE` on each line, read at the start."""
     sample_ratio: float = 1.0
-    """Share of requests that are traced, of those that come without a trace; with one, the client has decided."""
+    """Share of requests without a trace that are sampled; for a request with one, the client has decided."""
 
     def check(self) -> None:
-        """Raises `SettingsError` for the first setting that must not be used."""
+        """Raise `SettingsError` for the first invalid setting."""
         if not self.endpoint.startswith(("http://", "https://")):
             raise SettingsError(
                 f"tracing.endpoint: {self.endpoint!r} does not begin with http:// or https://. Name the OTLP/HTTP "
@@ -30,7 +30,7 @@ class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise SettingsError(f"tracing.sample_ratio: {self.sample_ratio} is not between 0 and 1.")
 
     def headers(self) -> dict[str, str]:
-        """Raises `SettingsError`, which shows no value."""
+        """Return the headers of the file. Raises `SettingsError`, which shows no value."""
         if self.headers_file is None:
             return {}
         try:

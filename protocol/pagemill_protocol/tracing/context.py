@@ -1,4 +1,4 @@
-"""Which trace a request belongs to, and whether it is sampled: W3C's trace context, decided before any span is made."""
+"""The trace of a request, and whether it is sampled: W3C's trace context, decided before any span is made."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _TRACEPARENT = re.compile(
 class TraceContext(NamedTuple):
     trace_id: bytes
     parent_id: bytes
-    """Span of the client; empty: the request begins the trace."""
+    """Id of the client's span; empty: the request begins the trace."""
     state: str
-    """The client's `tracestate`, unread."""
+    """The client's `tracestate`, not interpreted."""
     sampled: bool
 
 
 def trace_context(scope: Scope, sample_ratio: float) -> TraceContext:
-    """The client's trace, if it sent a valid one; it has decided about sampling. Else a new one, sampled by ratio."""
+    """Return the client's trace if it sent a valid one, with its sampling decision, else a new trace, sampled by
+    ratio."""
     found = _TRACEPARENT.fullmatch(header(scope, b"traceparent") or "")
     if found is None or (found[1] == "00" and found[5]):
         trace_id = secrets.token_bytes(16)

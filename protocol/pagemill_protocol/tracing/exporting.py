@@ -1,8 +1,8 @@
-"""Exports spans to an OTLP/HTTP receiver, in batches, from a thread of their own. `messages` encodes them.
+"""Export spans to an OTLP/HTTP receiver, in batches, from a separate thread. `messages` encodes them.
 
-Of a request that is over, the caller's thread decides only whether it is sampled; that thread makes its spans.
-Nothing waits for the receiver: while it is away, traces beyond a fixed number are dropped. A gateway sends its engines'
-spans as well, under their own service name, so engines behind it need neither settings nor network access for it.
+When a request ends, the caller's thread only decides whether it is sampled; the exporting thread makes its spans.
+Nothing waits for the receiver: while it is unreachable, traces beyond a fixed number are dropped. A gateway sends its
+engines' spans as well, under their own service name, so engines behind it need neither settings nor network access.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ RETRIED = {
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 }
-"""OTLP's own list; with any other error the receiver will not take that batch."""
+"""Statuses after which OTLP retries; with any other error the receiver will not accept that batch."""
 
 
 class ExportedTraces:
     def __init__(self, config: TracingConfig) -> None:
-        """Raises `SettingsError` when the file of headers cannot be used."""
+        """Start the thread. Raises `SettingsError` when the file of headers cannot be used."""
         self._ratio = config.sample_ratio
         self._endpoint = config.endpoint
         self._headers = {"Content-Type": "application/x-protobuf", **config.headers()}
@@ -61,7 +61,7 @@ class ExportedTraces:
 
     async def close(self) -> None:
         self._closing.set()
-        # Cancelling this ends the wait at once, which a join in the executor's thread would not.
+        # Cancelling this ends the wait at once; a join in the executor's thread could not be cancelled.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXPORT_TIMEOUT_S):
                 while self._thread.is_alive():  # noqa: ASYNC110 (a thread has no event of a loop)
@@ -87,7 +87,7 @@ class ExportedTraces:
         return batch.encoded()
 
     def _sent(self, body: bytes) -> bytes:
-        """What is to be sent again."""
+        """Send one batch. Returns the part to send again, which is all or nothing."""
         request = urllib.request.Request(self._endpoint, body, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=EXPORT_TIMEOUT_S) as response:
@@ -103,7 +103,7 @@ class ExportedTraces:
         return b""
 
     def _report(self, reason: str) -> None:
-        """Once, until the receiver takes spans again."""
+        """Log a failure once, until the receiver accepts spans again."""
         if not self._failing:
             logger.warning("traces are not exported: %s. Check tracing.endpoint and its receiver.", reason)
         self._failing = True

@@ -1,7 +1,7 @@
-"""OTLP's messages: spans of finished requests, as a receiver takes them. `exporting` sends them.
+"""OTLP's messages: spans of finished requests. `exporting` sends them.
 
-Spans are written into the message at once, through the classes that OpenTelemetry generates of its schema: a tracing
-SDK makes, locks, copies and converts each of them first, which takes about five times as long.
+Spans are written directly into the message, through the classes that OpenTelemetry generates from its schema: a tracing
+SDK makes, locks, copies and converts each span first, which takes about five times as long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCOPE = "pagemill"
 
 
 class Batch:
-    """Spans of several requests, grouped by service as OTLP demands it."""
+    """Spans of several requests, grouped by service as OTLP requires."""
 
     def __init__(self) -> None:
         self._message = ExportTraceServiceRequest()
@@ -33,7 +33,7 @@ class Batch:
         return TraceWriter(self, context)
 
     def span(self, service: str) -> Span:
-        """A new one, empty."""
+        """Return a new, empty span of a service."""
         if service not in self._services:
             group = self._message.resource_spans.add()
             group.resource.attributes.add(key="service.name").value.string_value = service
@@ -44,7 +44,7 @@ class Batch:
         return span
 
     def unix_ns(self, at_s: float) -> int:
-        """Of a time on the monotonic clock."""
+        """Return the Unix time in ns of a time on the monotonic clock."""
         return int(at_s * 1e9) + self._offset_ns
 
     def encoded(self) -> bytes:
@@ -71,7 +71,8 @@ class TraceWriter:
         attributes: Iterable[Attribute] = (),
         error: str | None = None,
     ) -> bytes:
-        """Times are of the monotonic clock; without `parent`, the client's span is it. Returns the span's id."""
+        """Add a span and return its id. Times are of the monotonic clock; without `parent`, the client's span is the
+        parent."""
         span = self._batch.span(service)
         span.trace_id = self._context.trace_id
         span.trace_state = self._context.state
@@ -106,4 +107,4 @@ def _set(target: AnyValue, value: Value | Sequence[str]) -> None:
 
 
 WriteSpans = Callable[[TraceWriter], None]
-"""Adds what one request's spans are."""
+"""Adds the spans of one request to a writer."""

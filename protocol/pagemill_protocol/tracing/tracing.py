@@ -1,4 +1,5 @@
-"""What becomes of a request that is over: traces, or nothing. OpenTelemetry's messages are imported if used."""
+"""Entry point of tracing: finished requests become traces, or nothing. OpenTelemetry's messages are imported if
+used."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 class Tracing(Protocol):
     def finished(self, scope: Scope, write: WriteSpans) -> str:
-        """Trace a request that is over; returns its trace id in hex, empty where it is not sampled.
+        """Trace a finished request. Returns its trace id in hex, or an empty text where it is not sampled.
 
-        `write` makes its spans, later and in another thread: it must read only what changes no more.
+        `write` makes its spans, later and in another thread: it must read only data that no longer changes.
         """
         ...
 
     async def close(self) -> None:
-        """Send the remaining spans, for as long as one export may take."""
+        """Send the remaining spans, for at most the time of one export."""
         ...
 
 
@@ -34,7 +35,7 @@ class NoTracing:
 
 
 def open_tracing(config: TracingConfig | None) -> Tracing:
-    """Raises `SettingsError` when the settings or the file of headers cannot be used."""
+    """Return the tracing of these settings. Raises `SettingsError` when settings or file of headers cannot be used."""
     if config is None:
         return NoTracing()
     config.check()

@@ -123,7 +123,7 @@ def test_a_planted_fault_in_the_order_of_heads_is_seen(
         (
             "Qwen3NextForCausalLM",
             {},
-            "`Qwen3NextForCausalLM` with layers that keep a recurrent state beside the KV cache",
+            "`Qwen3NextForCausalLM` with layers with a recurrent state in addition to the KV cache",
         ),
         ("Qwen3_5ForCausalLM", {}, r"`Qwen3_5ForCausalLM` with layers .* recurrent state .*\(`linear_num_key_heads`\)"),
         ("HeliumForCausalLM", {"rope_scaling": LONG}, "`longrope`"),

@@ -1,7 +1,8 @@
-"""Answers in the shapes of Anthropic's Messages API: content blocks, named events, errors.
+"""Render answers in the shapes of Anthropic's Messages API: content blocks, named events, errors.
 
 A stream numbers its blocks in the order in which they begin, so the renderer counts them; where another engine began
-the stream it is first given what was delivered. Ids of tool uses are those of the chat dialect's calls.
+the stream, the renderer first receives the events that were delivered. Ids of tool uses equal those of the chat
+dialect's calls.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MessagesRenderer:
         self._request = request
         self._id = head(request).id
         self._open: str | None = None
-        """Type of the block that is not ended yet."""
+        """Type of the block that has not ended yet."""
         self._num_blocks = 0
         self._num_calls = 0
         self._finish_reason: FinishReason | None = None
@@ -145,7 +146,7 @@ def _error(error: PagemillError) -> dict[str, Any]:
 
 
 def _blocks(events: Sequence[Event], response_id: str) -> list[dict[str, Any]]:
-    """Content blocks of a whole answer, in the order of the text."""
+    """Return the content blocks of a complete answer, in the order of the text."""
     blocks: list[dict[str, Any]] = []
     arguments: dict[int, list[str]] = {}
     for event in events:

@@ -1,7 +1,7 @@
-"""Body of `POST /v1/messages`, and the chat request that means the same.
+"""Body of `POST /v1/messages`, and its translation to a chat request.
 
 Blocks become OpenAI's messages: a tool result is a message of role tool, a tool use a call of the assistant. Content
-that is no text is refused by its place. Shape and names: Anthropic's Messages API, version 2023-06-01.
+other than text is refused by its place. Shape and names: Anthropic's Messages API, version 2023-06-01.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _REMOVE = "Remove it."
 
 
 def _texts(value: Any, field: str = "") -> str:
-    """A string, or the text of a list of text blocks."""
+    """Return a string as it is, or the joined text of a list of text blocks."""
     if isinstance(value, str):
         return value
     return "\n".join(_text(block, where) for block, where in _blocks(value, field))
 
 
 def _blocks(value: Any, field: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Content blocks, each with its place."""
+    """Yield content blocks, each with its place in the body."""
     if not isinstance(value, list):
         raise refusal(field, f"Content must be a string or a list of blocks, got {shorten(value)}.")
     if len(value) > MAX_CONTENT_PARTS:
@@ -116,7 +116,7 @@ class InputMessage(RequestModel):
     content: Annotated[str | list[dict[str, Any]], PlainValidator(_content), WithJsonSchema(_CONTENT)]
 
     def for_chat(self, field: str) -> list[Message]:
-        """As OpenAI's messages: results of tools first, since they answer the message before."""
+        """Return the message as OpenAI's messages, tool results first, since they answer the previous message."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         return self._from_assistant(field) if self.role == "assistant" else self._from_user(field)
@@ -229,7 +229,7 @@ class MessagesRequest(SamplingExtensions):
     metadata: Metadata | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """The body of a chat completion that asks for the same. Raises `PydanticCustomError` for what is refused."""
+        """Return the body of the equivalent chat completion. Raises `PydanticCustomError` for refused content."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for index, message in enumerate(self.messages):
             messages += message.for_chat(f"messages[{index}].content")
@@ -295,6 +295,6 @@ class MessagesRequest(SamplingExtensions):
 
 
 class CountRequest(MessagesRequest):
-    """Body of `POST /v1/messages/count_tokens`: without a limit of the answer."""
+    """Body of `POST /v1/messages/count_tokens`, which needs no limit of the answer."""
 
     max_tokens: int = 1

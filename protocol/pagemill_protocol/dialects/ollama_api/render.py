@@ -1,4 +1,5 @@
-"""Answers in Ollama's shapes: lines of JSON, the last with counts and durations. A call is shown when it is whole."""
+"""Render answers in Ollama's shapes: lines of JSON, the last with counts and durations. Calls are sent when
+complete."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pagemill_protocol.openai import call_parts
 
 
 class Part(NamedTuple):
-    """What events add to an answer."""
+    """The part of an answer that some events add."""
 
     content: str
     thinking: str
@@ -36,7 +37,7 @@ class OllamaRenderer:
         self._begin_s = time.monotonic()
         self._first_token_s = 0.0
         self._call: tuple[int, str, list[str]] | None = None
-        """Index, name and arguments of a call that has not ended."""
+        """Index, name and arguments of the call that has not ended."""
         self._reason: FinishReason = "stop"
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
@@ -92,7 +93,8 @@ class OllamaRenderer:
         return orjson.dumps({**self._head, **answer, "done": done, **fields}) + b"\n"
 
     def _end(self, usage: Usage, first_token_s: float) -> dict[str, Any]:
-        """Durations are in nanoseconds, from the request's arrival in the engine."""
+        """Return the fields of the last line. Durations are in nanoseconds, from the request's arrival in the
+        engine."""
         total_s = time.monotonic() - self._begin_s
         return {
             "done_reason": self._reason,

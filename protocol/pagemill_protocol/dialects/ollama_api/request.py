@@ -1,7 +1,8 @@
-"""Bodies of Ollama's `POST /api/chat` and `/api/generate`, and the chat requests that mean the same.
+"""Bodies of Ollama's `POST /api/chat` and `/api/generate`, and their translation to chat requests.
 
 Options about memory, threads and devices (`num_ctx`, `num_gpu`, ...) and `keep_alive` are ignored: the operator decides
-on them. Calls have no ids in Ollama's messages; results belong to the calls of their name, or to the first open one.
+on them. Calls have no ids in Ollama's messages: a result belongs to the first open call of its name, or to the first
+open call.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Options(RequestModel):
     }
 
     num_predict: int | None = None
-    """Below 0: what is left of the context."""
+    """Below 0: the rest of the context."""
     temperature: FiniteFloat | None = None
     top_k: int | None = None
     top_p: FiniteFloat | None = None
@@ -72,14 +73,14 @@ class Message(RequestModel):
     tool_call_id: Name | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """Without what calls and results need."""
+        """Return the message without the fields of calls and results."""
         return {"role": self.role, "content": self.content} | (
             {} if self.thinking is None else {"reasoning_content": self.thinking}
         )
 
 
 class OllamaRequest(RequestModel):
-    """What both routes take."""
+    """The fields of both routes."""
 
     UNSUPPORTED: ClassVar = {
         "logprobs": Unsupported(_LOGPROBS, (False,)),
@@ -93,7 +94,7 @@ class OllamaRequest(RequestModel):
     think: bool | Literal["low", "medium", "high", "max"] | None = None
 
     def shared(self) -> dict[str, Any]:
-        """The part of the chat request that is not messages."""
+        """Return the part of the chat request other than messages."""
         body = {
             "model": self.model.removesuffix(LATEST),
             "stream": self.stream,
@@ -126,14 +127,14 @@ class OllamaChatRequest(OllamaRequest):
     tools: list[dict[str, Any]] = Field([], max_length=MAX_TOOLS)
 
     def for_chat(self) -> dict[str, Any]:
-        """The body of a chat completion that asks for the same. Raises `PydanticCustomError` for what is refused."""
+        """Return the body of the equivalent chat completion. Raises `PydanticCustomError` for refused content."""
         tools = [{"type": "function", **tool} for tool in self.tools]
         return {**self.shared(), "messages": self._messages(), "tools": tools}
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         open_calls: list[tuple[str, str]] = []
-        """Names and ids of calls whose results have not come yet."""
+        """Names and ids of calls without a result so far."""
         for index, message in enumerate(self.messages):
             refuse_images(message.images, f"messages[{index}].images")
             found = message.for_chat()
@@ -156,13 +157,13 @@ class OllamaGenerateRequest(OllamaRequest):
 
     prompt: Annotated[Text, Field(min_length=1)]
     suffix: Text = ""
-    """The text after the answer; the prompt is then what the model reads for filling in the middle."""
+    """The text after the answer: the prompt is then filled in the middle."""
     system: Text = ""
     raw: bool = False
     images: list[Any] = Field(default_factory=list)
 
     def for_chat(self) -> dict[str, Any]:
-        """As that of a chat."""
+        """Return the body of the equivalent chat completion. Raises `PydanticCustomError` for refused content."""
         refuse_images(self.images, "images")
         system = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*system, {"role": "user", "content": self.prompt}]
@@ -181,6 +182,6 @@ def _call(call: Call, usual_id: str) -> dict[str, Any]:
 
 
 def _take(open_calls: list[tuple[str, str]], name: str | None) -> str:
-    """The id of the call that a result answers; "none" where no call is open, which the chat refuses."""
+    """Return the id of the call that a result answers; "none", which the chat refuses, where no call is open."""
     at = next((at for at, (called, _) in enumerate(open_calls) if name in (None, called)), None)
     return "none" if at is None else open_calls.pop(at)[1]

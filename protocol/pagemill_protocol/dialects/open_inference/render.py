@@ -1,4 +1,4 @@
-"""Answers in Triton's shapes: `text_output` as a field of events and objects, or as a tensor."""
+"""Render answers in Triton's shapes: `text_output` as a field of events and objects, or as a tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GenerateRenderer:
         self._head = {**given, "model_name": request.model, "model_version": VERSION}
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
-        """Every event says all that its client needs."""
+        """No state is needed: every event is self-contained."""
 
     def chunk(self, piece: Piece) -> bytes:
         if not piece.text and not piece.is_first:
@@ -43,7 +43,7 @@ class GenerateRenderer:
 
 
 class InferRenderer(GenerateRenderer):
-    """A line break parts the JSON from the bytes behind it: the JSON itself has none."""
+    """Renders tensors. A line break separates the JSON, which contains none, from the bytes after it."""
 
     def body(self, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
         text = self._text(choices)
@@ -55,7 +55,7 @@ class InferRenderer(GenerateRenderer):
 
 
 def body_headers(body: bytes) -> Mapping[str, str]:
-    """Of `InferRenderer.body`."""
+    """Return the headers for a body of `InferRenderer`."""
     length = body.find(b"\n") + 1
     if not length:
         return {"content-type": "application/json"}

@@ -1,7 +1,7 @@
-"""Bodies of `POST /v2/models/NAME/generate` and `/infer`, and the completions request that means the same.
+"""Bodies of `POST /v2/models/NAME/generate` and `/infer`, and their translation to completions requests.
 
 `generate` is Triton's extension: the inputs of a model as fields of one object, or of its `parameters`. `infer` has the
-same inputs as tensors, and takes them among its parameters too.
+same inputs as tensors or among its parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SEVERAL = "Send the request several times."
 
 
 class Settings(SamplingExtensions):
-    """Inputs beside the text. `random_seed` and `stop_words` are other names of `seed` and `stop`."""
+    """Inputs other than the text. `random_seed` and `stop_words` are other names of `seed` and `stop`."""
 
     UNSUPPORTED: ClassVar = {
         "beam_width": Unsupported(_COMPLETIONS, (1,)),
@@ -31,7 +31,9 @@ class Settings(SamplingExtensions):
         "n": Unsupported(_SEVERAL, (1,)),
         "best_of": Unsupported(_SEVERAL, (1,)),
         "sampling_parameters": Unsupported("Send each parameter as an input of its own."),
-        "sequence_id": Unsupported("Each request has its whole prompt; requests make no sequences.", (0, "")),
+        "sequence_id": Unsupported(
+            "Stateful sequences are not supported: send the whole prompt in each request.", (0, "")
+        ),
         "timeout": Unsupported("Send the header `x-request-timeout-s`."),
         **dict.fromkeys(("image", "audio", "video", "multi_modal_data"), Unsupported(TEXT_ONLY)),
     }
@@ -50,7 +52,7 @@ class Settings(SamplingExtensions):
 
     def for_completion(self) -> dict[str, Any]:
         names = ("max_tokens", "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
-        stop = [each for each in self.stop or self.stop_words if each]  # an empty one is how clients send none
+        stop = [each for each in self.stop or self.stop_words if each]  # clients send an empty string for none
         values = {**self.extensions, **{name: getattr(self, name) for name in names}}
         return {**values, "stop": stop, "seed": self.random_seed if self.seed is None else self.seed}
 
@@ -61,21 +63,21 @@ class GenerateBody(Settings):
     id: str = Field("", max_length=512)
 
     def merged(self) -> GenerateBody:
-        """With what `parameters` says in place of the fields beside it. Raises `ValidationError`."""
+        """Return the body with the values of `parameters` as its fields. Raises `ValidationError`."""
         if not self.parameters:
             return self
         given = {name: getattr(self, name) for name in self.model_fields_set - {"parameters"}}
         return GenerateBody.model_validate({**given, **self.parameters})
 
     def for_completion(self, model: str = "", *, stream: bool = False) -> dict[str, Any]:
-        """The body of a completion that asks for the same."""
+        """Return the body of the equivalent completion."""
         body = {"model": model, "prompt": self.text_input, "stream": stream, **super().for_completion()}
         return {name: value for name, value in body.items() if value is not None}
 
 
 class TensorParameters(RequestModel):
     UNSUPPORTED: ClassVar = {
-        name: Unsupported("There is no memory that clients share. Send the data in the body.")
+        name: Unsupported("Shared memory is not supported. Send the data in the body.")
         for name in ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
     }
 
@@ -123,21 +125,26 @@ class InferBody(RequestModel):
         return next((each.shape for each in self.inputs if each.name == "text_input"), [1])
 
     def for_generate(self, binary: bytes) -> GenerateBody:
-        """`binary`: what follows the JSON. Raises `PydanticCustomError` or `ValidationError`."""
+        """Return the equivalent body of `generate`. Raises `PydanticCustomError` or `ValidationError`.
+
+        `binary`: the bytes after the JSON.
+        """
         values: dict[str, Any] = {}
         begin = 0
         for tensor in self.inputs:
             size = tensor.parameters.binary_data_size
             end = begin + (size or 0)
             if end > len(binary):
-                raise refusal(tensor.name, f"`{tensor.name}` needs {size} bytes behind the JSON; fewer were sent.")
+                raise refusal(tensor.name, f"`{tensor.name}` needs {size} bytes after the JSON; fewer were sent.")
             if tensor.name not in NAMES or tensor.name in values:
                 known = ", ".join(sorted(INPUTS))
-                raise refusal("inputs", f"There is no input {shorten(tensor.name)}, or it came twice. Send of {known}.")
+                raise refusal(
+                    "inputs", f"There is no input {shorten(tensor.name)}, or it was sent twice. Inputs: {known}."
+                )
             values[tensor.name] = _value(tensor, None if size is None else binary[begin:end])
             begin = end
         if begin != len(binary):
-            raise refusal("inputs", f"{len(binary) - begin} bytes behind the JSON belong to no input. Remove them.")
+            raise refusal("inputs", f"{len(binary) - begin} bytes after the JSON belong to no input. Remove them.")
         found = GenerateBody.model_validate({**self.parameters, **values})
         if found.stream:
             raise refusal("stream", "/infer answers as a whole. Send the text to /generate_stream to get a stream.")
@@ -165,16 +172,16 @@ INPUTS = {
     "stop": Input("BYTES", "TYPE_STRING", -1),
     "exclude_input_in_output": Input("BOOL", "TYPE_BOOL"),
 }
-"""What metadata lists; other integers and floats are taken as well."""
+"""The inputs that metadata lists; other integer and float types are accepted too."""
 
 
 NAMES = {"text_input", *Settings.model_fields}
 
 
 def _value(tensor: Tensor, raw: bytes | None) -> Any:
-    """One value, or the list of stop strings."""
+    """Return the single value of a tensor, or the list of stop strings."""
     if raw is None and tensor.data is None:
-        raise refusal(tensor.name, f"`{tensor.name}` has no data. Send `data`, or bytes behind the JSON.")
+        raise refusal(tensor.name, f"`{tensor.name}` has no data. Send `data`, or bytes after the JSON.")
     values = list(flat(tensor.data or [], tensor.name)) if raw is None else unpacked(raw, tensor.datatype, tensor.name)
     if len(values) != math.prod(tensor.shape):
         raise refusal(

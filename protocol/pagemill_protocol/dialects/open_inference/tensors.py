@@ -1,6 +1,6 @@
-"""Values of tensors as the Open Inference Protocol sends them: lists in JSON, or bytes behind it.
+"""Values of tensors in the Open Inference Protocol: lists in JSON, or bytes after it.
 
-Binary tensor data is little-endian; each element of type BYTES has its length before it, in 4 bytes.
+Binary tensor data is little-endian; each element of type BYTES is preceded by its length in 4 bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FORMATS = {
     "FP32": "f",
     "FP64": "d",
 }
-"""Of `struct`, by the protocol's data type."""
+"""Formats of `struct` by the protocol's data type."""
 MAX_DIMENSIONS = 8
 _LENGTH = struct.Struct("<I")
 
 
 def flat(data: Sequence[Any], name: str, depth: int = MAX_DIMENSIONS) -> Iterator[Any]:
-    """The elements of a tensor, whose rows may be lists of their own. Raises `PydanticCustomError`."""
+    """Yield the elements of a tensor, whose rows may be nested lists. Raises `PydanticCustomError`."""
     if not depth:
         raise refusal(name, f"`{name}` is a list of lists more than {MAX_DIMENSIONS} deep. Send a flat list.")
     for each in data:
@@ -41,7 +41,7 @@ def flat(data: Sequence[Any], name: str, depth: int = MAX_DIMENSIONS) -> Iterato
 
 
 def unpacked(raw: bytes, datatype: str, name: str) -> list[Any]:
-    """The elements of a tensor sent as bytes. Raises `PydanticCustomError`."""
+    """Return the elements of a tensor sent as bytes. Raises `PydanticCustomError`."""
     if datatype == "BYTES":
         return [_text(each, name) for each in _strings(raw, name)]
     layout = struct.Struct("<" + FORMATS[datatype])
@@ -53,7 +53,7 @@ def unpacked(raw: bytes, datatype: str, name: str) -> list[Any]:
 
 
 def packed(text: str) -> bytes:
-    """One element of type BYTES."""
+    """Return the encoding of one element of type BYTES."""
     raw = text.encode()
     return _LENGTH.pack(len(raw)) + raw
 

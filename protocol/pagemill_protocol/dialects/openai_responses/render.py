@@ -1,8 +1,8 @@
-"""Answers in the shapes of OpenAI's Responses API: output items, named events.
+"""Render answers in the shapes of OpenAI's Responses API: output items, named events.
 
-The last event holds the whole answer, so a renderer keeps it; where another engine began the stream it is first given
-what was delivered. Events are numbered by place, not by count: one for each event, and one for each character of text,
-so that numbers grow and are the same however the text was cut.
+The last event contains the whole answer, so a renderer stores it; where another engine began the stream, the renderer
+first receives the events that were delivered. Sequence numbers advance by one per event and one per further character
+of text, so that they grow and do not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ResponsesRenderer:
         self._shown: dict[str, Any] = json.loads(request.client_fields or "{}")
         self._items: list[Item] = []
         self._open: Item | None = None
-        """The item that is not ended yet, the last one."""
+        """The last item, if it has not ended yet."""
         self._text: list[str] = []
-        """Of the open item."""
+        """Text of the open item."""
         self._number = 0
         self._finish_reason: FinishReason | None = None
 
@@ -106,7 +106,7 @@ class ResponsesRenderer:
         return rendered
 
     def _end_item(self, *, cut: bool = False) -> bytes:
-        """`cut`: the answer's limit ended it."""
+        """End the open item. `cut`: the answer's limit ended it."""
         if self._open is None:
             return b""
         item, text = self._open, "".join(self._text)
@@ -129,7 +129,7 @@ class ResponsesRenderer:
         return self._item_event("response.output_text.done", content_index=0, text=text, logprobs=[])
 
     def _part(self, text: str) -> dict[str, Any]:
-        assert self._open is not None  # parts are those of the open item
+        assert self._open is not None  # parts belong to the open item
         if self._open["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -146,7 +146,7 @@ class ResponsesRenderer:
         return _sse({"type": kind, "sequence_number": number, **fields})
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
-        """`usage`: of an answer that is over."""
+        """Return the response object. `usage`: usage of a complete answer, None while it is generated."""
         cut = usage is not None and self._finish_reason == "length"
         status = "in_progress" if usage is None else "incomplete" if cut else "completed"
         sampling = self._request.sampling

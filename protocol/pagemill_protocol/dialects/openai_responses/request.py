@@ -1,7 +1,7 @@
-"""Body of `POST /v1/responses`, and the chat request that means the same.
+"""Body of `POST /v1/responses`, and its translation to a chat request.
 
-Items become messages: a function call is one of the assistant's, its output a message of role tool, reasoning belongs
-to the assistant's message behind it. Where a gateway stores responses, the items of the previous one come before.
+Items become messages: a function call is a call of the assistant, its output a message of role tool; reasoning belongs
+to the assistant's message after it. Where a gateway stores responses, the items of the previous response come first.
 """
 
 from __future__ import annotations
@@ -105,16 +105,16 @@ class TextConfig(RequestModel):
 class Reasoning(RequestModel):
     effort: Effort | None = None
     summary: str | None = None
-    """Not made: reasoning comes as it is."""
+    """Without effect: reasoning is not summarized."""
 
 
 class ResponsesRequest(SamplingExtensions):
     UNSUPPORTED: ClassVar = {
         "conversation": Unsupported("Send `previous_response_id`, or the whole conversation as `input`."),
         "background": Unsupported(
-            "Wait for the answer, or stream it; for much work without a hurry use batches.", (False,)
+            "Wait for the answer, or stream it; for large amounts of low-priority work use batches.", (False,)
         ),
-        "prompt": Unsupported("Prompt templates are kept at OpenAI; send `instructions` and `input`."),
+        "prompt": Unsupported("Prompt templates are stored at OpenAI; send `instructions` and `input`."),
         "truncation": Unsupported("Shorten the input before sending it.", ("disabled",)),
         "top_logprobs": Unsupported("Chat completions have log probabilities.", (0,)),
     }
@@ -136,15 +136,15 @@ class ResponsesRequest(SamplingExtensions):
     store: bool = True
     previous_response_id: Name | None = None
     max_tool_calls: int | None = None
-    """Of tools that run at OpenAI: without effect."""
+    """Without effect: it limits tools that run at OpenAI."""
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    """Without effect, as the one before: every prompt's prefix is cached."""
+    """Without effect, like `safety_identifier`: every prompt's prefix is cached."""
 
     def for_chat(self, before: Sequence[Item] = ()) -> dict[str, Any]:
-        """The body of a chat completion that asks for the same, after the items `before`.
+        """Return the body of the equivalent chat completion, after the items `before`.
 
-        Raises `PydanticCustomError` for what is refused.
+        Raises `PydanticCustomError` for refused content.
         """
         messages = [{"role": "developer", "content": self.instructions}] if self.instructions else []
         body = {
@@ -165,7 +165,7 @@ class ResponsesRequest(SamplingExtensions):
         return {name: value for name, value in body.items() if value is not None}
 
     def shown(self, *, stored: bool = False) -> dict[str, Any]:
-        """What a response repeats of its request."""
+        """Return the fields of the request that a response repeats."""
         given = self.model_dump(by_alias=True, mode="json", exclude={"input", "model", "stream", *self.extensions})
         text = given["text"] or {}
         given["text"] = {**text, "format": text.get("format") or {"type": "text"}}
@@ -196,7 +196,7 @@ class ResponsesRequest(SamplingExtensions):
 
 
 def _named(tool: Any) -> Any:
-    """As chat completions name a function."""
+    """Return a function's name in the shape of chat completions."""
     return {"type": "function", "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
 
 
@@ -250,7 +250,7 @@ def _message(item: Item, field: str) -> dict[str, Any]:
 
 
 def _add_call(messages: list[dict[str, Any]], item: Item, field: str, *, joins: bool) -> None:
-    """To the assistant's message before it, if there is one: its calls are items of their own here."""
+    """Add a call to the previous message of the assistant, or to a new one: in this API calls are separate items."""
     function = {"name": _string(item, "name", field), "arguments": _string(item, "arguments", field)}
     call = {"id": _string(item, "call_id", field), "type": "function", "function": function}
     if not (joins and messages and messages[-1]["role"] == "assistant"):

@@ -1,8 +1,8 @@
-"""Answers in TGI's shapes: an event for each token of a stream, one object for a whole answer, and errors.
+"""Render answers in TGI's shapes: an event for each token of a stream, one object for a complete answer, and errors.
 
-The text of a stream's token is what it adds to the answer's text, so joined texts are the answer; where several tokens
-come at once and their own texts do not make up what they added, the last one has it all. The token that ends an answer
-without being part of its text is `special`.
+The text of a stream's token is the text that it adds to the answer, so the joined texts are the answer. Where several
+tokens arrive at once and their own texts differ from the added text, the last token has all of it. The token that ends
+an answer without being part of its text is `special`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagemill_protocol.generate import FinishReason, GenerateRequest, Usage
 from pagemill_protocol.openai.logprobs import PositionLogprobs, TokenLogprob
 
 NO_TOKEN = PositionLogprobs(TokenLogprob("", b"", None, 0), [])
-"""Stands where text is delivered after its last token: an event needs one."""
+"""Placeholder where text is delivered after its last token, since an event needs a token."""
 OVERLOADED = (429, 503)
 
 

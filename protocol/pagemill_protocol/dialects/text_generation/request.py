@@ -1,6 +1,6 @@
-"""Body of TGI's `POST /generate`, and the completions request that means the same.
+"""Body of TGI's `POST /generate`, and its translation to a completions request.
 
-Shape and names: text-generation-inference 3. `model` is our own field, for servers with several models.
+Shape and names: text-generation-inference 3. `model` is an addition, for servers with several models.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Parameters(RequestModel):
     seed: int | None = None
     stop: list[StopSequence] = Field([], max_length=MAX_STOP_STRINGS)
     truncate: int | None = Field(None, ge=1)
-    """Tokens of the prompt that are kept, its last ones."""
+    """Number of the prompt's last tokens to keep."""
     return_full_text: bool = False
     details: bool = False
     decoder_input_details: bool = False
@@ -53,7 +53,7 @@ class Parameters(RequestModel):
 
     @property
     def samples(self) -> bool:
-        """As TGI decides it: a value that only sampling reads asks for sampling."""
+        """Whether the answer is sampled: as in TGI, any value that only sampling uses enables it."""
         asking = (self.temperature, self.top_k, self.top_p, self.min_p)
         return self.do_sample or any(each is not None for each in asking)
 
@@ -81,7 +81,7 @@ class TgiRequest(RequestModel):
         return self.parameters.details or self.parameters.decoder_input_details
 
     def for_completion(self, only_model: str, *, stream: bool) -> dict[str, Any]:
-        """The body of a completion that asks for the same. Raises `PydanticCustomError` for what is refused."""
+        """Return the body of the equivalent completion. Raises `PydanticCustomError` for refused content."""
         model = self.model or only_model
         if not model:
             raise refusal("model", "Not exactly one model is served here. Name one in the field `model`.")

@@ -1,1 +1,1 @@
-"""The routes of models that pool: embeddings, scores of pairs, and documents ranked by them."""
+"""Routes of models that pool: embeddings, scores of pairs, and documents ranked by scores."""

@@ -1,7 +1,7 @@
-"""One client request as several engine requests, and their answers as one body.
+"""A client request for vectors as several engine requests, and their answers as one body.
 
-Every text, or pair of texts, is a request of its own: engines share them as they share prompts. Each answers with a
-`Part`, which is JSON where there are several; `finish` makes the client's body of all parts, in a gateway as in an
+Every text, or pair of texts, is a separate request, so that engines share them as they share prompts. Each is answered
+with a `Part`, in JSON where there are several; `finish` makes the client's body from all parts, in a gateway or an
 engine.
 """
 
@@ -43,11 +43,11 @@ class PartRequest(msgspec.Struct, frozen=True):
     token_ids: list[int]
     params: PoolingParams
     fields: dict[str, Any] = {}
-    """What `finish` wants to know of it."""
+    """Values that `finish` needs."""
 
 
 class Part(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer to one of them."""
+    """The answer to one engine request."""
 
     index: int
     values: bytes
@@ -66,7 +66,7 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    """What an engine request carries for its answer."""
+    """Values that an engine request carries for its answer."""
 
     several: bool
     fields: dict[str, Any]
@@ -78,7 +78,7 @@ _part_decoder = msgspec.json.Decoder(Part)
 
 
 class VectorDialect(ABC):
-    """Common part of the three routes. A subclass parses bodies and finishes answers."""
+    """Base class of the three routes. A subclass parses bodies and finishes answers."""
 
     name: str
     path: str
@@ -92,7 +92,7 @@ class VectorDialect(ABC):
 
     @abstractmethod
     def finish(self, parts: Sequence[Part]) -> bytes:
-        """The client's body; `parts`: in order."""
+        """Return the client's body; `parts`: in order."""
 
     def new_request_id(self) -> str:
         return f"{self.id_prefix}-{new_id()}"
@@ -107,7 +107,7 @@ class VectorDialect(ABC):
         return render.sse_error(error)
 
     def merged_end(self, request: GenerateRequest, usage: Usage) -> bytes:
-        """Nothing is streamed."""
+        """Return nothing, since answers are not streamed."""
         return b""
 
     def merge_bodies(self, bodies: Sequence[bytes]) -> bytes:
@@ -120,7 +120,7 @@ class PartRenderer:
         self._dialect, self._request = dialect, request
 
     def resume(self, choice: int, events: Sequence[Event], end: ChoiceEnd | None) -> None:
-        """Nothing is streamed, so nothing was delivered."""
+        """No state is needed, since answers are not streamed."""
 
     def chunk(self, piece: Piece) -> bytes:
         return b""
@@ -145,7 +145,7 @@ class PartRenderer:
 
 
 class VectorBody(ABC):
-    """A checked body. A subclass says what its texts become."""
+    """A checked body. A subclass makes engine requests of its texts."""
 
     renders = False
 
@@ -161,14 +161,14 @@ class VectorBody(ABC):
     def prompt_texts(self, max_chars: int) -> list[str]: ...
 
     def wanted(self, model: PoolingSpec | None) -> PoolingParams:
-        """What is asked of the model, which may do one of several."""
+        """Return the pooling that the body asks for; by default the model's own task."""
         return PoolingParams("embed" if model is None else model.task)
 
     def sampling(self, defaults: Mapping[str, Any] = {}) -> SamplingParams:
         return POOLED
 
     def check_form(self) -> None:  # noqa: B027
-        """Vectors have none."""
+        """Accept any body: vectors have no form."""
 
     async def render_soon(self, tokenizer: Tokenizer, parsers: ParserSettings) -> str | None:
         return None
@@ -214,7 +214,7 @@ def usage_of(parts: Sequence[Part]) -> dict[str, int]:
 
 
 def cosines(first: NDArray[np.float32], others: Sequence[NDArray[np.float32]]) -> list[float]:
-    """Of one vector with each of the others; 0 for a vector of zeros."""
+    """Return the cosine of one vector with each of the others; 0 for a vector of zeros."""
     import numpy as np
 
     rows = np.stack(others)

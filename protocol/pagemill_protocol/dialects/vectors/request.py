@@ -1,4 +1,4 @@
-"""Bodies of the routes for vectors and scores. Shapes are normalized here, as in `openai.fields`."""
+"""Bodies of the routes for vectors and scores. Alternative shapes are normalized here, as in `openai.fields`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _texts(value: Any, name: str) -> list[str]:
 
 
 def _document(value: Any) -> Any:
-    """Cohere's and Jina's clients may send an object with the text."""
+    """Return the text of a document; Cohere's and Jina's clients may send it in an object."""
     if isinstance(value, dict) and isinstance(value.get("text"), str):
         return value["text"]
     if not isinstance(value, str):
@@ -68,13 +68,13 @@ Document = Annotated[
 
 
 class VectorRequest(RequestModel):
-    """What all three routes take."""
+    """The fields of all three routes."""
 
     UNSUPPORTED: ClassVar = unsupported.COMMON
 
     model: Name
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=2**31 - 1)
-    """Texts of more tokens are cut to so many, special tokens included; -1: to what the model takes."""
+    """Maximum tokens of a text, special tokens included; longer texts are truncated. -1: the model's limit."""
     priority: Priority = 0
     request_id: RequestId | None = None
     user: Annotated[str, Field(max_length=1024)] | None = None
@@ -93,11 +93,12 @@ class EmbeddingRequest(VectorRequest):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=2**20)
     prompt_name: Name | None = None
-    """Which of the model's own prompts goes before each text (sentence-transformers); none: its default."""
+    """Name of the model's prompt that is prepended to each text (sentence-transformers); `None`: the model's
+    default."""
 
 
 class RerankRequest(VectorRequest):
-    """Body of `POST /v1/rerank`, as Jina's and Cohere's clients send it."""
+    """Body of `POST /v1/rerank`, as clients of Jina and Cohere send it."""
 
     query: Annotated[Text, Field(min_length=1)]
     documents: list[Document] = Field(min_length=1, max_length=MAX_PROMPTS)
@@ -106,7 +107,7 @@ class RerankRequest(VectorRequest):
 
 
 class ScoreRequest(VectorRequest):
-    """Body of `POST /v1/score`, as vLLM's clients send it: one text with each of several, or pair by pair."""
+    """Body of `POST /v1/score`, as clients of vLLM send it: one text with each of several, or pair by pair."""
 
     text_1: FirstTexts
     text_2: SecondTexts

@@ -1,4 +1,4 @@
-"""From texts to the token ids of requests that are pooled: prompts before them, pairs, and cuts where asked for."""
+"""Encode texts for models that pool: prepended prompts, pairs, and truncation where asked for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 class Pair(NamedTuple):
     token_ids: list[int]
     second_segment: int
-    """Where the second text begins; 0: the tokenizer does not distinguish them."""
+    """Index of the second text's first token; 0: the tokenizer does not distinguish the texts."""
 
 
 class TextEncoder:
     def __init__(self, tokenizer: Tokenizer, spec: PoolingSpec, max_tokens: int, truncate: int | None) -> None:
-        """`max_tokens`: what the model takes; 0: not known. `truncate`: as clients send it."""
+        """Prepare the encoding of one request's texts.
+
+        `max_tokens`: limit of the model; 0: not known. `truncate`: the client's `truncate_prompt_tokens`.
+        """
         self._tokenizer, self._spec = tokenizer, spec
         self._max_tokens = max_tokens
         self._cut = max_tokens if truncate == -1 else truncate
@@ -38,7 +41,7 @@ class TextEncoder:
             )
 
     def prompt(self, name: str | None) -> str:
-        """What goes before each text. Raises `PagemillError` 400 for a prompt that the model does not have."""
+        """Return the text that is prepended to each text. Raises `PagemillError` 400 for an unknown prompt."""
         prompts = self._spec.prompts
         if name is None:
             return self._spec.default_prompt
@@ -48,7 +51,7 @@ class TextEncoder:
         return prompts[name]
 
     def text(self, text: str | list[int], param: str, before: str = "") -> list[int]:
-        """Token ids stay as they are, but for a cut."""
+        """Encode a text; token ids are only truncated."""
         if isinstance(text, str):
             token_ids = self._encoded(self._lowered(before + text), param)
         else:
@@ -59,7 +62,7 @@ class TextEncoder:
         return token_ids
 
     def pair(self, first: str, second: str, param: str) -> Pair:
-        """Both texts in one prompt, as the tokenizer joins them; `param`: of the second one."""
+        """Encode two texts as one prompt, joined by the tokenizer. `param`: field of the second text."""
         texts = self._lowered(first), self._lowered(second)
         with self._cuts_offered(param):
             pair = self._tokenizer.encode_pair(*texts, self._max_tokens, self._cut, param=param)
@@ -76,7 +79,7 @@ class TextEncoder:
 
     @contextmanager
     def _cuts_offered(self, param: str) -> Iterator[None]:
-        """A text that is too long may be cut, unlike a prompt that is to be answered."""
+        """Extend errors about the length by the remedy that a text, unlike a prompt to answer, may be truncated."""
         try:
             yield
         except PagemillError as error:

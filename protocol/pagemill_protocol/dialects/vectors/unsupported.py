@@ -1,4 +1,4 @@
-"""Fields of embedding APIs that are not served: refused by name, as in `openai.unsupported`."""
+"""Fields of embedding APIs that are not supported: refused by name, as in `openai.unsupported`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagemill_protocol.openai.unsupported import Unsupported
 
 COMMON: Mapping[str, Unsupported] = {
     "messages": Unsupported("Send the text itself."),
-    "stream": Unsupported("Vectors and scores come as a whole; remove it.", (False,)),
+    "stream": Unsupported("Vectors and scores are not streamed; remove it.", (False,)),
     "normalize": Unsupported("The model's files say whether its vectors are normalized; remove it."),
     "embedding_types": Unsupported("Send `encoding_format`.", (["float"],)),
     "output_dtype": Unsupported("Vectors are float32; remove it.", ("float",)),

@@ -1,5 +1,5 @@
-"""Models on a disk that several processes share: filled once, checked, kept by last use.
+"""Models on a disk that several processes share: fetched once, checked, evicted by last use.
 
-`folder` is one model's folder while it is filled and after, `record` what lies in it, `fetch` fills it from a
-repository, `cache` keeps many within a limit.
+`folder` is one model's folder during and after the fetch, `record` describes its contents, `fetch` fills it from a
+repository, `cache` keeps many models within a limit.
 """

@@ -1,7 +1,7 @@
-"""Many models below one folder, within a limit: a missing model is fetched, and the longest unused ones go for it.
+"""A cache of many models below one folder: missing models are fetched, and the least recently used ones evicted.
 
-Processes of one node share it. Each model has a lock for filling it, and its record one for using it; what is used, or
-being filled, is never removed. Nothing else may lie in the folder but hidden files and what its owner adds.
+Processes of one node share it. Each model has a lock for filling it, and its record a lock for using it; a model in
+use, or being filled, is never removed. The folder must contain nothing else but hidden files and its owner's files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pagemill_protocol.arriving_files import arriving_folder
 from pagemill_protocol.source_errors import FetchError
 from pagemill_protocol.sources.base import SourceKind
-from pagemill_protocol.sources.store.faults import MAKE_ROOM, explain_disk, size_text
+from pagemill_protocol.sources.store.faults import FREE_SPACE, explain_disk, size_text
 from pagemill_protocol.sources.store.fetch import UNWATCHED, Fetch, Report, Watch
 from pagemill_protocol.sources.store.folder import ModelFolder
 from pagemill_protocol.sources.store.record import HOLDS, NAME, is_in_use
@@ -26,13 +26,13 @@ from pagemill_protocol.sources.store.record import HOLDS, NAME, is_in_use
 SPARE_BYTES = 16 * 1024 * 1024
 """Reserve for names and metadata."""
 MAX_NEIGHBOURS = 8
-"""Folders that a message names."""
+"""Maximum number of folders that a message names."""
 NAME_CHARS = 16
 LOADING = ".loading"
 
 
 class Entry(NamedTuple):
-    """A model, or the parts of one that are not fetched any more."""
+    """A model, or the remains of one that is no longer being fetched."""
 
     path: Path
     num_bytes: int
@@ -40,13 +40,17 @@ class Entry(NamedTuple):
 
 
 def entry_name(source: str) -> str:
-    """Folder of a source in a machine's cache."""
+    """Return the name of a source's folder in a machine's cache."""
     return hashlib.blake2b(source.encode(), digest_size=16).hexdigest()[:NAME_CHARS]
 
 
 class ModelCache:
     def __init__(self, root: Path, limit_bytes: int | None = None, *, evicts: bool = True) -> None:
-        """`limit_bytes`: of all models together; `None`: what the disk has. Without `evicts` nothing is removed."""
+        """Manage the folder `root`.
+
+        `limit_bytes`: maximum size of all models together; `None`: only the disk limits it. Without `evicts` nothing is
+        removed.
+        """
         self.root = root
         self._limit_bytes = limit_bytes
         self._evicts = evicts
@@ -61,9 +65,10 @@ class ModelCache:
         num_downloads: int = 4,
         watch: Watch = UNWATCHED,
     ) -> Path:
-        """The folder with the model of a remote source, which this process uses until it ends. Raises `FetchError`.
+        """Return the folder with the model of a remote source, which this process uses until it ends. Raises
+        `FetchError`.
 
-        `name`: of its folder.
+        `name`: name of the folder; `None`: derived from the source.
         """
         folder = ModelFolder(self.root / (name or entry_name(source)))
         try:
@@ -72,8 +77,8 @@ class ModelCache:
                 report(event="complete", source=source)
                 return folder.target
             with folder.alone():
-                if not folder.complete:  # another process was here meanwhile
-                    Fetch(kind, source, folder, self._make_room, num_downloads, report, watch).run()
+                if not folder.complete:  # another process filled it meanwhile
+                    Fetch(kind, source, folder, self._evict_for, num_downloads, report, watch).run()
                 HOLDS.hold(folder.target)
         except OSError as error:
             raise explain_disk(error) from error
@@ -86,8 +91,8 @@ class ModelCache:
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._entries())
 
-    def _make_room(self, folder: ModelFolder, missing_bytes: int) -> None:
-        """Raises `FetchError` when what is still to be fetched does not fit, whatever is removed."""
+    def _evict_for(self, folder: ModelFolder, missing_bytes: int) -> None:
+        """Evict models until the missing bytes fit. Raises `FetchError` when they cannot."""
         with self._alone():
             while lack_bytes := self._lack_bytes(missing_bytes):
                 if not self._evicts or not self._evict_one(folder):
@@ -105,14 +110,19 @@ class ModelCache:
             if entry.path not in own and self._is_free(entry.path):
                 away = entry.path.with_name(f".{entry.path.name.strip('.')}.evicted")
                 shutil.rmtree(away, ignore_errors=True)
-                shutil.rmtree(arriving_folder(entry.path), ignore_errors=True)  # of a process that ended before ready
-                os.replace(entry.path, away)  # it disappears in one step
+                shutil.rmtree(
+                    arriving_folder(entry.path), ignore_errors=True
+                )  # left by a process that ended before it was ready
+                os.replace(entry.path, away)  # so that the model disappears in one step
                 shutil.rmtree(away)
                 return True
         return False
 
     def _is_free(self, path: Path) -> bool:
-        """A model without a record was fetched by an earlier version, which does not say whether it is in use."""
+        """Whether an entry may be evicted.
+
+        A model without a record was fetched by an earlier version, which does not record whether it is in use.
+        """
         if not path.name.endswith(LOADING):
             return (path / NAME).is_file() and not is_in_use(path)
         with path.with_name(f"{path.name.removesuffix(LOADING)}.lock").open("w") as lock:
@@ -136,11 +146,12 @@ class ModelCache:
         return FetchError(
             "DiskFull",
             f"The model needs {size_text(missing_bytes)} more{limit}, {size_text(lack_bytes)} too many: "
-            f"{self.root} has {size_text(free)} left. {self._neighbours(folder)}{MAKE_ROOM}.",
+            f"{self.root} has {size_text(free)} left. {self._neighbours(folder)}{FREE_SPACE}.",
         )
 
     def _neighbours(self, folder: ModelFolder) -> str:
-        """What else takes room: models of earlier sources or of others who share the volume, and parts of such."""
+        """Return a sentence on other entries: models of earlier sources or of others who share the volume, and
+        remains."""
         own = (folder.target, folder.staging)
         sizes = {entry.path.name: entry.num_bytes for entry in self._entries() if entry.path not in own}
         named = [f"{name} ({size_text(size)})" for name, size in sorted(sizes.items()) if size]
@@ -158,7 +169,7 @@ class ModelCache:
 
 
 def _num_bytes_below(folder: Path) -> int:
-    """As far as it can be read."""
+    """Return the size of all readable files."""
     num_bytes = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -1,7 +1,7 @@
-"""What is looked at in a file once it has arrived: whether an engine could read it, before the others are fetched.
+"""Check a file once it has arrived: whether an engine could read it, before the other files are fetched.
 
-A file that was uploaded in part arrives whole, and its digest, if any, is right. Without these checks a volume would
-keep it, and every engine would fail at it. Engines check the rest: which weights there are, and their shapes.
+A truncated upload arrives complete, and its digest, if any, matches. Without these checks a volume would keep it, and
+every engine would fail on it. Engines check the rest: which weights exist, and their shapes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pagemill_protocol.spec_from_config import check_config
 
 CONFIG = "config.json"
 HEADS = (CONFIG, INDEX)
-"""Files that say what the others are."""
-_UPLOAD = "The source holds it like this: upload the file again."
+"""Files that describe the others, fetched first."""
+_UPLOAD = "The file is invalid at the source: upload the file again."
 _WHOLE: dict[str, Callable[[Path], object]] = {
     ".safetensors": read_header,
     ".gguf": check_gguf,
@@ -31,11 +31,11 @@ _WHOLE: dict[str, Callable[[Path], object]] = {
     "special_tokens_map.json": read_object,
     "generation_config.json": read_object,
 }
-"""How a file is looked through, by the end of its name."""
+"""Check of a file by the suffix of its name."""
 
 
 def check_heads(folder: Path, names: set[str], source: str) -> None:
-    """What no engine would load, and what the source lacks. Raises `FetchError`."""
+    """Refuse a model that no engine would load or that lacks files. Raises `FetchError`."""
     if CONFIG in names:
         _check_config(folder)
     if INDEX in names:
@@ -43,7 +43,7 @@ def check_heads(folder: Path, names: set[str], source: str) -> None:
 
 
 def check_whole(path: Path, name: str, source: str) -> None:
-    """It is removed if it is not; the next run fetches it again. Raises `FetchError`."""
+    """Check a complete file. Raises `FetchError` and removes an invalid file, so that the next run fetches it again."""
     check = next((check for ending, check in _WHOLE.items() if name.endswith(ending)), None)
     try:
         if check is not None:
@@ -53,7 +53,7 @@ def check_whole(path: Path, name: str, source: str) -> None:
 
 
 def check_begun(path: Path, file: RemoteFile, source: str) -> None:
-    """As `check_whole`, of a file of weights that ends behind its header so far."""
+    """Check a weight file of which only the header has arrived, as `check_whole`."""
     try:
         read_header(path, file.num_bytes)
     except SourceError as error:
@@ -76,7 +76,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_index(path: Path, names: set[str], source: str) -> None:
-    """All files that the index names are there to be fetched."""
+    """Check that all files of the index can be fetched."""
     try:
         shards = set(map(str, orjson.loads(path.read_bytes())["weight_map"].values()))
     except (orjson.JSONDecodeError, KeyError, AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""What a disk's errors mean for a model that is fetched."""
+"""Explain a disk's errors while a model is fetched."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import errno
 from pagemill_protocol.source_errors import FetchError
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-MAKE_ROOM = "Raise spec.model.cache.size or sizeLimit, use a larger volume, or free space"
+FREE_SPACE = "Raise spec.model.cache.size or sizeLimit, use a larger volume, or free space"
 
 
 def explain_disk(error: OSError) -> FetchError:
     if error.errno in DISK_FULL:
-        return FetchError("DiskFull", f"The volume is full ({error.strerror}). {MAKE_ROOM}.")
+        return FetchError("DiskFull", f"The volume is full ({error.strerror}). {FREE_SPACE}.")
     path = f" {error.filename}" if error.filename else ""
     message = f"The volume cannot be written:{path}: {error.strerror or error}."
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -1,8 +1,8 @@
-"""One fetch from beginning to end: list, select, make room, fetch, check, publish. `config.json` comes first.
+"""One fetch of a model: list, select, evict, fetch, check, publish. `config.json` comes first.
 
-Several files are fetched at once. A download that is cut goes on where it stopped, as long as bytes keep coming. A
-loader may begin as soon as all is there but the weights, which then come in their order, fewer at once: the first ones
-are whole sooner.
+Several files are fetched at once. An interrupted download is resumed, as long as bytes keep arriving. A loader may
+begin as soon as everything but the weights has arrived; these are then fetched in order, fewer at once, so that the
+first ones are complete sooner.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pagemill_protocol.sources.store.part import PartFile
 
 PASSING = frozenset({"HubUnreachable", "SourceUnreachable"})
 TRIES = 4
-"""In a row without a byte."""
+"""Failures in a row without a byte."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 PROGRESS_S = 1.0
 FIRST_BYTES = 256 * 1024
-"""Of a file of weights: most headers end before."""
+"""Bytes read first from a weight file: most headers are shorter."""
 LEAST_IN_ORDER = 2
-"""Files of weights at once while the model is loaded: one may come while another is brought to the disk."""
+"""Weight files fetched at once while the model is loaded: one may arrive while another is written to disk."""
 
-MakeRoom = Callable[[ModelFolder, int], None]
+Evict = Callable[[ModelFolder, int], None]
 OnFault = Callable[[FetchError], None]
 OnOpen = Callable[[Path], None]
 
@@ -45,16 +45,16 @@ class Report(Protocol):
 
 
 def ignore_fault(fault: FetchError) -> None:
-    """It is raised later."""
+    """Do nothing: the fault is raised later."""
 
 
 class Watch(NamedTuple):
-    """What is reported before the end."""
+    """Callbacks before the end of a fetch."""
 
     on_fault: OnFault = ignore_fault
-    """A fault at once; it is raised when the running downloads are over, which may take hours."""
+    """Receives a fault at once; it is raised when the running downloads have ended, which may take hours."""
     on_open: OnOpen | None = None
-    """A folder of `arriving_files` in which all is there but the weights; never where these are one file."""
+    """Receives a folder of `arriving_files` with everything but the weights; not called where these are one file."""
 
 
 UNWATCHED = Watch()
@@ -66,7 +66,7 @@ class Fetch:
         kind: SourceKind,
         source: str,
         folder: ModelFolder,
-        make_room: MakeRoom,
+        evict: Evict,
         num_downloads: int,
         report: Report,
         watch: Watch,
@@ -74,14 +74,14 @@ class Fetch:
         self._kind = kind
         self._source = source
         self._folder = folder
-        self._make_room = make_room
+        self._evict = evict
         self._num_downloads = num_downloads
         self._report = report
         self._watch = watch
         self._ends = threading.Event()
 
     def run(self) -> None:
-        """The folder is complete when it returns. Raises `FetchError`, `OSError`."""
+        """Fetch the model and publish its folder. Raises `FetchError` or `OSError`."""
         with _as_fetch_error():
             repository = self._kind.open(self._source)
         with closing(repository):
@@ -93,7 +93,7 @@ class Fetch:
             files = select_files(repository.name, self._kind.file_of(self._source), listing.files)
         self._repository, self._version = repository, listing.version
         self._folder.begin(listing.version)
-        self._make_room(self._folder, self._folder.missing_bytes(files))
+        self._evict(self._folder, self._folder.missing_bytes(files))
         total = sum(file.num_bytes for file in files)
         self._report(event="loading", version=listing.version, num_files=len(files), num_bytes=total)
         with self._progress(files, total):
@@ -103,7 +103,7 @@ class Fetch:
         self._folder.publish(self._source, listing.version)
 
     def _fetch_heads(self, files: list[RemoteFile]) -> None:
-        """What no engine would load is refused before its weights are fetched."""
+        """Fetch and check the files that describe the model, before its weights are fetched."""
         names = {file.path for file in files}
         for file in files:
             if file.path in HEADS:
@@ -111,7 +111,8 @@ class Fetch:
         check_heads(self._folder.staging, names, self._repository.name)
 
     def _weights_to_load(self, files: list[RemoteFile]) -> list[RemoteFile]:
-        """What a loader waits for file by file; nothing where it is one file, or has no header to read."""
+        """Return the weights that a loader awaits one by one; none where they are a single file or have no readable
+        header."""
         lacking = (file for file in files if file.path.endswith(".safetensors") and not self._folder.has(file))
         weights = sorted(lacking, key=lambda file: file.path)
         is_indexed = any(file.path == INDEX for file in files)
@@ -119,7 +120,7 @@ class Fetch:
         return weights if self._watch.on_open is not None and readable and len(weights) > 1 else []
 
     def _fetch_in_order(self, files: list[RemoteFile], weights: list[RemoteFile]) -> None:
-        """All files; `weights` after the others, for a loader that learns where they will be."""
+        """Fetch all files; `weights` last, for a loader that gets the folder before."""
         self._at_once(self._fetch, (file for file in files if file not in weights), self._num_downloads)
         if not weights:
             return
@@ -128,7 +129,7 @@ class Fetch:
         assert self._watch.on_open is not None
         try:
             arriving = ArrivingFiles(self._folder.target, {file.path: self._link(file) for file in files})
-        except OSError:  # a volume without links: no loader begins early
+        except OSError:  # a volume without hard links: no loader begins early
             self._at_once(self._fetch, weights, self._num_downloads)
             return
 
@@ -137,7 +138,7 @@ class Fetch:
             arriving.is_whole(file.path)
 
         num_files = max(LEAST_IN_ORDER, self._num_downloads // self._repository.connections)
-        if self._repository.connections > 1:  # as many in all as files fetched side by side take
+        if self._repository.connections > 1:  # keep the total number of connections equal
             self._repository.connections = self._repository.connections * self._num_downloads // num_files
         with closing(arriving):
             self._watch.on_open(arriving.folder)
@@ -153,7 +154,10 @@ class Fetch:
         num_downloads: int,
         on_reported: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_reported`: after a fault was, while the other downloads come to their end."""
+        """Fetch files on threads; the first fault ends the fetch.
+
+        `on_reported`: called after a fault was reported, while other downloads end.
+        """
         # The folder stays locked until all writers have finished.
         with ThreadPoolExecutor(num_downloads) as pool:
             downloads = [pool.submit(fetch, file) for file in files]
@@ -180,7 +184,7 @@ class Fetch:
         self._report(event="file", path=file.path, num_bytes=file.num_bytes)
 
     def _begin(self, file: RemoteFile) -> None:
-        """As much of a file of weights as says what it holds."""
+        """Fetch the header of a weight file."""
         if self._folder.has(file):
             return
         with self._folder.part(file) as part:
@@ -199,7 +203,7 @@ class Fetch:
         self._until(lambda: part.num_bytes >= file.num_bytes, part, lambda: self._append(file, part))
 
     def _until(self, done: Callable[[], bool], part: PartFile, append: Callable[[], None]) -> None:
-        """`append` to the part, as long as bytes keep coming."""
+        """Call `append` until `done`, and again after failures as long as bytes keep arriving."""
         failures = 0
         while not done():
             before = part.num_bytes
@@ -221,10 +225,10 @@ class Fetch:
 
     def _too_short(self, file: RemoteFile, part: PartFile) -> FetchError:
         message = f"{self._repository.name}: `{file.path}` ended after {part.num_bytes} of {file.num_bytes} bytes."
-        return FetchError("SourceUnreachable", f"{message} The next try goes on there; check the server's file.")
+        return FetchError("SourceUnreachable", f"{message} The next try resumes there; check the server's file.")
 
     def _unpack(self, files: list[RemoteFile]) -> None:
-        """In the order of the layers: a later one replaces what an earlier one holds."""
+        """Unpack archives in the order of the layers: a later layer replaces files of earlier ones."""
         archives = [file for file in files if file.is_archive]
         for file in archives:
             self._folder.unpack(file)
@@ -257,7 +261,7 @@ class Fetch:
 
 
 def _header_is_there(file: RemoteFile, part: PartFile) -> bool:
-    """Or the file is none: its header would be longer than itself."""
+    """Whether the header has arrived, or is invalid because it would be longer than the file."""
     end = header_end(os.pread(part.fileno(), 8, 0)) if part.num_bytes >= 8 else 8
     return end <= part.num_bytes or file.num_bytes < end
 

@@ -1,7 +1,7 @@
-"""The model's folder on its volume: filled beside its final place and moved there in one step once it is complete.
+"""A model's folder on a volume: filled beside its final place and moved there in one step once it is complete.
 
-A folder in its final place is complete: later loaders have nothing to do, and engines never see half a model. Loaders
-of the same folder wait for each other; one that was killed leaves its part files for the next.
+A folder in its final place is complete: later loaders have nothing to do, and engines never see a partial model.
+Loaders of the same folder wait for each other; a killed loader leaves its part files for the next one.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from pagemill_protocol.sources.store.record import is_intact, write_record
 PART = ".part"
 COMMIT = ".commit"
 _PLACES = ("models/", "model/")
-"""Where images keep a model; beside that only files at the root are taken."""
+"""Folders of images that may contain a model; besides these only files at the root are used."""
 
 
 class ModelFolder:
     def __init__(self, target: Path) -> None:
         self.target = target
         self.staging = target.with_name(f".{target.name}.loading")
-        """Where files lie until all are there."""
+        """Folder of the files until all have arrived."""
         self._lock = target.with_name(f".{target.name}.lock")
         self._sha256: dict[str, str] = {}
-        """Of files that were read to be checked."""
+        """Digests of files that were read for a check."""
 
     @property
     def complete(self) -> bool:
-        """It is there, and its files are what they were."""
+        """Whether the folder exists and its files are unchanged."""
         return self.target.is_dir() and is_intact(self.target)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No other loader works on this folder meanwhile. Raises `OSError`."""
+        """Lock the folder against other loaders while the block runs. Raises `OSError`."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as lock:
-            # Volumes that know no locks are written by one pod at a time anyway.
+            # A volume without locks is written by one pod at a time anyway.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def begin(self, version: str) -> None:
-        """Keep what an earlier run has fetched of the same version; forget anything else."""
-        if self.target.is_dir():  # damaged, else nothing would begin
+        """Keep the files of the same version that an earlier run has fetched; delete all others."""
+        if self.target.is_dir():  # damaged, otherwise there would be no fetch
             shutil.rmtree(self.target)
         stamp = self.staging / COMMIT
         if not stamp.is_file() or stamp.read_text() != version:
@@ -62,20 +62,20 @@ class ModelFolder:
             stamp.write_text(version)
 
     def forget(self) -> None:
-        """Drop all parts."""
+        """Delete all parts."""
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def missing_bytes(self, files: Sequence[RemoteFile]) -> int:
-        """Of the disk, until all is there: an archive lies beside its members for a moment."""
+        """Return the disk space still needed; an archive exists beside its members for a moment."""
         archives = sum(file.num_bytes for file in files if file.is_archive)
         return archives + sum(file.num_bytes for file in files) - self.num_bytes(files)
 
     def num_bytes(self, files: Sequence[RemoteFile]) -> int:
-        """Bytes of the files that are here."""
+        """Return the bytes of the files that have arrived."""
         return sum(self._num_bytes_of(file) for file in files)
 
     def part(self, file: RemoteFile) -> PartFile:
-        """The file as far as it is here, open for the rest."""
+        """Return the partial file, open for appending."""
         path = self._part(file)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > file.num_bytes:
@@ -86,11 +86,14 @@ class ModelFolder:
         return (self.staging / file.path).is_file()
 
     def place(self, file: RemoteFile) -> Path:
-        """Where it lies, as far as it is here."""
+        """Return the current path of a complete or partial file."""
         return self.staging / file.path if self.has(file) else self._part(file)
 
     def accept(self, file: RemoteFile, part: PartFile) -> None:
-        """The part file is whole and right. Raises `FetchError`; the next run fetches it again then."""
+        """Move a part file to its place after checking size and digest.
+
+        Raises `FetchError` for a wrong one, which the next run fetches again.
+        """
         num_bytes = part.num_bytes
         if num_bytes != file.num_bytes or not self._is_right(part.hexdigest(), file):
             self._part(file).unlink()
@@ -100,7 +103,7 @@ class ModelFolder:
         os.replace(self._part(file), self.staging / file.path)
 
     def unpack(self, file: RemoteFile) -> None:
-        """Take the model's files out of an archive, which ends with that. Raises `FetchError`."""
+        """Unpack the model's files from an archive and delete it. Raises `FetchError`."""
         archive = self.staging / file.path
         try:
             with tarfile.open(archive, "r:*") as members:
@@ -127,7 +130,7 @@ class ModelFolder:
             os.close(folder)
 
     def _num_bytes_of(self, file: RemoteFile) -> int:
-        """Bytes of the file that are already here."""
+        """Return the bytes of the file that have arrived."""
         for path in (self.staging / file.path, self._part(file)):
             with suppress(OSError):
                 return min(file.num_bytes, path.stat().st_size)
@@ -146,7 +149,7 @@ class ModelFolder:
 
 
 def _place_of(member: tarfile.TarInfo) -> str | None:
-    """Where a member of an image's layer belongs in the model's folder; `None`: it is no part of the model."""
+    """Return the path in the model's folder of an image layer's member, or None if it is not part of the model."""
     path = PurePosixPath(member.name.removeprefix("./"))
     is_model = any(fnmatch(path.name, pattern) for pattern in [*MODEL_PATTERNS, "*.gguf"])
     if not member.isfile() or not is_model or ".." in path.parts or path.is_absolute():

@@ -1,7 +1,7 @@
-"""One file while it is fetched: what arrives is hashed, and brought to the disk while the rest is still coming.
+"""A file while it is fetched: arriving bytes are hashed, and written to disk while the rest is still arriving.
 
-So a file that is complete needs neither another pass for its digest nor a long wait for the disk. Repositories append
-to it as to any file; `folder` decides where it lies and what becomes of it.
+A complete file therefore needs neither another pass for its digest nor a long wait for the disk. Repositories append to
+it as to any file; `folder` decides on its path and its use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 from pagemill_protocol.sources.base import RemoteFile
 
 SYNC_BYTES = 32 * 1024 * 1024
-"""Unwritten bytes after which the disk is asked to begin."""
+"""Unwritten bytes after which writing to disk is started."""
 READ_BYTES = 1024 * 1024
 
 
@@ -29,7 +29,7 @@ class Digest(Protocol):
 
 
 class PartFile(io.FileIO):
-    """Positioned at its end; what an earlier run left of it is read for the digest."""
+    """A file positioned at its end; the part that an earlier run left is read for the digest."""
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
         super().__init__(path, "ab+")
@@ -45,7 +45,7 @@ class PartFile(io.FileIO):
         return os.fstat(self.fileno()).st_size
 
     def write(self, data: object, /) -> int:
-        """All of it, other than a plain file may."""
+        """Append all of the data, while a plain file may write less."""
         content = memoryview(data).cast("B")  # type: ignore[arg-type]
         written = 0
         while written < len(content):
@@ -58,18 +58,18 @@ class PartFile(io.FileIO):
         return written
 
     def truncate(self, size: int | None = None, /) -> int:
-        """What a server that knows no ranges sends begins at the first byte again."""
+        """Truncate the file, such as for a server without ranges, which sends it from the first byte again."""
         size = super().truncate(size)
         self._digest = self._new_digest()
         self._hash_from_start()
         return size
 
     def hexdigest(self) -> str:
-        """Of the kind that the source publishes for this file."""
+        """Return the digest of the kind that the source publishes for this file."""
         return self._digest.hexdigest()
 
     def sync(self) -> None:
-        """Everything is on the disk when it returns. Raises `OSError`, also of what was synced meanwhile."""
+        """Wait until everything is on disk. Raises `OSError`, also for earlier background writes."""
         if self._syncing is not None:
             self._syncing.result()
         os.fsync(self.fileno())
@@ -88,7 +88,8 @@ class PartFile(io.FileIO):
         self.close()
 
     def _is_synced(self) -> bool:
-        """None is under way. The system reports a failed write once, so that no result may be lost."""
+        """Whether no background write is running. The system reports a failed write only once, so each result is
+        checked."""
         if self._syncing is None:
             return True
         if not self._syncing.done():
@@ -105,5 +106,5 @@ class PartFile(io.FileIO):
 def _digest_of(file: RemoteFile) -> Callable[[], Digest]:
     if file.git_sha1 is None or file.sha256 is not None:
         return hashlib.sha256
-    # How git names a blob; it guards against damage, not against forgery.
+    # Git's name of a blob; it protects against damage, not against forgery.
     return lambda: hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)

@@ -1,7 +1,7 @@
-"""What a complete model's folder holds, in a file of that folder: sizes and digests, and who uses it now.
+"""The record of a complete model's folder: sizes and digests of its files, and who uses it now.
 
-A process that reads the model keeps a shared lock on the record, so that no other removes the folder; its time of
-modification is the last use.
+A process that reads the model keeps a shared lock on the record's file, so that no other process removes the folder;
+the file's modification time is the last use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Holds:
         self._lock = threading.Lock()
 
     def hold(self, folder: Path) -> None:
-        """Nothing happens where there is no record, or the file system knows no locks."""
+        """Lock a folder; does nothing without a record or on a file system without locks."""
         with self._lock, suppress(OSError):
             if folder in self._held:
                 return
@@ -67,18 +67,18 @@ class Holds:
 
 HOLDS = Holds()
 atexit.register(HOLDS.release)
-# Made by the thread that imports this: several may be the first to read a record, which msgspec 0.22 does not survive.
+# Made at import by one thread: msgspec 0.22 crashes when several threads are the first to decode the type.
 _decoder = msgspec.json.Decoder(Record)
 
 
 def write_record(folder: Path, source: str, version: str, sha256: dict[str, str]) -> None:
-    """`sha256`: of files whose digests are known; the others are read for theirs."""
+    """Write the record. `sha256`: known digests by path; the other files are read."""
     files = [_stored(folder, path, sha256) for path in sorted(folder.rglob("*")) if path.is_file()]
     (folder / NAME).write_bytes(msgspec.json.encode(Record(source, version, files)))
 
 
 def read_record(folder: Path) -> Record | None:
-    """`None`: there is none, or it is not readable."""
+    """Return the record, or None if it is missing or unreadable."""
     try:
         return _decoder.decode((folder / NAME).read_bytes())
     except (OSError, msgspec.MsgspecError):
@@ -86,10 +86,10 @@ def read_record(folder: Path) -> Record | None:
 
 
 def is_intact(folder: Path) -> bool:
-    """Whether all files are what they were when they were fetched.
+    """Whether all files are unchanged since they were fetched.
 
-    One of the same size and time is believed; one that was written since is read, and its digest compared. A folder of
-    an earlier version has no record and is believed.
+    A file of the same size and time is trusted; the digest of a file that was written since is compared. A folder of an
+    earlier version has no record and is trusted.
     """
     record = read_record(folder)
     if record is None:
@@ -98,7 +98,7 @@ def is_intact(folder: Path) -> bool:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Another process holds it."""
+    """Whether another process has locked the folder."""
     try:
         with (folder / NAME).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
