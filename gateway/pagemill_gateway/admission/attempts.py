@@ -86,7 +86,7 @@ class Attempts:
         self._last_message = message
 
     def declined(self, message: str) -> None:
-        """Count a failure that uses up no attempt: the last engine did not take the request, because it is not serving."""
+        """Count a failure that uses up no attempt, because the last engine was not serving and took no request."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._num_free += 1

@@ -26,7 +26,7 @@ class Need(NamedTuple):
     num_sequences: int = 1
     max_tokens: int | None = None
     gives_way: bool = False
-    """Whether the engine preempts it for other requests, as it does for lines of batches."""
+    """Whether it leaves sequence slots to more urgent requests, as lines of batches do."""
 
     @property
     def cost_tokens(self) -> int:
