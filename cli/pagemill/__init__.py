@@ -1,7 +1,7 @@
 """The pagemill command and the offline API.
 
-`from pagemill import LLM, SamplingParams` is all that offline inference needs. The names are loaded when they are used,
-so that `import pagemill` (and with it every command) stays free of torch.
+`from pagemill import LLM, SamplingParams` is all that offline inference needs. A name's module is imported on first
+use, so that `import pagemill`, and with it every command, does not import torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
     "TokensPrompt",
 ]
 
-_HOMES = {
+_EXPORTS = {
     "LLM": ("pagemill_engine.llm", "LLM"),
     "AsyncEngineArgs": ("pagemill_engine.async_llm", "EngineArgs"),
     "AsyncLLM": ("pagemill_engine.async_llm", "AsyncLLM"),
@@ -68,9 +68,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
+    module, attribute = _EXPORTS[name]
     return getattr(import_module(module), attribute)
 
 

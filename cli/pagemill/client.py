@@ -1,7 +1,7 @@
-"""A small streaming client of OpenAI-compatible servers: what `pagemill chat` and `pagemill bench` share.
+"""The streaming client for OpenAI-compatible servers that `pagemill chat` and `pagemill bench` use.
 
-It speaks to a gateway or an engine alike and turns every failure into one `ClientError` with a remedy. It keeps no
-conversation (`chat` does) and no statistics (`bench` does). Server-sent events: WHATWG HTML, section 9.2.
+It talks to a gateway or an engine and turns every failure into a `ClientError` whose message has a remedy. `chat` keeps
+the conversation and `bench` the statistics. Server-sent events: WHATWG HTML, section 9.2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_EVENT_BYTES = 4 * 1024 * 1024
 
 
 class ClientError(Exception):
-    """The server could not be reached, refused, or broke off. `status` is 0 if there was no HTTP answer."""
+    """A request that failed. `status` is the HTTP status, or 0 if the server sent no HTTP response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -33,19 +33,19 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str | None
     prompt_tokens: int | None
-    """On the event that carries the usage; `None` elsewhere."""
+    """`None`, like `completion_tokens`, except on the event with the usage."""
     completion_tokens: int | None
     at_s: float
-    """When it arrived, `time.perf_counter`."""
+    """The event's arrival, by `time.perf_counter`."""
     reasoning: str = ""
     """Text of the model's reasoning, which is not part of its answer."""
 
 
 class Client:
-    """Use as an async context manager; one connection pool for its life."""
+    """An async context manager with one connection pool."""
 
     def __init__(self, url: str, *, api_key: str | None = None, read_timeout_s: float = 300.0) -> None:
-        """`url`: the server with or without `/v1`. `read_timeout_s`: the longest silence inside an answer."""
+        """`url` may end in `/v1`. `read_timeout_s` is the longest accepted pause inside an answer."""
         self._root = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=read_timeout_s)
@@ -64,13 +64,13 @@ class Client:
         await self._session.close()
 
     async def models(self) -> list[str]:
-        """Names of the models served."""
+        """Return the names of the served models. Raises `ClientError`."""
         async with self._request("GET", "/v1/models") as response:
             body = await _json(response)
         return [str(entry["id"]) for entry in body.get("data", [])]
 
     async def stream_chat(self, model: str, messages: list[dict[str, str]], **params: Any) -> AsyncIterator[Piece]:
-        """Stream one chat answer; `params` go into the request's body as they are. Raises `ClientError`."""
+        """Yield the pieces of one chat answer. `params` are added to the request's body. Raises `ClientError`."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         async with self._request("POST", "/v1/chat/completions", {**body, **params}) as response:
             async for event in _events(response):
@@ -83,7 +83,7 @@ class Client:
 
 
 def check_url(url: str) -> None:
-    """Raises `ClientError` for an address that does not begin with http:// or https://."""
+    """Raise `ClientError` for a URL that does not begin with http:// or https://."""
     if url.startswith(("http://", "https://")):
         return
     host = url.rpartition("://")[2]
@@ -91,7 +91,7 @@ def check_url(url: str) -> None:
 
 
 class _Answer:
-    """An HTTP exchange whose failures, also those inside the body, leave as `ClientError`."""
+    """An HTTP exchange that raises `ClientError` for every failure, including those while the body is read."""
 
     def __init__(
         self, session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, root: str
@@ -114,14 +114,14 @@ class _Answer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._response is not None
-        # Closed, not released to the pool: the server must notice that an answer is not read to its end.
+        # After an error the connection is closed, so that the server stops generating the rest of the answer.
         self._response.close() if error is not None else self._response.release()
         if isinstance(error, aiohttp.ClientError | TimeoutError):
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> ClientError:
         if isinstance(error, aiohttp.InvalidURL):
-            return ClientError(f"`{self._root}` is no URL. Use one such as http://127.0.0.1:8080")
+            return ClientError(f"`{self._root}` is not a URL. Use one such as http://127.0.0.1:8080")
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
             return ClientError(
                 f"No server answers at {self._root}. Start one with `pagemill up -f examples/llmdeployment.yaml` "
@@ -133,7 +133,7 @@ class _Answer:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The JSON of each `data:` event until `[DONE]`; a stream that just ends is an error."""
+    """Yield the JSON of each `data:` event until `[DONE]`. Raises `ClientError` if the stream ends without it."""
     buffer = b""
     async for chunk in response.content.iter_any():
         *lines, buffer = (buffer + chunk).split(b"\n")
@@ -153,9 +153,9 @@ def _event(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise ClientError(f"The server sent an event that is no JSON: {data[:80]!r}") from error
+        raise ClientError(f"The server sent an event that is not JSON: {data[:80]!r}") from error
     if not isinstance(event, dict):
-        raise ClientError(f"The server sent an event that is no JSON object: {data[:80]!r}")
+        raise ClientError(f"The server sent an event that is not a JSON object: {data[:80]!r}")
     if event.get("error"):
         raise ClientError(_refusal(0, json.dumps(event)))
     return event
@@ -186,18 +186,21 @@ async def _json(response: aiohttp.ClientResponse) -> dict[str, Any]:
 
 
 def _refusal(status: int, text: str) -> str:
-    """The server's own message if it uses OpenAI's error shape."""
+    """Return an error message with the text of the server: OpenAI's `error.message`, or the start of the body."""
     try:
         message = str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = text.strip()[:300] or "no explanation"
     if status == 401:
-        message += " Give it with --api-key or in PAGEMILL_API_KEY."
+        message += " Pass the API key with --api-key or in PAGEMILL_API_KEY."
     return f"The server refused ({status}): {message}" if status else f"The server failed: {message}"
 
 
 async def first_model(client: Client, wanted: str | None) -> tuple[str, list[str]]:
-    """The model to use and all that are served: `wanted`, or the first one the server lists."""
+    """Return the model to use and the models to choose from: `wanted` alone, or all served models, first one first.
+
+    Raises `ClientError` if the server serves none.
+    """
     if wanted is not None:
         return wanted, [wanted]
     names = await client.models()

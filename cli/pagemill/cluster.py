@@ -1,4 +1,4 @@
-"""Commands that ask a cluster: the credentials of a kube context, read as kubectl reads them."""
+"""The connection of commands to a cluster, with the credentials of a kube context that kubectl would use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HELP = "run this where `kubectl get llmd` works, or name a file with --kubeconfi
 
 
 class ClusterError(Exception):
-    """No cluster can be asked; the message says why and what to do."""
+    """There is no usable cluster; the message names the cause and the remedy."""
 
 
 async def connect(context: str | None, kubeconfig: Path | None) -> tuple[Client, str, str]:
-    """A client that the caller closes, the context's name and its namespace. Raises `ClusterError`."""
+    """Return a client that the caller must close, the context's name and its namespace. Raises `ClusterError`."""
     try:
         login = await log_in(kubeconfig, context)
     except CredentialsError as error:
         named = "" if context is None else f"--context {context}: "
-        raise ClusterError(f"no cluster is known here: {named}{error}; {HELP}") from None
+        raise ClusterError(f"no cluster is configured here: {named}{error}; {HELP}") from None
     return Client(login.credentials), login.context, login.namespace

@@ -1,4 +1,4 @@
-"""Text in aligned columns, never wrapped: it can be searched, cut and read in a log as well as in a terminal."""
+"""Text in aligned columns. Lines are never wrapped, so that `grep` and `cut` work on the output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ GAP = "  "
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Each row as one line; the first row is usually the head. The last column may be of any length."""
+    """Return each row as one line. Cells of all columns but the last are padded to the column's width."""
     widths = [max(len(cell) for cell in cells) for cells in zip(*(row[:-1] for row in rows), strict=True)]
     return [
         GAP.join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()

@@ -1,7 +1,8 @@
-"""The `pagemill` command: a table of commands, each imported only when it is called.
+"""The `pagemill` command: a table of subcommands, each imported only when it is called.
 
-Starting must stay fast (no torch, no web framework, no command module for `--help`), so a command is known here by its
-name and one line of help; its options are read from its function in `pagemill.commands.NAME` when it is needed.
+Startup must stay fast: `pagemill --help` imports neither torch, a web framework nor a command's module. This module
+therefore knows a command by its name and one line of help; the options come from the command's function in
+`pagemill.commands.NAME`.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS: Mapping[str, str] = {
     "up": "Serve LLMDeployment files on this machine.",
     "serve": "Serve one model as an OpenAI-compatible server.",
-    "gateway": "Run a gateway in front of engines.",
+    "gateway": "Run a gateway in front of engines that already run.",
     "chat": "Talk to a model in the terminal.",
-    "plan": "Compute what a deployment needs and costs under a load.",
-    "simulate": "Play a deployment's scaling through under traffic.",
+    "plan": "Compute the replicas, latencies and cost of a deployment under a load.",
+    "simulate": "Simulate the scaling of a deployment under traffic.",
     "why": "Show the last scaling decisions of a deployment.",
     "top": "Show the load of every engine, live.",
-    "doctor": "Check what serving needs, on this machine or in a cluster.",
+    "doctor": "Check that this machine or a cluster has what serving needs.",
     "explain": "Describe the fields of LLMDeployment.",
-    "bench": "Measure a running server.",
-    "version": "Print the version.",
+    "bench": "Measure the latency and throughput of a running server.",
+    "version": "Print the versions of pagemill and Python.",
 }
-"""Every command and its line in `pagemill --help`, in the order shown."""
+"""All commands with their lines in `pagemill --help`, in the order in which they are shown."""
 
 
 class LazyCommand(TyperCommand):
-    """Stands in for a command until it runs; then its module is imported and takes over the parsing."""
+    """A placeholder that imports the command's module when the command is called and lets it parse the arguments."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         command = self.load()
@@ -41,7 +42,7 @@ class LazyCommand(TyperCommand):
         return command.make_context(info_name, rewrite(args), parent=parent, **extra)
 
     def load(self) -> Any:
-        """The real command, built by typer from its function's signature."""
+        """Return the command that typer builds from the function's signature."""
         assert self.name is not None
         module = importlib.import_module(f"pagemill.commands.{self.name}")
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -50,14 +51,14 @@ class LazyCommand(TyperCommand):
 
 
 class LazyGroup(TyperGroup):
-    """Lists the table above without importing any of it."""
+    """The group of `COMMANDS`, listed without importing their modules."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in COMMANDS:
-            for name in COMMANDS:  # typer suggests what it has
+            for name in COMMANDS:  # typer suggests only commands that exist as objects
                 self.get_command(ctx, name)
         return super().resolve_command(ctx, args)
 
@@ -69,12 +70,12 @@ class LazyGroup(TyperGroup):
 
 
 def _unloaded() -> None:
-    raise AssertionError("a lazy command hands its context to the real one")
+    raise AssertionError("LazyCommand.make_context returns the context of the loaded command")
 
 
 app = typer.Typer(
     cls=LazyGroup,
-    help="Serve large language models: on this machine, or on Kubernetes.",
+    help="Serve large language models on this machine or on Kubernetes.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -96,7 +97,7 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of the `pagemill` script."""
+    """Run the `pagemill` script."""
     try:
         app()
     except OSError as error:

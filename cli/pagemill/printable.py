@@ -1,4 +1,4 @@
-"""Text from models, servers and files for a terminal: without control sequences."""
+"""Removes control characters from text of models, servers and files before it is written to a terminal."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ _CONTROLS = dict.fromkeys(code for code in (*_C0, _DELETE, *_C1) if chr(code) no
 
 
 def printable(text: str) -> str:
-    """Without control characters (ECMA-48's C0 and C1 sets, DEL) other than line feed and tab."""
+    """Return the text without control characters (ECMA-48's C0 and C1 sets, DEL) other than line feed and tab."""
     return text.translate(_CONTROLS)

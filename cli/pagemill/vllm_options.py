@@ -1,7 +1,7 @@
-"""`pagemill serve` with the options of `vllm serve`: rewritten before they are parsed, or refused with the remedy.
+"""Rewrites options of `vllm serve` into those of `pagemill serve` before they are parsed, or refuses them.
 
-What each is here says the engine's table (`pagemill_engine.vllm_arguments`); this module knows how a command line
-writes it. Options that both commands have under one name pass unchanged.
+The engine's table (`pagemill_engine.vllm_arguments`) says what each of vLLM's arguments becomes; this module knows how
+they are written on a command line. Options that both commands have under the same name pass unchanged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ import typer
 from pagemill_engine.vllm_arguments import ARGUMENTS, Argument, takes
 
 IN_PROCESS_LISTS = (
-    "--api-key: arguments stand in process lists, where every user of this machine reads them. --api-keys-file takes a "
-    "file of hashes."
+    "--api-key: every user of this machine can read command-line arguments. Use --api-keys-file with a file of the "
+    "keys' hashes."
 )
 
 
 def rewritten(words: list[str], note: Callable[[str], None]) -> list[str]:
-    """`words` with Pagemill's options in place of vLLM's. `note` gets a line for each without effect. Raises
-    `typer.BadParameter` for one that cannot be honoured."""
+    """Return the arguments with Pagemill's options in place of vLLM's.
+
+    `note` is called with a line for each option without effect. Raises `typer.BadParameter` for an unsupported one.
+    """
     left = list(words)
     result: list[str] = []
     while left:
@@ -51,7 +53,7 @@ def rewritten(words: list[str], note: Callable[[str], None]) -> list[str]:
 
 
 def _name_of(option: str) -> tuple[str, bool]:
-    """The argument that an option of vLLM's sets, and whether it is the option's `--no-` form."""
+    """Return the name of vLLM's argument that the option sets, and whether the option is its `--no-` form."""
     name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else ""
     denied = name.startswith("no_") and name.removeprefix("no_") in ARGUMENTS
     return (name.removeprefix("no_"), True) if denied else (name, False)
@@ -77,12 +79,12 @@ def _options(argument: Argument, option: str, denied: bool, left: list[str], not
         shown = f"{option} {value}".rstrip()
     if argument.only == "LLM" or not _takes(argument, value):
         raise typer.BadParameter(f"{shown} is not supported. {argument.meaning}")
-    note(f"{shown} changes nothing. {argument.meaning}")
+    note(f"{shown} has no effect. {argument.meaning}")
     return []
 
 
 def is_flag(argument: Argument) -> bool:
-    """Whether `vllm serve` gives it no value."""
+    """Whether the option takes no value in `vllm serve`."""
     return (
         bool(argument.taken)
         and all(type(each) is bool or each is None for each in argument.taken or ())
@@ -97,18 +99,18 @@ def _takes(argument: Argument, value: Any) -> bool:
 
 
 def _origins(left: list[str]) -> list[str]:
-    """vLLM's form of a list is JSON."""
+    """Remove vLLM's list of origins, which is written as JSON, from `left` and return it."""
     try:
         found = json.loads(left.pop(0) if left else "")
     except ValueError:
         found = None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise typer.BadParameter("--allowed-origins needs a JSON list of origins. --allowed-origin takes one.")
+        raise typer.BadParameter("--allowed-origins must be a JSON list. For one origin, use --allowed-origin.")
     return found
 
 
 def _values(left: list[str]) -> list[str]:
-    """The words up to the next option."""
+    """Remove the words before the next option from `left` and return them."""
     values = []
     while left and not (left[0].startswith("-") and not left[0][1:2].isdigit()):
         values.append(left.pop(0))
@@ -116,7 +118,7 @@ def _values(left: list[str]) -> list[str]:
 
 
 def _keys_file(keys: list[str], note: Callable[[str], None]) -> str:
-    """A private file with the keys' hashes, which goes when this process does."""
+    """Write the keys' hashes to a private file that is deleted when this process exits; return its path."""
     if not keys:
         raise typer.BadParameter("--api-key needs a key.")
     note(IN_PROCESS_LISTS)

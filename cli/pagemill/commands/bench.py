@@ -1,8 +1,8 @@
-"""`pagemill bench`: an online load against a running server, bounded in requests and in time.
+"""`pagemill bench`: sends a limited number of requests to a running server and measures what its clients see.
 
-Measures what a client sees: time to first token (TTFT), time per output token (TPOT), inter-token latency (ITL) and
-throughput. Closed loop by default (a fixed number of clients); `--rate` makes it an open loop with Poisson arrivals,
-which shows queueing honestly. Offline throughput and comparisons with other engines are in the repository's `bench/`.
+It reports time to first token (TTFT), time per output token (TPOT), inter-token latency (ITL) and throughput. The load
+is a closed loop (a fixed number of clients) or, with `--rate`, an open loop with Poisson arrivals, where requests queue
+as they would in production. Offline throughput and comparisons with other engines are in the repository's `bench/`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; `None` for a one-token answer."""
+        """The mean time per output token after the first; `None` for an answer of one token."""
         if self.completion_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.completion_tokens - 1)
@@ -50,7 +50,7 @@ class Sample:
 
 @dataclass
 class Load:
-    """What to send; shared by all workers and never changed."""
+    """The load to send; `model` is set before the first request."""
 
     model: str
     num_requests: int
@@ -71,23 +71,37 @@ class Outcome:
 
 
 def bench(
-    url: Annotated[str, typer.Option(help="Gateway or engine to load.")] = DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="Model name; by default the first one served.")] = None,
-    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests to send at most.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Clients at the same time.")] = 8,
+    url: Annotated[str, typer.Option(help="URL of the gateway or engine to measure.")] = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="Model to request (default: the first one served).")] = None,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Number of requests to send.")] = 64,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=4096, help="Number of clients that send requests one after the other.")
+    ] = 8,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Open loop: mean arrivals per second (Poisson).")
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Mean number of requests per second, with Poisson arrivals (open loop), instead of --concurrency.",
+        ),
     ] = None,
-    max_seconds: Annotated[float, typer.Option(min=1, max=3600, help="Stop after this long, whatever is open.")] = 60,
-    prompt_words: Annotated[int, typer.Option(min=1, max=100_000, help="Words of each (different) prompt.")] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens of each answer.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
-    api_key: Annotated[str | None, typer.Option(envvar="PAGEMILL_API_KEY", help="Bearer key of the gateway.")] = None,
+    max_seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="Stop after this many seconds, even if requests are unfinished.")
+    ] = 60,
+    prompt_words: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Words in each prompt; all prompts are different.")
+    ] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens to generate per request.")] = 64,
+    seed: Annotated[int, typer.Option(help="Seed for the prompts and the arrival times.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PAGEMILL_API_KEY", help="API key for the gateway (a bearer token).")
+    ] = None,
     format: Annotated[
-        Literal["table", "json"], typer.Option("--format", "-o", help="For people and programs, or JSON alone.")
+        Literal["table", "json"],
+        typer.Option("--format", "-o", help="Output format: a table followed by a line of JSON, or the JSON alone."),
     ] = "table",
     allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Load a server on another machine: only one that is yours.")
+        bool,
+        typer.Option("--allow-remote", help="Allow a --url on another machine. Measure only servers of your own."),
     ] = False,
 ) -> None:
     """Measure a running server; the last line of output is JSON."""
@@ -117,7 +131,7 @@ def _check_target(url: str, allow_remote: bool) -> None:
     except ValueError:
         local = False
     if not local:
-        raise ClientError(f"--url names `{host or url}`, which is not this machine; add --allow-remote if it is yours.")
+        raise ClientError(f"--url {host or url} is another machine; add --allow-remote if that server is your own.")
 
 
 async def _run(url: str, api_key: str | None, load: Load) -> Outcome:
@@ -138,7 +152,7 @@ async def _closed_loop(client: Client, load: Load, outcome: Outcome) -> None:
     numbers = iter(range(load.num_requests))
 
     async def worker() -> None:
-        for number in numbers:  # shared: each worker takes the next one
+        for number in numbers:  # the workers share the iterator
             await _one(client, load, outcome, number)
 
     async with asyncio.TaskGroup() as group:
@@ -156,7 +170,7 @@ async def _open_loop(client: Client, load: Load, outcome: Outcome) -> None:
 
 
 async def _one(client: Client, load: Load, outcome: Outcome, number: int) -> None:
-    """Send one request and keep its sample; a failure is counted, never hidden and never fatal to the others."""
+    """Send one request and add its sample, or its error, to the outcome."""
     outcome.num_started += 1
     messages = [{"role": "user", "content": prompt_text(load, number)}]
     params: dict[str, Any] = {"max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True}
@@ -180,7 +194,7 @@ async def _one(client: Client, load: Load, outcome: Outcome, number: int) -> Non
 
 
 def prompt_text(load: Load, number: int) -> str:
-    """Words drawn from the seed and the request's number: the same in every run, different in every request."""
+    """Return a prompt that depends on the seed and the request's number only, so that every run sends the same ones."""
     draw, words = random.Random(f"{load.seed}:{number}"), COMMON_WORDS.split()
     return " ".join(draw.choice(words) for _ in range(load.prompt_words))
 
@@ -188,7 +202,7 @@ def prompt_text(load: Load, number: int) -> str:
 def _report(load: Load, outcome: Outcome) -> dict[str, Any]:
     samples = outcome.samples
     if not samples:
-        first = outcome.errors[0] if outcome.errors else f"none finished within {load.max_seconds:g} s."
+        first = outcome.errors[0] if outcome.errors else f"none finished within {load.max_seconds:g} s (--max-seconds)."
         raise ClientError(f"No request succeeded: {first}")
     tpots = [sample.tpot_s for sample in samples if sample.tpot_s is not None]
     return {
@@ -211,7 +225,7 @@ def _report(load: Load, outcome: Outcome) -> dict[str, Any]:
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """Nearest-rank percentiles in milliseconds; empty for no values."""
+    """Return the nearest-rank percentiles in milliseconds; empty if there are no values."""
     ordered = sorted(seconds)
     if not ordered:
         return {}

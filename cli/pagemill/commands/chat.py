@@ -1,8 +1,8 @@
-"""`pagemill chat`: talk to a model in the terminal, or ask one question from a script.
+"""`pagemill chat`: a conversation with a model in the terminal, or one question from a script.
 
-Streams each answer, keeps the conversation, and lets Ctrl-C stop an answer without leaving. Speaks HTTP only (see
-`pagemill.client`), so it works with any OpenAI-compatible server. The answer goes to standard output, everything else
-to standard error, so that a one-shot call can be piped.
+It streams each answer and keeps the conversation; Ctrl-C stops an answer without leaving. It works with any
+OpenAI-compatible server (see `pagemill.client`). The answer goes to standard output and everything else to standard
+error, so that the output of one question can be piped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pagemill.printable import printable
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 MAX_STDIN_CHARS = 4 * 1024 * 1024
-HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit leaves; Ctrl-C stops an answer."
+HELP = "/reset starts a new conversation, /system TEXT sets the system message, /quit exits; Ctrl-C stops an answer."
 
 
 @dataclass
 class Conversation:
-    """The conversation so far; a turn that failed before its first token is removed."""
+    """The system message and the turns so far."""
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Conversation:
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """Keep the answer, also if it was interrupted; for an empty answer the question is removed."""
+        """Add an answer, complete or interrupted. An empty answer removes its question."""
         if text:
             self.turns.append({"role": "assistant", "content": text})
         else:
@@ -72,7 +72,7 @@ class Answer:
             self.prompt_tokens, self.completion_tokens = piece.prompt_tokens, piece.completion_tokens
 
     def usage_line(self) -> str:
-        """For example `42 tokens, 31.2 tok/s, first token after 120 ms (prompt 18 tokens)`."""
+        """Return a line such as `42 tokens, 31.2 tok/s, first token after 120 ms (prompt 18 tokens)`."""
         parts = []
         if self.completion_tokens is not None:
             parts.append(f"{self.completion_tokens} tokens")
@@ -91,15 +91,22 @@ class Answer:
 
 
 def chat(
-    prompt: Annotated[list[str] | None, typer.Argument(help="Ask this one question and end.")] = None,
-    url: Annotated[str, typer.Option(help="Gateway or engine.")] = DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="Model name; by default the first one served.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(help="Question to ask; the command exits after the answer (default: start a conversation)."),
+    ] = None,
+    url: Annotated[str, typer.Option(help="URL of the gateway or engine.")] = DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="Model to talk to (default: the first one served).")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="PAGEMILL_API_KEY", help="Bearer key of the gateway.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 is greedy decoding.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="PAGEMILL_API_KEY", help="API key for the gateway (a bearer token).")
+    ] = None,
 ) -> None:
-    """Talk to a model. Without a PROMPT and with a terminal: a conversation; otherwise one answer, then it ends."""
+    """Talk to a model: a conversation if PROMPT is missing and stdin is a terminal, otherwise one answer."""
     params = {"max_tokens": max_tokens, "temperature": temperature}
     session = Session(url, api_key, model, Conversation(system), {k: v for k, v in params.items() if v is not None})
     with asyncio.Runner() as runner:
@@ -143,7 +150,7 @@ class Session:
             await self._client.__aexit__(None, None, None)
 
     async def say(self, answer: Answer, write: Callable[[str], None]) -> None:
-        """Stream the answer to the conversation's last question into `answer` and `write`."""
+        """Stream the answer to the conversation's last question: add it to `answer` and pass its text to `write`."""
         assert self._client is not None
         reasoned = False
         async for piece in self._client.stream_chat(self.model, self.conversation.messages(), **self._params):
@@ -158,7 +165,7 @@ class Session:
 
 def _ask_once(runner: asyncio.Runner, session: Session, question: str) -> None:
     if not question.strip():
-        raise ClientError("There is nothing to ask: give a PROMPT, or text on standard input.")
+        raise ClientError("There is no question: pass a PROMPT, or text on standard input.")
     session.conversation.ask(question)
     answer = Answer()
     try:
@@ -195,17 +202,17 @@ def _turn(runner: asyncio.Runner, session: Session, question: str) -> None:
 
 
 def _command(conversation: Conversation, line: str) -> bool:
-    """Run a line that begins with a slash. Returns false to end the program."""
+    """Run a line that begins with a slash. Return whether the conversation goes on."""
     name, _, rest = line.partition(" ")
     match name:
         case "/quit" | "/exit":
             return False
         case "/reset":
             conversation.reset()
-            _note("The conversation is forgotten.")
+            _note("Started a new conversation.")
         case "/system":
             conversation.system = rest.strip() or None
-            _note("The system message is set." if conversation.system else "There is no system message now.")
+            _note("The system message is set." if conversation.system else "The system message is removed.")
         case "/help":
             _note(HELP)
         case _:
@@ -214,7 +221,7 @@ def _command(conversation: Conversation, line: str) -> bool:
 
 
 def _read_line() -> str | None:
-    """The next line typed; `None` at the end of input. Ctrl-C only clears the line."""
+    """Return the next line that the user types, or `None` at the end of input. Ctrl-C clears the line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() editing and history where the platform has it
 
@@ -242,7 +249,7 @@ def _write(text: str) -> None:
 
 
 def _note(text: str) -> None:
-    """A message that is not part of the answer."""
+    """Write a message that is not part of the answer to standard error."""
     if not text:
         return
     text = printable(text)

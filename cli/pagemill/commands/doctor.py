@@ -1,6 +1,6 @@
-"""`pagemill doctor`: what serving needs, each finding with its remedy.
+"""`pagemill doctor`: checks what serving needs, and shows each finding with its remedy.
 
-It looks at this machine and the `pagemill up` that runs on it, or at the cluster of a kube context.
+It checks this machine and the `pagemill up` that runs on it, or the cluster of a kube context.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ if TYPE_CHECKING:
 
 def doctor(
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Look at the cluster of the current kube context, not at this machine.")
+        bool, typer.Option("--cluster", help="Check the cluster of the current kube context instead of this machine.")
     ] = False,
-    context: Annotated[str | None, typer.Option(help="Kube context of the cluster to look at.")] = None,
-    kubeconfig: Annotated[Path | None, typer.Option(help="Kubeconfig of the cluster to look at.")] = None,
-    format: Annotated[
-        Literal["table", "json"], typer.Option("--format", "-o", help="For people, or programs.")
-    ] = "table",
+    context: Annotated[str | None, typer.Option(help="Kube context of the cluster to check.")] = None,
+    kubeconfig: Annotated[Path | None, typer.Option(help="Kubeconfig file of the cluster to check.")] = None,
+    format: Annotated[Literal["table", "json"], typer.Option("--format", "-o", help="Output format.")] = "table",
 ) -> None:
-    """Check what serving needs; exit code 1 where something is wrong, 2 where nothing could be looked at."""
+    """Check what serving needs. Exit code 1: a check found an error; 2: there was no cluster to check."""
     import asyncio
 
     from pagemill.cluster import ClusterError

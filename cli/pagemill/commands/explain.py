@@ -1,4 +1,4 @@
-"""`pagemill explain`: describes a field of LLMDeployment, as the API server and `pagemill up` understand it."""
+"""`pagemill explain`: describes a field of LLMDeployment from the schema that the API server and `pagemill up` use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import typer
 
 
 def explain(
-    path: Annotated[str, typer.Argument(help="Dotted path, such as llmdeployment.spec.engine.maxModelLen.")] = "",
+    path: Annotated[
+        str, typer.Argument(help="Dotted path of a field, such as llmdeployment.spec.engine.maxModelLen.")
+    ] = "",
 ) -> None:
     """Describe the fields of LLMDeployment."""
     from pagemill_crds.explain import UnknownField, describe, find

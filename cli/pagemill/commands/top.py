@@ -1,6 +1,6 @@
-"""`pagemill top`: KV cache, queue, tokens per second and time to the first token of every engine, live.
+"""`pagemill top`: shows KV cache use, queue, tokens per second and TTFT of every engine, live.
 
-On this machine it asks what a `pagemill up` runs, otherwise the cluster of the current kube context.
+It reads the engines of a `pagemill up` on this machine or, if none runs, those of the current kube context's cluster.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ import typer
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one interval and end; so does a pipe.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one interval and exit (the default if the output is not a terminal).")
+    ] = False,
     interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two readings.")] = 2.0,
     format: Annotated[
-        Literal["table", "json"], typer.Option("--format", "-o", help="For people, or one interval as JSON.")
+        Literal["table", "json"], typer.Option("--format", "-o", help="Output format; json implies --once.")
     ] = "table",
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Of a cluster, only this namespace (default: all).")
+        str | None, typer.Option("--namespace", "-n", help="Namespace of the cluster to show (default: all).")
     ] = None,
-    context: Annotated[str | None, typer.Option(help="Kube context to ask, in place of this machine.")] = None,
-    kubeconfig: Annotated[Path | None, typer.Option(help="Kubeconfig to use, in place of this machine.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Show the cluster of this kube context instead of this machine.")
+    ] = None,
+    kubeconfig: Annotated[
+        Path | None, typer.Option(help="Show the cluster of this kubeconfig file instead of this machine.")
+    ] = None,
 ) -> None:
     """Show the load of every engine, live."""
     import asyncio

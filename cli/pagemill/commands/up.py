@@ -1,4 +1,4 @@
-"""`pagemill up`: serves LLMDeployment files on this machine, the way a cluster would."""
+"""`pagemill up`: serves the LLMDeployments of YAML files on this machine, as a cluster would."""
 
 from __future__ import annotations
 
@@ -9,31 +9,49 @@ import typer
 
 
 def up(
-    files: Annotated[list[Path], typer.Option("--file", "-f", help="YAML file with LLMDeployments; may be repeated.")],
-    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.")] = 8080,
-    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    files: Annotated[list[Path], typer.Option("--file", "-f", help="YAML file with LLMDeployments. May be repeated.")],
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0 picks a free one.")] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address for the gateway to listen on; other than loopback needs --api-keys-file.")
+    ] = "127.0.0.1",
     api_keys_file: Annotated[
         Path | None,
         typer.Option(
             envvar="PAGEMILL_API_KEYS_FILE",
-            help="File with the SHA-256 of each API key and its limits, one a line; needed for addresses other "
-            "machines can reach.",
+            help="File with the SHA-256 and the limits of one API key per line; needed if other machines can connect.",
         ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="Name by which clients address the gateway, as behind a proxy; needed without keys."),
+        typer.Option(
+            help="Host name that clients use for the gateway, for example that of a proxy in front of it; needed only "
+            "without API keys. May be repeated."
+        ),
     ] = None,
     gateway_workers: Annotated[
-        int, typer.Option(min=1, max=64, help="Processes of the gateway, for more than a core of traffic.")
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Number of gateway processes that serve clients; raise it if one CPU core is too little.",
+        ),
     ] = 1,
     batches_directory: Annotated[
-        Path | None, typer.Option(help="Take files and batches, and keep them in this directory.")
+        Path | None,
+        typer.Option(help="Turn on the Files and Batches APIs, and store their files in this directory."),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Go on serving where no terminal is attached.")] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Keep serving if no terminal is attached (default: exit once all replicas are ready).",
+        ),
+    ] = False,
     dashboards: Annotated[
         bool,
-        typer.Option("--dashboards", help="Run Prometheus, and Grafana where it is installed, with all dashboards."),
+        typer.Option(
+            "--dashboards", help="Also run Prometheus, and Grafana if it is installed, with the dashboards of Pagemill."
+        ),
     ] = False,
 ) -> None:
     """Serve LLMDeployment files on this machine."""
@@ -68,13 +86,13 @@ def up(
 
 
 def _check_keys(path: Path | None, host: str) -> None:
-    """Raises `ValueError` for a file that cannot be used, and for none where other machines can connect."""
+    """Raise `ValueError` if the file of API keys is invalid, or missing although other machines can connect."""
     from pagemill_protocol.keys.file import KeysFileError, check_keys_file
 
     if path is None:
         if host not in ("127.0.0.1", "::1", "localhost"):
             raise ValueError(
-                f"--host {host} can be reached by other machines; name a file of API keys with --api-keys-file"
+                f"--host {host} can be reached from other machines; name a file of API keys with --api-keys-file"
             )
         return
     try:

@@ -1,4 +1,4 @@
-"""`pagemill version`: what is installed, for a bug report."""
+"""`pagemill version`: prints the installed versions, for a bug report."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`pagemill why NAME`: the last scaling decisions of an LLMDeployment with their inputs.
+"""`pagemill why NAME`: shows the last scaling decisions of an LLMDeployment with their inputs.
 
-On this machine it asks a running `pagemill up`, otherwise the cluster of the current kube context. Every record holds
-the whole input of its decision, so the decision can be replayed.
+It reads the records of a `pagemill up` on this machine or, if none has decided about the deployment, those of the
+current kube context's cluster. A record contains all inputs of its decision, so the decision can be replayed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,30 @@ if TYPE_CHECKING:
 def why(
     name: Annotated[str, typer.Argument(help="Name of the LLMDeployment.")],
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", help="Its namespace (default: the context's, or the only one).")
+        str | None,
+        typer.Option(
+            "--namespace", "-n", help="Namespace of the LLMDeployment (default: the kube context's, or the only one)."
+        ),
     ] = None,
-    last: Annotated[int, typer.Option(min=1, max=1000, help="Decisions to show.")] = 10,
+    last: Annotated[int, typer.Option(min=1, max=1000, help="Number of decisions to show.")] = 10,
     format: Annotated[
-        Literal["table", "json"], typer.Option("--format", "-o", help="For people, or whole records.")
+        Literal["table", "json"], typer.Option("--format", "-o", help="Output format; json has the complete records.")
     ] = "table",
     replay: Annotated[
-        bool, typer.Option("--replay", help="Decide each again; exit code 1 where the result differs.")
+        bool,
+        typer.Option(
+            "--replay", help="Repeat each decision from its recorded inputs; exit with 1 if a result differs."
+        ),
     ] = False,
-    context: Annotated[str | None, typer.Option(help="Kube context to ask, in place of this machine.")] = None,
-    kubeconfig: Annotated[Path | None, typer.Option(help="Kubeconfig to use, in place of this machine.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Read from the cluster of this kube context instead of this machine.")
+    ] = None,
+    kubeconfig: Annotated[
+        Path | None, typer.Option(help="Read from the cluster of this kubeconfig file instead of this machine.")
+    ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Read records from this file: lines of /debug/scaling, or an earlier -o json.")
+        Path | None,
+        typer.Option(help="Read the records from this file: lines of /debug/scaling, or earlier output of -o json."),
     ] = None,
 ) -> None:
     """Show the last scaling decisions of a deployment."""
@@ -70,8 +81,8 @@ def _find(name: str, namespace: str | None, context: str | None, kubeconfig: Pat
         return found
     if context is None and kubeconfig is None and (pid := served_on_this_machine(here, name, namespace)):
         raise WhyError(
-            f"`pagemill up` (process {pid}) serves {name} and has decided nothing about its replicas: their number is "
-            "fixed, or no load was seen yet; spec.autoscaling lets the load decide"
+            f"`pagemill up` (process {pid}) serves {name} but has made no scaling decision: the number of replicas is "
+            "fixed, or there was no load yet; set spec.autoscaling to scale with the load"
         )
 
     from pagemill.why.cluster import from_cluster
@@ -82,4 +93,4 @@ def _find(name: str, namespace: str | None, context: str | None, kubeconfig: Pat
         if context is not None or kubeconfig is not None:
             raise
         names = ", ".join(names_on_this_machine(here)) or "nothing"
-        raise WhyError(f"{error}; `pagemill up` on this machine has decided about {names}") from None
+        raise WhyError(f"{error}; `pagemill up` on this machine has scaling decisions of {names}") from None

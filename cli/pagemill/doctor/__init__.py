@@ -1,1 +1,1 @@
-"""`pagemill doctor`: what serving needs, looked at one by one; `machine` and `cluster` look, `findings` shows."""
+"""The parts of `pagemill doctor`: `machine` and `cluster` check what serving needs, `findings` shows the results."""

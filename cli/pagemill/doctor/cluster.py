@@ -1,4 +1,4 @@
-"""Checks of a cluster, by reads alone and with the user's own rights: what the user may not see is a note."""
+"""Checks of a cluster. They only read, with the user's rights; an object that the user may not read becomes a note."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRIVER_LABELS = ("nvidia.com/cuda.driver-version.full", "nvidia.com/cuda.driver.
 INSTALL = "install the chart: docs/how-to/install-with-helm.md"
 MONITORING = "docs/how-to/see-capacity.md"
 RIGHTS = (("list", LLM_DEPLOYMENT.group, "llmdeployments", ""), ("get", "", "pods", "proxy"))
-"""What the commands `why` and `top` use."""
+"""The rights that `pagemill why` and `pagemill top` need."""
 OPERATOR_RIGHTS = (
     ("watch", LLM_DEPLOYMENT.group, "llmdeployments", ""),
     ("patch", LLM_DEPLOYMENT.group, "llmdeployments", "status"),
@@ -30,7 +30,7 @@ OPERATOR_RIGHTS = (
 
 
 async def look_at_cluster(client: Client, context: str) -> list[Finding]:
-    """Raises `Unreachable`, where there is no API server."""
+    """Return the findings of all checks. Raises `Unreachable` if the API server does not respond."""
     found = [ok("version", f"pagemill {version('pagemill')}")]
     try:
         served = await client.get("/version")
@@ -42,7 +42,7 @@ async def look_at_cluster(client: Client, context: str) -> list[Finding]:
             found += [finding async for finding in check(client)]
         except ApiError as error:
             remedy = f"ask for the right to read it, or let an administrator run this ({error.status})"
-            found.append(Finding("note", subject, f"could not be looked at: {error}", remedy))
+            found.append(Finding("note", subject, f"could not be checked: {error}", remedy))
     return found
 
 
@@ -58,9 +58,9 @@ async def crd(client: Client) -> AsyncIterator[Finding]:
     if missing:
         shown = ", ".join(missing[:5])
         apply = "apply crds/llmdeployments.yaml of this version; Helm does it with crds.install"
-        yield Finding("error", "CRD", f"{name} is of another version: it lacks {shown}", apply)
+        yield Finding("error", "CRD", f"{name} is from another version: it lacks {shown}", apply)
         return
-    yield ok("CRD", f"{name}, as this version has it")
+    yield ok("CRD", f"{name} has all fields of this version")
 
 
 def _served(definition: dict[str, Any]) -> set[str]:
@@ -68,7 +68,7 @@ def _served(definition: dict[str, Any]) -> set[str]:
 
 
 def _fields(definition: dict[str, Any]) -> set[str]:
-    """Dotted names of the spec's fields, two levels deep."""
+    """Return the dotted names of the spec's fields, two levels deep."""
     (schema,) = [
         each["schema"]["openAPIV3Schema"]
         for each in definition["spec"]["versions"]
@@ -83,7 +83,7 @@ async def rights(client: Client) -> AsyncIterator[Finding]:
     denied = [right for right in RIGHTS if not await _may(client, "selfsubjectaccessreviews", right, {})]
     if denied:
         names = ", ".join(_right_name(right) for right in denied)
-        yield Finding("note", "RBAC", f"you may not {names}", "ask for it; `pagemill why` and `pagemill top` use it")
+        yield Finding("note", "RBAC", f"you may not {names}", "ask for it; `pagemill why` and `pagemill top` need it")
     else:
         yield ok("RBAC", "you may do what `pagemill why` and `pagemill top` need")
     for deployment in await _ours(client, "operator"):
@@ -93,10 +93,10 @@ async def rights(client: Client) -> AsyncIterator[Finding]:
         denied = [right for right in OPERATOR_RIGHTS if not await _may(client, "subjectaccessreviews", right, user)]
         if denied:
             names = ", ".join(_right_name(right) for right in denied)
-            remedy = "right with watchNamespaces; otherwise set rbac.create and upgrade the release"
+            remedy = "this is intended with watchNamespaces; otherwise set rbac.create and upgrade the release"
             yield Finding("note", "RBAC", f"{user['user']} may not {names} in all namespaces", remedy)
         else:
-            yield ok("RBAC", f"{user['user']} may do what an operator of all namespaces needs")
+            yield ok("RBAC", f"{user['user']} may do what an operator that watches all namespaces needs")
 
 
 async def _may(client: Client, kind: str, right: tuple[str, str, str, str], who: dict[str, str]) -> bool:
@@ -133,7 +133,7 @@ async def gpus(client: Client) -> AsyncIterator[Finding]:
 
 
 async def programs(client: Client) -> AsyncIterator[Finding]:
-    """Operator and gateway, whose absence is an error, and the chart's own Redis."""
+    """Check operator and gateway, whose absence is an error, and the chart's Redis."""
     for component in ("operator", "gateway"):
         found = await _ours(client, component)
         if not found:
@@ -144,36 +144,36 @@ async def programs(client: Client) -> AsyncIterator[Finding]:
     for redis in stateful:
         yield _program(redis, "Redis")
     if not stateful:
-        yield ok("Redis", "not the chart's: limits are each gateway's own, or in the Redis of redis.existingSecret")
+        yield ok("Redis", "not installed by the chart: gateways count limits alone, or in that of redis.existingSecret")
 
 
 def _program(workload: dict[str, Any], subject: str) -> Finding:
     metadata, wanted = workload["metadata"], workload["spec"].get("replicas", 1)
     name, ready = f"{metadata['namespace']}/{metadata['name']}", workload.get("status", {}).get("readyReplicas", 0)
     if ready < wanted:
-        remedy = f"look at `kubectl -n {metadata['namespace']} describe pods -l {COMPONENT}={subject.lower()}`"
+        remedy = f"see `kubectl -n {metadata['namespace']} describe pods -l {COMPONENT}={subject.lower()}`"
         return Finding("error", subject, f"{name} has {ready} of {wanted} replicas ready", remedy)
     installed = metadata.get("labels", {}).get("app.kubernetes.io/version", "")
     if installed and installed != version("pagemill"):
-        remedy = "use the command of that version, or upgrade the release"
-        return Finding("note", subject, f"{name} is of version {installed}", remedy)
+        remedy = "use the pagemill command of that version, or upgrade the release"
+        return Finding("note", subject, f"{name} has version {installed}", remedy)
     return ok(subject, f"{name}, {ready} of {wanted} replicas ready")
 
 
 async def prometheus(client: Client) -> AsyncIterator[Finding]:
     if await _find(client, f"{CRD}/podmonitors.monitoring.coreos.com") is None:
         remedy = f"install kube-prometheus-stack, or scrape the pods' port `control` yourself: {MONITORING}"
-        yield Finding("note", "Prometheus", "no operator for it is installed (no kind PodMonitor)", remedy)
+        yield Finding("note", "Prometheus", "the Prometheus operator is not installed (no kind PodMonitor)", remedy)
         return
     servers = await _list(client, "/apis/monitoring.coreos.com/v1/prometheuses")
     rules = await _list(client, "/apis/monitoring.coreos.com/v1/prometheusrules", OURS)
     if not servers:
-        yield Finding("note", "Prometheus", "there is no object Prometheus", f"make one: {MONITORING}")
+        yield Finding("note", "Prometheus", "there is no Prometheus object", f"create one: {MONITORING}")
     elif not rules:
         remedy = f"set monitoring.prometheusRule.enabled and monitoring.podMonitor.enabled: {MONITORING}"
         yield Finding("note", "Prometheus", "the chart's rules and alerts are not installed", remedy)
     else:
-        yield ok("Prometheus", f"{len(servers)} installed, and {len(rules)} objects of rules and alerts")
+        yield ok("Prometheus", f"{len(servers)} installed, {len(rules)} PrometheusRule objects of the chart")
 
 
 async def grafana(client: Client) -> AsyncIterator[Finding]:
@@ -183,14 +183,17 @@ async def grafana(client: Client) -> AsyncIterator[Finding]:
     ]
     dashboards = [each for each in await _list(client, "/api/v1/configmaps", OURS) if "-dashboard-" in _name(each)]
     if not pods:
-        yield Finding("note", "Grafana", "no pods of its chart run", f"install it, or import the files: {MONITORING}")
+        remedy = f"install Grafana, or import the dashboard files: {MONITORING}"
+        yield Finding("note", "Grafana", "no pods of its chart are running", remedy)
     elif not sidecars:
         remedy = f"set sidecar.dashboards.enabled in the values of Grafana's chart: {MONITORING}"
-        yield Finding("note", "Grafana", "its pods have no sidecar that reads dashboards", remedy)
+        yield Finding("note", "Grafana", "its pods have no sidecar that loads dashboards", remedy)
     elif not dashboards:
-        yield Finding("note", "Grafana", "has a sidecar but no dashboards", "set monitoring.dashboards.enabled")
+        yield Finding(
+            "note", "Grafana", "the chart's dashboards are not installed", "set monitoring.dashboards.enabled"
+        )
     else:
-        yield ok("Grafana", f"has a sidecar and {len(dashboards)} ConfigMaps of dashboards")
+        yield ok("Grafana", f"a sidecar and {len(dashboards)} ConfigMaps with dashboards are installed")
 
 
 async def _ours(client: Client, component: str) -> list[dict[str, Any]]:

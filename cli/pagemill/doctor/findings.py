@@ -1,4 +1,4 @@
-"""What a check found, and how findings are shown. Checks never raise: what cannot be looked at is a finding, too."""
+"""The findings of checks and their output as a table and as JSON. A check that cannot be done is a finding, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill.columns import columns
 from pagemill.printable import printable
 
 Level = Literal["ok", "note", "error"]
-"""note: something optional is missing, or could not be looked at."""
+"""note: something optional is missing, or a check was not possible."""
 
 
 class Finding(NamedTuple):
@@ -18,7 +18,7 @@ class Finding(NamedTuple):
     subject: str
     message: str
     remedy: str = ""
-    """What to do; of every finding that is not ok."""
+    """The action to take; empty only for level `ok`."""
 
 
 def ok(subject: str, message: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Checks of this machine: GPUs and driver, programs for dashboards, and each `pagemill up` that runs."""
+"""Checks of this machine: GPUs and driver, programs for dashboards, and every running `pagemill up`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ async def look_at_machine(settings: LocalSettings) -> list[Finding]:
     backends = running(settings.runtime_folder)
     if not backends:
         start = "start one with `pagemill up -f FILE`, or name a cluster with --context"
-        return [*found, Finding("note", "pagemill up", "none runs on this machine", start)]
+        return [*found, Finding("note", "pagemill up", "is not running on this machine", start)]
     processes = ", ".join(str(each.pid) for each in backends)
-    found.append(ok("pagemill up", f"runs (process {processes})"))
+    found.append(ok("pagemill up", f"is running (process {processes})"))
     targets = local_targets(settings.runtime_folder)
     texts = await asyncio.gather(*(asyncio.to_thread(_scrape, target) for target in targets))
     for target, text in zip(targets, texts, strict=True):
@@ -41,7 +41,7 @@ async def look_at_machine(settings: LocalSettings) -> list[Finding]:
 
 
 def gpus(settings: LocalSettings) -> Finding:
-    """What the driver says, for the devices that engines would be given."""
+    """Check the GPUs that engines would use, with `nvidia-smi`."""
     program = shutil.which("nvidia-smi", path=settings.environment.get("PATH"))
     if program is None:
         if not settings.gpus:
@@ -49,65 +49,62 @@ def gpus(settings: LocalSettings) -> Finding:
         return Finding(
             "error",
             "GPUs",
-            f"{len(settings.gpus)} devices, but no nvidia-smi",
+            f"{len(settings.gpus)} devices, but nvidia-smi is not on the PATH",
             "install NVIDIA's driver with its tools",
         )
     try:
         shown = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(
-            "error", "GPUs", f"nvidia-smi does not answer: {error}", "look at `dmesg`; load the driver again"
-        )
+        return Finding("error", "GPUs", f"nvidia-smi does not respond: {error}", "see `dmesg`; reload the driver")
     if shown.returncode:
         words = " ".join((shown.stdout + shown.stderr).split())[:200]
-        return Finding(
-            "error", "GPUs", f"nvidia-smi fails: {words}", "install the driver that fits this kernel, restart"
-        )
+        return Finding("error", "GPUs", f"nvidia-smi fails: {words}", "install the driver for this kernel, and reboot")
     devices = [" driver ".join(part.strip() for part in line.split(",")) for line in shown.stdout.splitlines()]
     return ok("GPUs", "; ".join(devices))
 
 
 def programs(settings: LocalSettings) -> Iterator[Finding]:
-    """What `pagemill up --dashboards` starts."""
+    """Check for the programs that `pagemill up --dashboards` starts."""
     path = settings.environment.get("PATH")
     for name, others in (("prometheus", ()), ("grafana", ("grafana-server",))):
         found = next(filter(None, (shutil.which(each, path=path) for each in (name, *others))), None)
-        missing = f"is not on the PATH; `pagemill up --dashboards` goes without {name}"
+        missing = "is not on the PATH; `pagemill up --dashboards` cannot start it"
         yield ok(name, found) if found else Finding("note", name, missing, f"install it: {WHERE_TO_GET[name]}")
 
 
 def engine(target: Target, text: str) -> Iterator[Finding]:
     name = target["labels"]["pod"]
     if not text:
-        yield Finding("error", name, f"{target['targets'][0]} serves no metrics", "look at what `pagemill up` shows")
+        yield Finding("error", name, f"{target['targets'][0]} serves no metrics", "see the output of `pagemill up`")
         return
     samples = _samples(text)
     if _value(samples, metrics.ENGINE_READY.name):
         yield ok(name, f"ready, {_value(samples, metrics.KV_CACHE_USAGE.name):.0%} of the KV cache used")
     elif not _value(samples, metrics.ENGINE_SLEEPING.name):
-        yield Finding("note", name, "is not ready", "wait; `pagemill up` shows the reason")
+        yield Finding("note", name, "is not ready", "wait; the output of `pagemill up` shows the reason")
     versions = {each.labels["version"] for each in samples if each.name == metrics.ENGINE_INFO.name}
     for other in versions - {version("pagemill-engine")}:
-        yield Finding("error", name, f"is of version {other}, this command of another", "start `pagemill up` again")
+        message = f"has version {other}, but this command has {version('pagemill-engine')}"
+        yield Finding("error", name, message, "restart `pagemill up`")
 
 
 def gateway(text: str) -> Iterator[Finding]:
     samples = _samples(text)
     if not _value(samples, metrics.GATEWAY_READY.name):
-        yield Finding("error", "gateway", "accepts no requests", "look at what `pagemill up` shows")
+        yield Finding("error", "gateway", "accepts no requests", "see the output of `pagemill up`")
         return
     yield ok("gateway", "ready")
     redis = [each.value for each in samples if each.name == metrics.GATEWAY_REDIS_UP.name]
     if not redis:
-        yield ok("Redis", "not configured: limits are counted in the gateway")
+        yield ok("Redis", "is not configured: the gateway counts limits alone")
     elif redis[0]:
-        yield ok("Redis", "answers")
+        yield ok("Redis", "is reachable")
     else:
         yield Finding(
-            "error", "Redis", "does not answer the gateway", "start it, or correct `redis.url` in the settings"
+            "error", "Redis", "does not respond to the gateway", "start it, or correct `redis.url` in the settings"
         )
     if _value(samples, metrics.GATEWAY_KEYS_FILE_VALID.name, 1.0) == 0:
-        yield Finding("error", "API keys", "the file cannot be used", "correct the line that the gateway's log names")
+        yield Finding("error", "API keys", "the file is invalid", "correct the line that the gateway's log names")
 
 
 def _scrape(target: Target) -> str:

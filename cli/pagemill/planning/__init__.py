@@ -1,6 +1,6 @@
-"""The parts of `pagemill plan`: what one replica can do, and how many replicas a load needs.
+"""The parts of `pagemill plan`: the capacity of one replica, and the number of replicas for a load.
 
-`replica` combines what is known of one replica: bytes from the engine's own memory budget, step times that were
-measured (`measuring`), read from a file (`fits`) or derived from a data sheet (`accelerators`). `forecast` uses the
+`replica` describes one replica: bytes from the engine's own memory budget, and step times that were measured
+(`measuring`), read from a file or derived from a data sheet (`accelerators`, `roofline`). `forecast` uses the
 autoscaler's own prediction, `rehearsal` simulates the scheduler on a virtual clock, `report` shows both.
 """

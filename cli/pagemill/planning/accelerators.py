@@ -1,6 +1,6 @@
-"""Accelerators by their makers' data sheets: the one place where their figures stand.
+"""The registry of accelerators with figures from their makers' data sheets.
 
-What the figures mean for a step is `roofline`'s, and what fits on a device `placement`'s.
+`roofline` derives step times from them, and `placement` checks what fits on a device.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _TERA = 1e12
 class Accelerator(NamedTuple):
     name: str
     products: tuple[str, ...]
-    """As in the node label `nvidia.com/gpu.product` and in `resources.gpuProduct`."""
+    """Its values in the node label `nvidia.com/gpu.product` and in `resources.gpuProduct`."""
     memory_bytes: int
     bytes_per_s: float
     operations_per_s: float
-    """Dense, in bfloat16."""
+    """Dense operations in bfloat16."""
     operations8_per_s: float
-    """Dense, of integers of 8 bits, and of floats of 8 bits where there are such."""
+    """Dense operations on 8-bit integers, and on 8-bit floats if `has_fp8`."""
     capability: tuple[int, int] | None
-    """Compute capability of NVIDIA's devices; `None`: another maker's, which the engine has no kernels for."""
+    """NVIDIA's compute capability; `None` for a device of another maker, for which the engine has no kernels."""
     has_fp8: bool
     source: str
 
@@ -125,5 +125,5 @@ NAMES = ", ".join(each.name for each in ACCELERATORS)
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """The accelerator with that name, or with that product in the node label."""
+    """Return the accelerator with this name or product label; `None` if there is none."""
     return next((each for each in ACCELERATORS if name == each.name or name in each.products), None)

@@ -1,5 +1,4 @@
-"""The subject of `plan` and `simulate`: one deployment of a file, its SLO, its accelerator. Options override the
-file."""
+"""Chooses what `plan` and `simulate` compute: a deployment, its SLO and its accelerator. Options override the file."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from pagemill_operator.plan import make_plan
 from pagemill_protocol.sources import default_name, in_full, is_fetched
 
 NO_FILE = "--model"
-"""What the document of a deployment is called that no file describes."""
+"""The file name in the document of a deployment that no file describes."""
 _NO_LABEL = re.compile(r"[^a-z0-9-]+")
 
 
@@ -34,13 +33,13 @@ class Subject(NamedTuple):
 
     loaded: Loaded
     accelerator: Accelerator | None
-    """`None`: this machine, or whatever the step times of `--fit` were measured on."""
+    """`None`: this machine, or the device on which the step times of `--fit` were measured."""
     model: str | None
-    """A source that is read instead of the deployment's."""
+    """A source to read instead of the deployment's."""
 
     @property
     def label(self) -> str:
-        """The model, for people."""
+        """The model's name in the output."""
         return self.model or self.loaded.plan.key
 
     @property
@@ -55,7 +54,7 @@ class Subject(NamedTuple):
 def subjects_of(
     deployments: Sequence[tuple[str | None, Loaded]], accelerators: Sequence[str], fit: Path | None
 ) -> list[Subject]:
-    """Every model on every accelerator. Raises `PlanError`."""
+    """Return every combination of deployment and accelerator. Raises `PlanError`."""
     names: list[str | None] = [*dict.fromkeys(accelerators)]
     found = [
         Subject(loaded, accelerator_of(loaded, name), model)
@@ -63,13 +62,15 @@ def subjects_of(
         for name in names or [None]
     ]
     if fit is not None and len(found) > 1:
-        raise PlanError(f"--fit {fit}: holds the step times of one model on one device; plan them one by one")
+        raise PlanError(f"--fit {fit}: has the step times of one model on one device; plan one combination at a time")
     return found
 
 
 def load_one(file: Path | None, name: str | None, model: str | None = None) -> Loaded:
-    """The deployment of the file; without a file, one of the model with all else left open. Raises `PlanError`, or
-    exits with 2 after reporting the errors of the file."""
+    """Return the deployment of the file; without a file, one with the model and defaults.
+
+    Raises `PlanError`. Reports the errors of the file and exits with 2.
+    """
     if file is None:
         return _of_model(model)
     result = load_files([file], backend="kubernetes")
@@ -106,8 +107,7 @@ def _of_model(model: str | None) -> Loaded:
 
 
 def slo_of(given: Slo | None, ttft: str | None, tpot: str | None, percentile: int | None) -> Slo:
-    """The SLO of the file, overridden by the options; with neither, only the load must be carried. Raises
-    `PlanError`."""
+    """Return the SLO of the file, overridden by the options; without both it has no limits. Raises `PlanError`."""
     known = given or Slo()
     return Slo(
         ttft_ms=milliseconds("--ttft", ttft) if ttft is not None else known.ttft_ms,
@@ -117,7 +117,7 @@ def slo_of(given: Slo | None, ttft: str | None, tpot: str | None, percentile: in
 
 
 def milliseconds(option: str, duration: str) -> float:
-    """A duration above 0. Raises `PlanError`."""
+    """Return a duration in milliseconds. Raises `PlanError` unless it is above 0."""
     value = seconds(option, duration) * 1000
     if value <= 0:
         raise PlanError(f"{option} {duration}: must be above 0; write it like 300ms")
@@ -125,7 +125,7 @@ def milliseconds(option: str, duration: str) -> float:
 
 
 def seconds(option: str, duration: str) -> float:
-    """A duration in seconds. Raises `PlanError`."""
+    """Return a duration in seconds. Raises `PlanError`."""
     try:
         return duration_seconds(duration)
     except ValueError as error:
@@ -133,7 +133,7 @@ def seconds(option: str, duration: str) -> float:
 
 
 def accelerator_of(loaded: Loaded, name: str | None) -> Accelerator | None:
-    """The one asked for, or the one that the file's pods would get. Raises `PlanError`."""
+    """Return the accelerator with this name, or that of the file's pods; `None` for a CPU. Raises `PlanError`."""
     resources = loaded.deployment.spec.resources
     wanted = name or (resources.gpu_product if resources.gpus else None)
     if wanted is None and resources.gpus:
@@ -143,11 +143,11 @@ def accelerator_of(loaded: Loaded, name: str | None) -> Accelerator | None:
     accelerator = find_accelerator(wanted)
     if accelerator is None:
         field = f"--accelerator {name}" if name else f"spec.resources.gpuProduct {wanted}"
-        raise PlanError(f"{field}: is not known here; name one with --accelerator: {NAMES}")
+        raise PlanError(f"{field}: is unknown; name one with --accelerator: {NAMES}")
     return accelerator
 
 
-def tell(words: str) -> None:
-    """Progress on stderr; never between the figures on stdout."""
+def show_progress(words: str) -> None:
+    """Write a line of progress to stderr, if it is a terminal."""
     if sys.stderr.isatty():
         typer.echo(words, err=True)

@@ -1,6 +1,6 @@
-"""Several plans in one table: models and accelerators that are named to be compared under the same load.
+"""Formats several plans, of models and accelerators under the same load, as one table and as JSON.
 
-What a device does not carry has its cause and remedy below the table. One plan alone is `report`'s.
+Lines below the table name the cause and the remedy for subjects without a plan. `report` formats a single plan.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 from pagemill.columns import columns
 from pagemill.planning import report
-from pagemill.planning.answering import Answer, Answered
+from pagemill.planning.answering import Answer, AnswerOrError
 from pagemill.planning.forecast import Workload
 from pagemill.planning.users import Users
 from pagemill.printable import printable
 from pagemill_operator.autoscaler.settings import Slo
 
-HEAD = ["ACCELERATOR", "REPLICAS", "GPUS EACH", "AT ONCE", "LONGEST", "RATE/S", "UTILIZATION"]
+HEAD = ["ACCELERATOR", "REPLICAS", "GPUS EACH", "CONCURRENCY", "AT MAX LENGTH", "REQUESTS/S", "UTILIZATION"]
 COSTS = ["COST/H", "PER 1M TOKENS", "PER 1M OUTPUT"]
 
 
-def as_json(compared: Sequence[Answered], load: Workload, users: Users | None, slo: Slo) -> str:
+def as_json(compared: Sequence[AnswerOrError], load: Workload, users: Users | None, slo: Slo) -> str:
     body = {
         "load": report.load_as_json(load, users),
         "slo": report.slo_as_json(slo),
@@ -30,23 +30,22 @@ def as_json(compared: Sequence[Answered], load: Workload, users: Users | None, s
     return json.dumps(body, indent=1)
 
 
-def _body(each: Answered) -> dict[str, Any]:
+def _body(each: AnswerOrError) -> dict[str, Any]:
     name = {"model": each.subject.label, "accelerator": each.subject.device}
     if each.answer is None:
         return {**name, "error": each.error}
     return {**name, **report.body_of(each.answer)}
 
 
-def as_table(compared: Sequence[Answered], load: Workload, users: Users | None, slo: Slo) -> str:
+def as_table(compared: Sequence[AnswerOrError], load: Workload, users: Users | None, slo: Slo) -> str:
     has_models = len({each.subject.label for each in compared}) > 1
     has_costs = any(each.answer is not None and each.answer.forecast.rows[0].cost is not None for each in compared)
     share = f"P{slo.share * 100:.0f}"
     head = [*(["MODEL"] if has_models else []), *HEAD, f"TTFT {share}", f"TPOT {share}", *(COSTS if has_costs else [])]
-    aims = report.aims(slo)
-    asked = report.asked(load, users)
-    title = f"{asked}{f' within {aims}' if aims else ''}"
+    limits = report.slo_text(slo)
+    title = report.load_text(load, users) + (f" within {limits}" if limits else "")
     rows = [_row(each, has_models, has_costs) for each in compared]
-    lines = [title if has_models else f"{compared[0].subject.label} under {title}", "", *columns([head, *rows]), ""]
+    lines = [title if has_models else f"{compared[0].subject.label}: {title}", "", *columns([head, *rows]), ""]
     for each in compared:
         words = each.error or _remark(each.answer)
         if words:
@@ -56,7 +55,7 @@ def as_table(compared: Sequence[Answered], load: Workload, users: Users | None, 
     return printable("\n".join(lines))
 
 
-def _row(each: Answered, has_models: bool, has_costs: bool) -> list[str]:
+def _row(each: AnswerOrError, has_models: bool, has_costs: bool) -> list[str]:
     first = [each.subject.label, each.subject.device] if has_models else [each.subject.device]
     found = each.answer
     if found is None:
@@ -66,7 +65,7 @@ def _row(each: Answered, has_models: bool, has_costs: bool) -> list[str]:
     costs = ["-"] * len(COSTS) if cost is None else [f"{number:.4g}" for number in cost]
     return [
         *first,
-        str(forecast.needed) if forecast.needed is not None else f"over {forecast.most}",
+        str(forecast.needed) if forecast.needed is not None else f"> {forecast.most}",
         str(found.gpus) if found.gpus else "-",
         str(forecast.at_once),
         f"{forecast.at_once_longest} x {found.replica.max_model_len:,}",

@@ -1,7 +1,7 @@
-"""The error of a plan that cannot be made."""
+"""The error of `pagemill plan` and `pagemill simulate`."""
 
 from __future__ import annotations
 
 
 class PlanError(Exception):
-    """The message names the field or option, its value and the remedy."""
+    """A plan that cannot be made; the message names the field or option, its value and the remedy."""

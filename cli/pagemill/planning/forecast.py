@@ -1,6 +1,6 @@
-"""How many replicas a load needs, their latencies and their cost, computed by the autoscaler's own prediction.
+"""Computes how many replicas a load needs, their latencies and their cost, with the autoscaler's own prediction.
 
-The operator decides with the same functions once the deployment runs, from the load it really gets.
+For a running deployment the operator uses the same functions with the measured load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pagemill_operator.autoscaler.targets import MARGIN
 HOUR_S = 3600.0
 IDLE_RPS = 1e-6
 NEIGHBOURS = 1
-"""Numbers of replicas shown on each side of the chosen one."""
+"""How many smaller and larger numbers of replicas are shown besides the chosen one."""
 ROUNDS = 40
 
 
@@ -31,9 +31,9 @@ class Workload(NamedTuple):
     cached_tokens: int = 0
     """Tokens of each prompt that are found in the prefix cache."""
     users: Users | None = None
-    """Who asks at this rate, where users are planned for and not a rate."""
+    """The users who produce this rate; `None` if the rate was given."""
     answering: float | None = None
-    """Of them, those who wait for the end of an answer, on average."""
+    """The mean number of users who wait for the end of an answer."""
 
     @property
     def offered(self) -> OfferedLoad:
@@ -42,7 +42,7 @@ class Workload(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of one request."""
+        """Prompt and answer tokens of one request."""
         return self.input_tokens + self.output_tokens
 
     def at(self, requests_per_s: float) -> Workload:
@@ -63,36 +63,39 @@ class Row(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Computed without a simulation; `rehearsal` simulates the chosen number."""
+    """The result of a plan, computed without a simulation."""
 
     needed: int | None
     """The fewest replicas that meet the SLO; `None`: no number up to `most` does."""
     kept: int | None
-    """The replicas that the autoscaler keeps under this load: it removes one only if a tenth more load still fits."""
+    """The replicas that the autoscaler keeps: it removes one only if the rest can carry 10 % more load."""
     most: int
     idle: Candidate
-    """A replica that serves one request alone: no number of replicas is faster."""
+    """The latencies of a request that has a replica for itself: the lower bound for any number of replicas."""
     rows: list[Row]
     """The chosen number and its neighbours; the maximum if no number suffices."""
     capacity: float
     """Requests per second that one replica carries within the SLO."""
     at_once: int
-    """Requests of this length that one replica holds."""
+    """Requests of the workload's length that fit in one replica at the same time."""
     at_once_longest: int
-    """Requests of the longest accepted length that one replica holds."""
+    """Requests of the maximum length that fit in one replica at the same time."""
     utilization: float | None
-    """The load as a share of what the chosen replicas carry; `None`: they carry nothing within the SLO."""
+    """The load as a share of the chosen replicas' capacity; `None` if they have no capacity within the SLO."""
     users_supported: int | None = None
-    """Users whom one replica serves within the SLO, where users are planned for."""
+    """The users that one replica can serve within the SLO; `None` if a rate was given."""
 
     @property
     def chosen(self) -> Candidate:
-        """The needed number, or the maximum."""
+        """The prediction for the needed number of replicas, or for the maximum if no number suffices."""
         return next(row.candidate for row in self.rows if row.candidate.replicas == (self.needed or self.most))
 
 
 def of_users(replica: Replica, lengths: Workload, users: Users, slo: Slo, most: int) -> Workload:
-    """What they ask on the fewest replicas that keep the SLO; where none do, what they would ask of ever so many."""
+    """Return the load that the users produce on the fewest replicas that meet the SLO.
+
+    If up to `most` replicas do not meet it, return the load at the latencies of an idle replica. Raises `PlanError`.
+    """
     check_length(lengths.input_tokens, lengths.output_tokens, replica.max_model_len)
     _predictor(replica, slo)
     cycles = Cycles(replica, lengths.offered, users)
@@ -102,7 +105,7 @@ def of_users(replica: Replica, lengths: Workload, users: Users, slo: Slo, most: 
 
 
 def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_per_hour: float | None) -> Forecast:
-    """`price_per_hour`: of one replica. Raises `PlanError` for a workload that no replica accepts."""
+    """Compute the plan; `price_per_hour` is the price of one replica. Raises `PlanError` if requests are too long."""
     check_length(workload.input_tokens, workload.output_tokens, replica.max_model_len)
     predictor = _predictor(replica, slo)
     load = workload.offered
@@ -132,12 +135,12 @@ def forecast(replica: Replica, workload: Workload, slo: Slo, most: int, price_pe
 def _predictor(replica: Replica, slo: Slo) -> Predictor:
     predictor = Predictor(replica.shape, slo.share)
     if not predictor.known:
-        raise PlanError("the engine reported no step times: give more time with --measure-s, or step times with --fit")
+        raise PlanError("the engine reported no step times; raise --measure-s, or give step times with --fit")
     return predictor
 
 
 def _capacity(predictor: Predictor, workload: Workload, slo: Slo) -> float:
-    """By bisection, to less than a thousandth."""
+    """Return the requests per second that one replica serves within the SLO, found by bisection to 0.1 %."""
 
     def meets(requests_per_s: float) -> bool:
         return weigh(predictor, workload.at(requests_per_s).offered, slo, 1).meets

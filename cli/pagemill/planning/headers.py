@@ -1,8 +1,7 @@
-"""The header of the model that is planned: what its files say of it, with none of its weights on this machine.
+"""Reads a model's header (its configuration and the shapes of its weights) without the weights.
 
-Folders and files of this machine are read where they lie, with weights or with their index alone; of an `hf://`,
-`s3://` or `gs://` source the header is fetched into a folder that goes when the plan is made. `replica` computes bytes
-with it.
+Local folders and files are read in place; they need the weights' index only. The header of an `hf://`, `s3://` or
+`gs://` source is downloaded to a temporary folder. `replica` computes bytes from the header.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Header(NamedTuple):
 
 @contextmanager
 def header_of(source: str, field: str) -> Iterator[Header]:
-    """`field`: where the source was named. Raises `PlanError`."""
+    """Yield the header. `field` is the option or field that names the source. Raises `PlanError`."""
     is_here = not is_fetched(source) or Path(source).expanduser().exists()
     if not is_here and not can_read_header(source):
         raise PlanError(
-            f"{field}: `{source}` would be downloaded whole; give --model the folder that holds its config.json and "
-            "model.safetensors.index.json or safetensors files (their headers are enough), a .gguf file, hf://, s3://, "
-            "gs:// or oci://"
+            f"{field}: `{source}` could only be downloaded completely; set --model to a folder with config.json and "
+            "model.safetensors.index.json or safetensors files (their headers are enough), to a .gguf file, or to a "
+            "source of hf://, s3://, gs:// or oci://"
         )
     with TemporaryDirectory(prefix="pagemill-header-") as folder:
         try:
@@ -42,5 +41,5 @@ def header_of(source: str, field: str) -> Iterator[Header]:
             header = Header(path, load_outlined_spec(path))
         except SourceError as error:
             message = error.message.replace(folder, in_full(source))
-            raise PlanError(f"{field}: {message} (another copy can be named with --model)") from None
+            raise PlanError(f"{field}: {message} (--model can name another copy)") from None
         yield header

@@ -1,7 +1,7 @@
-"""Measures one replica on this machine: the engine process itself, under requests of the planned length.
+"""Measures one replica on this machine: runs an engine process with requests of the planned length.
 
-First one request alone, then twice as many at once each round, until the time is up or the replica holds no more. The
-engine's own step-time model learns from these steps as it does in service; nothing else is timed.
+The first round has one request, and each round has twice as many as the last, until the time is up or the replica is
+full. The engine's step-time model learns from these steps as in production, and is the result.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pagemill_protocol.sampling import SamplingParams
 from pagemill_protocol.state import StepTimeParams
 
 OUTPUT_TOKENS = 32
-"""Maximum tokens of a measured request: enough steps to learn from."""
+"""Maximum answer tokens of a measured request: enough steps for the step-time model."""
 PATIENCE = 10.0
-"""A round is given up after this multiple of the requested time."""
+"""A round fails after this multiple of the requested time."""
 
 
 class Alone(NamedTuple):
@@ -32,7 +32,7 @@ class Alone(NamedTuple):
 
     ttft_ms: float
     tpot_ms: float | None
-    """`None`: it had one token."""
+    """`None` if the answer had one token."""
 
 
 class Measured(NamedTuple):
@@ -40,34 +40,34 @@ class Measured(NamedTuple):
     step_time: StepTimeParams
     alone: Alone
     most_at_once: int
-    """Requests of the largest round."""
+    """The number of requests in the largest round."""
 
 
 async def measure(
-    config: EngineConfig, input_tokens: int, output_tokens: int, limit_s: float, tell: Callable[[str], None]
+    config: EngineConfig, input_tokens: int, output_tokens: int, limit_s: float, show_progress: Callable[[str], None]
 ) -> Measured:
-    """Measure the replica. Raises `PlanError`. `tell` is called with what takes time."""
+    """Measure the replica; `show_progress` is called with lines of progress. Raises `PlanError`."""
     with EngineProcess.launch(config) as process:
         channel = EngineChannel(config, process)
         await channel.start()
         ready = None
         try:
-            ready = await _until_ready(channel, tell)
-            tell(f"measuring requests of {input_tokens} + {min(output_tokens, OUTPUT_TOKENS)} tokens")
+            ready = await _until_ready(channel, show_progress)
+            show_progress(f"measuring requests of {input_tokens} + {min(output_tokens, OUTPUT_TOKENS)} tokens")
             return await _Rounds(channel, ready, input_tokens, output_tokens).run(limit_s)
         except EngineDied as error:
-            raise PlanError(f"the engine process that was to be measured ended: {error}") from None
+            raise PlanError(f"the engine process exited during the measurement: {error}") from None
         finally:
             if ready is None:
                 channel.terminate()
             await channel.close()
 
 
-async def _until_ready(channel: EngineChannel, tell: Callable[[str], None]) -> Ready:
+async def _until_ready(channel: EngineChannel, show_progress: Callable[[str], None]) -> Ready:
     while True:
         message = await _next(channel)
         if isinstance(message, LoadProgress):
-            tell(f"{message.phase}: {message.detail}")
+            show_progress(f"{message.phase}: {message.detail}")
         if isinstance(message, Ready):
             return message
 
@@ -98,19 +98,19 @@ class _Rounds:
             at_once *= 2
             await self._round(at_once, limit_s)
             took_s = time.monotonic() - round_began_s
-        # The engine publishes its step-time model twice a second: all rounds may fall between two publications.
+        # The engine reports its step-time model twice a second, so that short rounds may end before the first report.
         while not self._step_time.num_steps_observed and time.monotonic() - began_s < PATIENCE * limit_s:
             await self._round(at_once, limit_s)
         return Measured(self._ready, self._step_time, alone, at_once)
 
     @property
     def _most(self) -> int:
-        """Requests that the KV cache and a step hold at once."""
-        room = self._ready.num_blocks * self._ready.block_size // (self._input_tokens + self._output_tokens)
-        return max(1, min(self._ready.max_num_seqs, room))
+        """The number of requests that fit in the KV cache and in a step, at least 1."""
+        in_cache = self._ready.num_blocks * self._ready.block_size // (self._input_tokens + self._output_tokens)
+        return max(1, min(self._ready.max_num_seqs, in_cache))
 
     async def _round(self, at_once: int, limit_s: float) -> Alone:
-        """Run requests at the same time, to the last token of the last one. Returns the times of the first one."""
+        """Run `at_once` requests at the same time to their ends. Return the latencies of the first one."""
         sent_s = time.monotonic()
         names = [self._send() for _ in range(at_once)]
         running, first_s, last_s = set(names), 0.0, 0.0
@@ -123,7 +123,7 @@ class _Rounds:
                     self._step_time = step.step_time or self._step_time
                     for output in step.outputs:
                         if output.error is not None:
-                            raise PlanError(f"the engine refused a request that was to be measured: {output.error}")
+                            raise PlanError(f"the engine refused a measured request: {output.error}")
                         if output.request_id == names[0]:
                             last_s = time.monotonic()
                             first_s = first_s or last_s
@@ -144,7 +144,7 @@ class _Rounds:
         request = GenerateRequest(
             request_id=name,
             model="",
-            # Drawn for each request: nothing is found in the prefix cache.
+            # Random tokens, so that the prefix cache has no hits.
             prompt_token_ids=[self._draw.randrange(vocab_size) for _ in range(self._input_tokens)],
             sampling=SamplingParams(temperature=0.0, max_tokens=self._output_tokens, ignore_eos=True),
         )

@@ -1,7 +1,7 @@
-"""A model on an accelerator that need not be here: step limits and memory, or why the device does not carry it.
+"""Computes step limits and memory of a model on an accelerator that this machine need not have.
 
-Bytes are those of the engine's own budget; a refusal names the device, the cause and what would do instead: other
-devices, or fewer bits on this one.
+The bytes come from the engine's own memory budget. If the model does not fit, the error names the device, the cause,
+and other devices or quantizations that fit.
 """
 
 from __future__ import annotations
@@ -19,38 +19,37 @@ from pagemill_engine.runner.budget import MemoryPlan, Sizes, plan_memory
 from pagemill_engine.runner.memory import MemoryState
 from pagemill_engine.runner.step_limits import choose_step_limits
 
-OTHER_MAKER = "the engine's kernels are for NVIDIA's devices; its figures compare data sheets, and no pod runs there"
+OTHER_MAKER = "for comparison of data sheets only: the engine's kernels need NVIDIA's devices, so no pod can run on it"
 _FEWER_BITS = ("int8", "int4")
 _MEMORY_REASONS = ("ModelTooLarge", "StepTooLarge", "KVCacheTooLarge", "KVCacheTooSmall")
 
 
 class Placement(NamedTuple):
     config: EngineConfig
-    """With the limits of a step that an engine there chooses."""
+    """The engine's settings, with the step limits that it chooses on this device."""
     sizes: Sizes
     memory: MemoryPlan
 
 
 def place(accelerator: Accelerator, config: EngineConfig, header: Header) -> Placement:
-    """Raises `PlanError`."""
+    """Return the placement. Raises `PlanError` if the model does not fit on the accelerator."""
     _check_fp8(accelerator, config)
     try:
         return _place(accelerator, config, header)
     except LoadError as error:
         remedy = _remedy(accelerator, config, header) if error.reason in _MEMORY_REASONS else ""
         raise PlanError(
-            f"{accelerator.name} does not carry this; the engine would refuse it: {error.reason}: {error.message}"
-            f"{remedy}"
+            f"{accelerator.name} cannot serve this; the engine would refuse it: {error.reason}: {error.message}{remedy}"
         ) from None
 
 
 def note_of(accelerator: Accelerator) -> str | None:
-    """What is to be known of the device itself."""
+    """Return a remark about the device; `None` if there is none."""
     return OTHER_MAKER if accelerator.capability is None else None
 
 
 def _place(accelerator: Accelerator, config: EngineConfig, header: Header) -> Placement:
-    from pagemill_engine.runner.sizing import sizes_on_gpu  # imports torch, which a measured plan does not need
+    from pagemill_engine.runner.sizing import sizes_on_gpu  # imports torch, which other plans do not need
 
     spec = header.spec
     sizes = sizes_on_gpu(config, header.path, spec)
@@ -66,13 +65,13 @@ def _check_fp8(accelerator: Accelerator, config: EngineConfig) -> None:
     able = ", ".join(each.name for each in ACCELERATORS if each.has_fp8)
     has = "" if accelerator.capability is None else " (compute capability {}.{})".format(*accelerator.capability)
     raise PlanError(
-        f"{accelerator.name} does not carry this: spec.engine.{field} fp8 needs hardware for floats of 8 bits, which "
-        f"it has not{has}. Set it to {other}, or take one of {able}."
+        f"{accelerator.name} cannot serve this: spec.engine.{field} fp8 needs hardware for 8-bit floats, which it does "
+        f"not have{has}. Set it to {other}, or choose one of {able}."
     )
 
 
 def _remedy(accelerator: Accelerator, config: EngineConfig, header: Header) -> str:
-    """Which devices would carry it, and which quantization would make it fit on this one."""
+    """Return a sentence with the devices on which the model fits, and the quantizations with which it fits here."""
     larger = [each for each in ACCELERATORS if each.capability and each.memory_bytes > accelerator.memory_bytes]
     able = [each.name for each in larger if _fits(each, config, header)]
     fewer = [
@@ -84,8 +83,8 @@ def _remedy(accelerator: Accelerator, config: EngineConfig, header: Header) -> s
     here = f"spec.engine.quantization {' or '.join(fewer)} makes it fit on {accelerator.name}"
     found = ([f"it fits on {', '.join(able)}"] if able else []) + ([here] if fewer else [])
     if not found:
-        return " No device known here holds it: take a smaller model, or one that is quantized."
-    return f" As known here, {'; '.join(found)}."
+        return " It fits on none of the known devices: choose a smaller or a quantized model."
+    return f" Of the known devices, {'; '.join(found)}."
 
 
 def _fits(accelerator: Accelerator, config: EngineConfig, header: Header) -> bool:

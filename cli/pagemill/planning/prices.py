@@ -1,4 +1,4 @@
-"""What a replica costs by the hour: `--price-per-hour`, or what the deployment's file says of its GPUs."""
+"""The price of a replica per hour, from `--price-per-hour` or from the GPU price in the deployment's file."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from pagemill.planning.errors import PlanError
 from pagemill.planning.forecast import is_positive
 
 Prices = dict[str | None, float]
-"""Of one replica for one hour by the accelerator's name; under `None` that of every other one."""
+"""Prices of one replica per hour, by the accelerator's name; the key `None` has the price for all others."""
 
 
 def prices_of(texts: Sequence[str]) -> Prices:
-    """From `2.5` and `l4=0.8`. Raises `PlanError`."""
+    """Parse prices such as `2.5` and `l4=0.8`. Raises `PlanError`."""
     prices: Prices = {}
     for text in texts:
         name, separator, number = text.rpartition("=")
         accelerator = find_accelerator(name) if separator else None
         if separator and accelerator is None:
-            raise PlanError(f"--price-per-hour {text}: {name} is not known here; name one of {NAMES}")
+            raise PlanError(f"--price-per-hour {text}: {name} is not a known accelerator; name one of {NAMES}")
         key = None if accelerator is None else accelerator.name
         try:
             price = float(number)
         except ValueError:
             price = 0.0
         if not is_positive(price):
-            raise PlanError(f"--price-per-hour {text}: must be a number above 0, or one for an accelerator as l4=0.8")
+            raise PlanError(f"--price-per-hour {text}: must be a number above 0, or ACCELERATOR=NUMBER such as l4=0.8")
         if key in prices:
-            raise PlanError(f"--price-per-hour {text}: is a second price of the same; give one")
+            raise PlanError(f"--price-per-hour {text}: is a second price for the same device; give one")
         prices[key] = price
     return prices
 
 
 def price_of(subject: Subject, prices: Prices) -> float | None:
-    """Of one replica for one hour; `None`: not known."""
+    """Return the price of one replica per hour; `None` if it is unknown."""
     name = None if subject.accelerator is None else subject.accelerator.name
     price = prices.get(name, prices.get(None))
     spec = subject.loaded.deployment.spec

@@ -1,7 +1,7 @@
-"""Simulates one replica under its share of the load: the engine's own scheduler and KV cache on a virtual clock.
+"""Simulates one replica under its share of the load, with the engine's own scheduler and KV cache on a virtual clock.
 
-Nothing waits and nothing is computed; steps take what the step-time model predicts. Requests arrive independently and
-have the same length. The same plan gives the same figures.
+Steps take the time that the step-time model predicts. Requests arrive independently and have the same length. The
+simulation is deterministic.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pagemill_simulator.workloads.request import SimRequest
 REQUESTS = 400
 FEWEST_REQUESTS = 60
 MOST_TOKENS = 60_000
-"""Bound on the tokens of all answers: each takes some 15 us."""
+"""Limit for the tokens of all answers; simulating one takes about 15 us."""
 WARM_UP = 0.2
-"""Share of the requests that is not counted: they find an emptier replica than the others."""
+"""Share of the requests, from the start, that is not counted, because the replica is emptier than in steady state."""
 SPARE_BLOCKS = 64
 
 
 class Rehearsed(NamedTuple):
-    """Latencies at the percentile."""
+    """The simulated latencies at the SLO's percentile."""
 
     ttft_ms: float
     tpot_ms: float | None
-    """`None`: answers have one token."""
+    """`None` if answers have one token."""
     num_requests: int
 
 
@@ -60,7 +60,7 @@ def rehearse(
 
 
 def _engine(shape: Shape, length: int, overlaps: bool) -> EngineConfig:
-    """With no more blocks than the requests of all sequence slots can hold: creating blocks takes time."""
+    """Return the simulated engine's settings, with no more blocks than all sequence slots can use."""
     most_blocks = shape.max_num_seqs * (math.ceil(length / shape.block_size) + 1) + SPARE_BLOCKS
     return EngineConfig(
         model="plan",
@@ -83,5 +83,5 @@ def _arrivals(count: int, input_tokens: int, output_tokens: int, rate: float, se
 
 
 def _percentile(values: list[float], share: float) -> float:
-    """Nearest rank."""
+    """Return the percentile by nearest rank."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

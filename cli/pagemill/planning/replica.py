@@ -1,6 +1,6 @@
-"""One replica of a deployment, before it exists: bytes, concurrency and step times, each with its source.
+"""Describes one replica of a planned deployment: bytes, concurrency and step times, each with its source.
 
-Bytes are the engine's own: measured from the process, or from the same memory budget over the files' headers.
+Bytes are measured in an engine process, or computed by the engine's memory budget from the model's header.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from pagemill_protocol.state import StepTimeParams
 from pagemill_protocol.step_time import StepTimeModel
 
 FORMS = (
-    "give what `pagemill why NAME -o json` or `pagemill plan -o json` printed, or an object with knots_tokens and "
+    "give the output of `pagemill why NAME -o json` or `pagemill plan -o json`, or an object with knots_tokens and "
     "knot_ms"
 )
 
 
 def read_fit(path: Path) -> StepTimeParams:
-    """The step times in the file. Raises `PlanError`."""
+    """Read the step times in the file. Raises `PlanError`."""
     try:
         body = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise PlanError(f"--fit {path}: cannot be read: {error.strerror}; {FORMS}") from None
     except ValueError:
-        raise PlanError(f"--fit {path}: is no JSON; {FORMS}") from None
+        raise PlanError(f"--fit {path}: is not JSON; {FORMS}") from None
     try:
         fit = msgspec.convert(_step_time(body), StepTimeParams)
         known = StepTimeModel.from_params(fit).known
     except (msgspec.ValidationError, ValueError) as error:
         raise PlanError(f"--fit {path}: {error}; {FORMS}") from None
     if not known:
-        raise PlanError(f"--fit {path}: holds no step times; {FORMS}")
+        raise PlanError(f"--fit {path}: contains no step times; {FORMS}")
     return fit
 
 
 def _step_time(body: Any) -> Any:
-    """The step times, wherever the file has them; the latest of several records."""
+    """Return the step times from a plan, from the latest record of `pagemill why` that has some, or the body itself."""
     if not isinstance(body, dict):
         return body
     if "stepTime" in body:
@@ -77,48 +77,48 @@ def _step_time(body: Any) -> Any:
 
 class Replica(NamedTuple):
     shape: Shape
-    """The replica as the autoscaler describes it."""
+    """The autoscaler's description of the replica."""
     max_model_len: int
     weight_bytes: int
     kv_bytes_per_token: int
     budget: MemoryBudget | None
-    """`None`: a simulated device has no memory."""
+    """`None` if the device is simulated and has no memory."""
     device: str
     step_time_from: str
-    """The source of the step times, for people."""
+    """The source of the step times, as shown in the output."""
     overlaps: bool = False
-    """The next step is launched before the tokens of the last one are read."""
+    """Whether a step is launched before the tokens of the last one are read."""
     alone: Alone | None = None
-    """As measured on this machine."""
+    """The latencies of one request alone; `None` unless measured on this machine."""
 
 
-class Means(NamedTuple):
-    """Sources of step times. Without a fit and an accelerator they are measured on this machine."""
+class ReplicaOptions(NamedTuple):
+    """The sources of a replica's model and step times. Without fit and accelerator step times are measured here."""
 
     fit: Path | None
     accelerator: Accelerator | None
     model: str | None
-    """A source that is read instead of the deployment's."""
+    """A source to read instead of the deployment's."""
     measure_s: float
-    tell: Callable[[str], None]
+    show_progress: Callable[[str], None]
 
 
-def replica_of(plan: Plan, means: Means, input_tokens: int, output_tokens: int) -> Replica:
-    """The replica of a plan. Raises `PlanError`."""
-    config = engine_config(plan, means)
+def replica_of(plan: Plan, options: ReplicaOptions, input_tokens: int, output_tokens: int) -> Replica:
+    """Return the replica of a plan. Raises `PlanError`."""
+    config = engine_config(plan, options)
     check_length(input_tokens, output_tokens, config.max_model_len)
-    if means.fit is None and means.accelerator is None:
-        return _measured(plan, config, means, input_tokens, output_tokens)
-    fit = None if means.fit is None else read_fit(means.fit)
-    with header_of(config.model, _field(means)) as header, _engines_refusals():
-        if means.accelerator is not None:
-            return _on_accelerator(means.accelerator, config, header, fit, f"from {means.fit}")
+    if options.fit is None and options.accelerator is None:
+        return _measured(plan, config, options, input_tokens, output_tokens)
+    fit = None if options.fit is None else read_fit(options.fit)
+    with header_of(config.model, _field(options)) as header, _engines_refusals():
+        if options.accelerator is not None:
+            return _on_accelerator(options.accelerator, config, header, fit, f"from {options.fit}")
         assert fit is not None
-        return _on_cpu(plan.groups[0].process.memory_bytes, config, header, fit, f"from {means.fit}")
+        return _on_cpu(plan.groups[0].process.memory_bytes, config, header, fit, f"from {options.fit}")
 
 
 def check_length(input_tokens: int, output_tokens: int, max_model_len: int | None) -> None:
-    """Raises `PlanError` for requests that no replica accepts. `None`: not known yet."""
+    """Raise `PlanError` for requests longer than `max_model_len`; `None` if that is not known yet."""
     length = input_tokens + output_tokens
     if max_model_len is not None and length > max_model_len:
         raise PlanError(
@@ -127,14 +127,14 @@ def check_length(input_tokens: int, output_tokens: int, max_model_len: int | Non
         )
 
 
-def engine_config(plan: Plan, means: Means) -> EngineConfig:
+def engine_config(plan: Plan, options: ReplicaOptions) -> EngineConfig:
     config = msgspec.convert(plan.groups[0].process.settings["engine"], EngineConfig)
-    return config if means.model is None else msgspec.structs.replace(config, model=means.model)
+    return config if options.model is None else msgspec.structs.replace(config, model=options.model)
 
 
-def _field(means: Means) -> str:
-    """Where the model was named."""
-    return "--model" if means.model else "spec.model.source"
+def _field(options: ReplicaOptions) -> str:
+    """Return the option or field that names the model."""
+    return "--model" if options.model else "spec.model.source"
 
 
 def _on_accelerator(
@@ -146,7 +146,7 @@ def _on_accelerator(
         in_8_bits = config.quantization in SCALED
         most = config.step.max_num_batched_tokens
         fit = step_time(accelerator, header.spec, sizes, most, in_8_bits=in_8_bits)
-        fit_from = f"reckoned, not measured: {accelerator.source}"
+        fit_from = f"computed from a data sheet, not measured: {accelerator.source}"
     replica = _replica(config, header.spec, sizes, placement.memory, fit, accelerator.name, fit_from)
     return replica._replace(overlaps=config.overlap is not False)
 
@@ -187,25 +187,27 @@ def _replica(
     )
 
 
-def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int, output_tokens: int) -> Replica:
+def _measured(
+    plan: Plan, config: EngineConfig, options: ReplicaOptions, input_tokens: int, output_tokens: int
+) -> Replica:
     try:
-        path = resolve_source(config.model, _field(means))
+        path = resolve_source(config.model, _field(options))
     except SourceError as error:
         raise PlanError(
-            f"{error.field}: {error.message} (another copy can be named with --model, and an accelerator to reckon "
-            "with in place of this machine with --accelerator)"
+            f"{error.field}: {error.message} (--model can name another copy, and --accelerator plans for another "
+            "device than this machine)"
         ) from None
     if path.is_dir() and lacks_weights(path):
         raise PlanError(
-            f"{_field(means)}: `{config.model}` holds the index of its weights and not the weights, so that no engine "
-            "can be measured with it; name an accelerator with --accelerator, or step times with --fit"
+            f"{_field(options)}: `{config.model}` has the index of its weights but not the weights, so no engine can "
+            "be measured with it; name an accelerator with --accelerator, or step times with --fit"
         )
-    measured = asyncio.run(measure(config, input_tokens, output_tokens, means.measure_s, means.tell))
+    measured = asyncio.run(measure(config, input_tokens, output_tokens, options.measure_s, options.show_progress))
     ready = measured.ready
     num_blocks, budget = ready.num_blocks, ready.memory
     memory_bytes = plan.groups[0].process.memory_bytes
     if memory_bytes and budget is not None:
-        # Activations of the native kernels; nothing else runs in the pod.
+        # The pod runs the native CPU kernels: activations are float32 and weights are not gathered.
         sizes = Sizes(ready.weight_bytes, ready.kv_bytes_per_token, item_bytes=4, gathers=False)
         with _engines_refusals():
             num_blocks, budget = plan_memory(config, load_model_spec(path), sizes, _pod_memory(memory_bytes))
@@ -216,7 +218,7 @@ def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int,
         kv_bytes_per_token=ready.kv_bytes_per_token,
         budget=budget,
         device=_this_machine(config.num_threads, ready.compute),
-        step_time_from=f"measured here, with up to {measured.most_at_once} requests at once",
+        step_time_from=f"measured on this machine, with up to {measured.most_at_once} requests at once",
         overlaps=bool(config.overlap),
         alone=measured.alone,
     )
@@ -224,9 +226,7 @@ def _measured(plan: Plan, config: EngineConfig, means: Means, input_tokens: int,
 
 def _this_machine(num_threads: int | None, compute: str) -> str:
     cores = usable_cores()
-    shortage = (
-        f" with {cores} of the {num_threads} cores of resources.cpu" if num_threads and num_threads > cores else ""
-    )
+    shortage = f" ({cores} of the {num_threads} cores of resources.cpu)" if num_threads and num_threads > cores else ""
     return f"this machine{shortage}: {compute}"
 
 
@@ -237,7 +237,7 @@ def _pod_memory(memory_bytes: int) -> MemoryState:
 
 @contextlib.contextmanager
 def _engines_refusals() -> Iterator[None]:
-    """Turn the engine's refusals into `PlanError`, in the engine's own words."""
+    """Raise the engine's `LoadError` as `PlanError`, with the engine's message."""
     try:
         yield
     except LoadError as error:

@@ -1,4 +1,4 @@
-"""A plan as text and as JSON."""
+"""Formats one plan as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pagemill_operator.autoscaler.settings import Slo
 
 
 def as_json(answer: Answer) -> str:
-    """`--fit` reads it again."""
+    """Return the plan as JSON, which `--fit` accepts."""
     return json.dumps(body_of(answer), indent=1)
 
 
 def body_of(answer: Answer) -> dict[str, Any]:
-    """The JSON object that `docs/reference/plan.md` describes."""
+    """Return the JSON object that `docs/reference/plan.md` describes."""
     replica, forecast = answer.replica, answer.forecast
     shape = replica.shape
     return {
@@ -59,7 +59,7 @@ def body_of(answer: Answer) -> dict[str, Any]:
 
 
 def load_as_json(workload: Workload, users: Users | None) -> dict[str, Any]:
-    """Of users whose rate depends on the replica the rate is left open."""
+    """Return the load as JSON; its rate is null if it depends on users and thus on the replica."""
     rate = workload.requests_per_s or None
     return {**workload._asdict(), "requests_per_s": rate, "users": None if users is None else users._asdict()}
 
@@ -75,47 +75,47 @@ def _candidate(row: Row) -> dict[str, Any]:
 
 def as_table(answer: Answer) -> str:
     plan, slo, forecast = answer.plan, answer.slo, answer.forecast
-    lines = [f"{plan.key} under {asked(answer.workload, answer.workload.users)}", ""]
-    lines += [f"  {line}" for line in columns(_about(answer))]
+    lines = [f"{plan.key}: {load_text(answer.workload, answer.workload.users)}", ""]
+    lines += [f"  {line}" for line in columns(_properties(answer))]
     lines += ["", *columns([_head(slo, forecast), *(_row(row) for row in forecast.rows)]), ""]
-    lines += _verdict(answer)
+    lines += _conclusion(answer)
     if answer.rehearsed is not None:
-        lines.append(_felt(answer.rehearsed, slo, forecast))
+        lines.append(_simulation(answer.rehearsed, slo, forecast))
     return printable("\n".join(lines))
 
 
-def asked(workload: Workload, users: Users | None) -> str:
-    """The load in words."""
+def load_text(workload: Workload, users: Users | None) -> str:
+    """Return the load in words."""
     tokens = f"{workload.input_tokens} + {workload.output_tokens} tokens"
     cached = f", {workload.cached_tokens} of them cached" if workload.cached_tokens else ""
     if users is None:
         return f"{workload.requests_per_s:g} requests/s of {tokens}{cached}"
-    return f"{users.num_users} users who think {users.think_s:g} s between requests of {tokens}{cached}"
+    return f"{users.num_users} users with {users.think_s:g} s between requests of {tokens}{cached}"
 
 
-def _about(answer: Answer) -> list[tuple[str, str]]:
+def _properties(answer: Answer) -> list[tuple[str, str]]:
     replica, forecast = answer.replica, answer.forecast
     shape, fit = replica.shape, replica.shape.step_time
     cache = f"{shape.num_tokens:,} tokens in {shape.num_blocks:,} blocks"
     rows = [
         ("device", replica.device + (f"; {answer.note}" if answer.note else "")),
         ("weights", _size(replica.weight_bytes)),
-        ("KV cache", f"{replica.kv_bytes_per_token / 1024:.1f} KiB a token; {cache}"),
+        ("KV cache", f"{replica.kv_bytes_per_token / 1024:.1f} KiB per token; {cache}"),
         (
-            "at once",
-            f"{forecast.at_once} such requests, {forecast.at_once_longest} of {replica.max_model_len:,} tokens",
+            "concurrency",
+            f"{forecast.at_once} such requests, or {forecast.at_once_longest} of {replica.max_model_len:,} tokens",
         ),
         ("step times", replica.step_time_from + (f"; typical error {fit.error_p50:.0%}" if fit.error_p50 else "")),
     ]
     if replica.budget is not None:
-        free = f"{_size(replica.budget.free_bytes)} of {_size(replica.budget.limit_bytes)} are free when all is full"
+        free = f"{_size(replica.budget.free_bytes)} of {_size(replica.budget.limit_bytes)} left in full use"
         rows.insert(3, ("memory", free))
     if replica.alone is not None:
-        tpot = "" if replica.alone.tpot_ms is None else f", then {replica.alone.tpot_ms:.1f} ms a token"
-        rows.append(("alone", f"one request had its first token after {replica.alone.ttft_ms:.0f} ms{tpot}"))
+        tpot = "" if replica.alone.tpot_ms is None else f", then {replica.alone.tpot_ms:.1f} ms per token"
+        rows.append(("one request", f"first token after {replica.alone.ttft_ms:.0f} ms{tpot} (measured)"))
     workload = answer.workload
     if workload.users is not None and workload.answering is not None:
-        busy = f"{workload.answering:.3g} of {workload.users.num_users} wait for an answer at a time, by Little's law"
+        busy = f"{workload.answering:.3g} of {workload.users.num_users} wait for an answer on average (Little's law)"
         rows.insert(0, ("users", f"{workload.requests_per_s:.3g} requests/s; {busy}"))
     return rows
 
@@ -123,63 +123,63 @@ def _about(answer: Answer) -> list[tuple[str, str]]:
 def _head(slo: Slo, forecast: Forecast) -> list[str]:
     share = f"P{slo.share * 100:.0f}"
     costs = ["COST/H", "PER 1M TOKENS", "PER 1M OUTPUT"] if forecast.rows[0].cost is not None else []
-    return ["REPLICAS", f"TTFT {share}", f"TPOT {share}", *costs, "MEETS " + (aims(slo) or "THE LOAD")]
+    return ["REPLICAS", f"TTFT {share}", f"TPOT {share}", *costs, "MEETS " + (slo_text(slo) or "THE LOAD")]
 
 
 def _row(row: Row) -> list[str]:
     candidate, cost = row.candidate, row.cost
     costs = [] if cost is None else [f"{number:.4g}" for number in cost]
-    limit = f": out of {candidate.limit}" if candidate.limit else ""
+    limit = f": limited by {candidate.limit}" if candidate.limit else ""
     meets = "yes" if candidate.meets else f"no{limit}"
     return [str(candidate.replicas), milliseconds(candidate.ttft_ms), milliseconds(candidate.tpot_ms), *costs, meets]
 
 
 def refusal(slo: Slo, forecast: Forecast) -> str:
-    """Why no number of replicas suffices."""
-    aim = f" within {aims(slo)}" if aims(slo) else ""
+    """Return the sentence that says why no number of replicas suffices."""
+    within = f" within {slo_text(slo)}" if slo_text(slo) else ""
     if not forecast.idle.meets:
-        idle = f"{milliseconds(forecast.idle.ttft_ms)} to its first token and {milliseconds(forecast.idle.tpot_ms)}"
+        idle = f"TTFT {milliseconds(forecast.idle.ttft_ms)} and TPOT {milliseconds(forecast.idle.tpot_ms)}"
         return (
-            f"No number of replicas will do{aim}: a request that has one for itself takes {idle} a token. Raise the "
+            f"No number of replicas serves this load{within}: even a request alone on a replica has {idle}. Raise the "
             "SLO, shorten the requests, or use a faster device or a smaller model."
         )
     return (
-        f"No number up to {forecast.most} carries this load{aim}: raise the SLO or maxReplicas, shorten the requests, "
-        "or use faster replicas."
+        f"Up to {forecast.most} replicas cannot serve this load{within}: raise the SLO or maxReplicas, shorten the "
+        "requests, or use faster replicas."
     )
 
 
-def _verdict(answer: Answer) -> list[str]:
+def _conclusion(answer: Answer) -> list[str]:
     plan, slo, forecast = answer.plan, answer.slo, answer.forecast
     if forecast.needed is None:
         return [refusal(slo, forecast)]
-    aim = f" within {aims(slo)}" if aims(slo) else ""
-    users = "" if forecast.users_supported is None else f", {forecast.users_supported} such users"
-    carries = f"one replica carries up to {forecast.capacity:.3g} requests/s{users}"
-    used = "" if forecast.utilization is None else f"; they are used to {forecast.utilization:.0%}"
-    lines = [f"{_count(forecast.needed)} needed{aim}; {carries}{used}."]
+    within = f" within {slo_text(slo)}" if slo_text(slo) else ""
+    users = "" if forecast.users_supported is None else f" ({forecast.users_supported} such users)"
+    capacity = f"one replica serves up to {forecast.capacity:.3g} requests/s{users}"
+    utilization = "" if forecast.utilization is None else f"; utilization {forecast.utilization:.0%}"
+    lines = [f"{_count(forecast.needed)} needed{within}; {capacity}{utilization}."]
     if plan.autoscaling is not None and forecast.kept is not None and forecast.kept > forecast.needed:
-        lines.append(f"The autoscaler removes none below {forecast.kept}: a tenth more load must still fit.")
+        lines.append(f"The autoscaler keeps {forecast.kept} replicas, so that 10 % more load would still fit.")
     if answer.is_of_file and plan.autoscaling is None and plan.spec_replicas != forecast.needed:
-        lines.append(f"The file has replicas: {plan.spec_replicas}.")
+        lines.append(f"The file has spec.replicas: {plan.spec_replicas}.")
     return lines
 
 
-def _felt(rehearsed: Rehearsed, slo: Slo, forecast: Forecast) -> str:
+def _simulation(rehearsed: Rehearsed, slo: Slo, forecast: Forecast) -> str:
     tpot = "" if rehearsed.tpot_ms is None else f", TPOT {milliseconds(rehearsed.tpot_ms)}"
-    felt = (
+    latencies = (
         f"TTFT {milliseconds(rehearsed.ttft_ms)}{tpot} at P{slo.share * 100:.0f} of {rehearsed.num_requests} requests"
     )
-    return f"Simulated with the engine's own scheduler, one of {forecast.chosen.replicas}: {felt}."
+    return f"Simulation of one of {forecast.chosen.replicas} replicas with the engine's scheduler: {latencies}."
 
 
-def aims(slo: Slo) -> str:
+def slo_text(slo: Slo) -> str:
     named = [f"{name} {limit_ms:g} ms" for name, limit_ms in (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms)) if limit_ms]
     return " and ".join(named)
 
 
 def milliseconds(value: float | None) -> str:
-    return "without bound" if value is None else f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
+    return "unbounded" if value is None else f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
 
 
 def _size(num_bytes: int) -> str:

@@ -1,8 +1,7 @@
-"""People in place of a rate: each asks, reads the answer, thinks, and asks again.
+"""The load of users, each of whom sends a request, waits for the answer, thinks, and sends the next request.
 
-Little's law for a closed system (the interactive response time law): with N users who think for Z seconds,
-N = X (Z + R), where X is the rate of their requests and R the mean time of an answer, which grows with X. They never
-ask faster than replicas answer: users who wait do not ask.
+Little's law for a closed system (the interactive response time law): N users who think for Z seconds send X requests
+per second with N = X (Z + R), where R is the mean duration of an answer and grows with X.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from pagemill_operator.autoscaler.settings import Slo
 from pagemill_operator.autoscaler.slo import weigh
 
 MEAN = 0.5
-"""The share at which the autoscaler's prediction adds no spread to the mean."""
+"""The percentile, as a share, at which the autoscaler's prediction is the mean."""
 ROUNDS = 60
 SATURATED = 0.98
-"""Where fewer of the users than this share are accounted for, the others wait for a replica."""
+"""If the solution accounts for less than this share of the users, the replicas are saturated."""
 
 
 class Users(NamedTuple):
     num_users: int
     think_s: float
-    """From the end of an answer to the next request."""
+    """Time from the end of an answer to the user's next request."""
 
 
 class Asking(NamedTuple):
-    """What the users do together."""
+    """The load of all users in the steady state."""
 
     requests_per_s: float
     answering: float
-    """Users who wait for the end of an answer, on average; the others think."""
+    """The mean number of users who wait for the end of an answer; the others think."""
 
 
 class Cycles:
-    """Users of one kind on replicas of one kind."""
+    """Computes the steady state of users on a number of equal replicas."""
 
     def __init__(self, replica: Replica, lengths: OfferedLoad, users: Users) -> None:
         self._mean = Predictor(replica.shape, MEAN)
@@ -48,7 +47,7 @@ class Cycles:
         self._users = users
 
     def asking(self, replicas: int) -> Asking | None:
-        """In the steady state; `None`: so few replicas are saturated, and users queue without end."""
+        """Return the load in the steady state; `None` if the replicas are saturated."""
         low, high = 0.0, self._users.num_users / max(1e-9, self._cycle_s(0.0, replicas))
         for _ in range(ROUNDS):
             middle = (low + high) / 2
@@ -58,7 +57,7 @@ class Cycles:
         return Asking(low, max(0.0, self._users.num_users - low * self._users.think_s))
 
     def fewest(self, slo: Slo, most: int) -> tuple[int, Asking] | None:
-        """The smallest number of replicas that keeps the SLO while they ask; `None`: no number up to `most` does."""
+        """Return the smallest number of replicas that meets the SLO, and its load; `None` if more than `most`."""
         predictor = Predictor(self._shape, slo.share)
         low, high = 1, most + 1
         found: Asking | None = None
@@ -72,19 +71,19 @@ class Cycles:
         return None if found is None else (low, found)
 
     def at_most(self) -> Asking:
-        """If every answer took as long as that of a user alone."""
+        """Return the load if every answer were as fast as on an idle replica: the upper bound."""
         rate = self._users.num_users / self._cycle_s(0.0, 1)
         return Asking(rate, max(0.0, self._users.num_users - rate * self._users.think_s))
 
     def supported(self, requests_per_s: float) -> int:
-        """How many such users ask at this rate of one replica."""
+        """Return the number of users whose requests have this rate on one replica."""
         return int(self._busy_users(requests_per_s, 1)) if requests_per_s > 0 else 0
 
     def _busy_users(self, rate: float, replicas: int) -> float:
         return rate * self._cycle_s(rate, replicas)
 
     def _cycle_s(self, rate: float, replicas: int) -> float:
-        """Think time and answer, on average; infinite where the rate is too high."""
+        """Return the mean time of thinking and answer, in seconds; infinite if the rate is above capacity."""
         found = self._mean.predict(self._at(max(rate, 1e-9)), replicas)
         if not (math.isfinite(found.ttft_ms) and math.isfinite(found.tpot_ms)):
             return math.inf

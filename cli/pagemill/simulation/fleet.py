@@ -1,4 +1,4 @@
-"""The simulated fleet of a deployment: its engine, bounds, queue and drain, and the phases of a pod's start."""
+"""Builds the settings of the simulated fleet: engine, replica bounds, queue, drain, and the phases of a pod's start."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pagemill_simulator.fleet.settings import ColdStart, FleetSettings, Settings
 from pagemill_simulator.scaling.policy import Bounds
 
 PHASES = {"schedule": "schedule_s", "pull": "pull_s", "load": "load_s", "warm": "warm_s"}
-FORM = "write the whole, such as 45s, or its phases, such as schedule=1s,pull=4s,load=30s,warm=5s"
+FORM = "write the total, such as 45s, or its phases, such as schedule=1s,pull=4s,load=30s,warm=5s"
 
 
-class Asked(NamedTuple):
-    """Options that override the file; `None`: not given."""
+class FleetOptions(NamedTuple):
+    """Options that override the file; `None` if not given."""
 
     min_replicas: int | None
     max_replicas: int | None
@@ -32,32 +32,32 @@ class Asked(NamedTuple):
     crash_mean: str | None
 
 
-def bounds_of(loaded: Loaded, asked: Asked) -> Bounds:
-    """Minimum and maximum replicas; without autoscaling both are the file's replicas. Raises `PlanError`."""
+def bounds_of(loaded: Loaded, options: FleetOptions) -> Bounds:
+    """Return minimum and maximum replicas; without autoscaling both are `spec.replicas`. Raises `PlanError`."""
     section = loaded.deployment.spec.autoscaling
     replicas = loaded.plan.spec_replicas
     low, high = (section.min_replicas, section.max_replicas) if section is not None else (replicas, replicas)
-    low = low if asked.min_replicas is None else asked.min_replicas
-    high = high if asked.max_replicas is None else asked.max_replicas
+    low = low if options.min_replicas is None else options.min_replicas
+    high = high if options.max_replicas is None else options.max_replicas
     if low > high:
-        raise PlanError(f"--min-replicas {low} is above --max-replicas {high}: swap them, or give both")
+        raise PlanError(f"--min-replicas {low} is above --max-replicas {high}: set both options")
     return Bounds(low, high)
 
 
 def fleet_of(
-    plan: Plan, engine: EngineConfig, replica: Replica, bounds: Bounds, slo: Slo, asked: Asked, seed: int
+    plan: Plan, engine: EngineConfig, replica: Replica, bounds: Bounds, slo: Slo, options: FleetOptions, seed: int
 ) -> FleetSettings:
-    """The fleet of the deployment. Raises `PlanError`."""
+    """Return the settings of the deployment's fleet. Raises `PlanError`."""
     defaults = FleetSettings(engine=_engine(engine, replica), bounds=bounds)
     settings = msgspec.structs.replace(
         defaults,
-        start_replicas=asked.start_replicas,
+        start_replicas=options.start_replicas,
         routing_policy=_routing(plan.routing_policy, defaults.routing_policy),
         slo_ttft_ms=slo.ttft_ms,
         slo_tpot_ms=slo.tpot_ms,
-        cold_start=cold_start_of(asked.cold_start),
+        cold_start=cold_start_of(options.cold_start),
         drain_timeout_s=plan.groups[0].process.drain_timeout_s,
-        crash_mean_s=0.0 if asked.crash_mean is None else seconds("--crash-mean", asked.crash_mean),
+        crash_mean_s=0.0 if options.crash_mean is None else seconds("--crash-mean", options.crash_mean),
         queue=_queue(plan) or defaults.queue,
         seed=seed,
     )
@@ -68,7 +68,7 @@ def fleet_of(
 
 
 def cold_start_of(text: str | None) -> ColdStart:
-    """The phases of a cold start; a total is divided among them in their usual shares. Raises `PlanError`."""
+    """Parse a cold start: its phases, or a total that is divided like the defaults. Raises `PlanError`."""
     usual = ColdStart()
     if text is None:
         return usual
@@ -89,7 +89,7 @@ def _replaced(usual: ColdStart, given: dict[str, float]) -> ColdStart:
 
 
 def _engine(config: EngineConfig, replica: Replica) -> EngineConfig:
-    """The deployment's engine, without a model."""
+    """Return the engine's settings with the replica's capacity and step times."""
     shape = replica.shape
     return msgspec.structs.replace(
         config,
@@ -111,5 +111,5 @@ def _queue(plan: Plan) -> QueueLimits | None:
 
 
 def _routing(name: str, default: PolicyName) -> PolicyName:
-    """The routing policy; `Auto` and unknown names mean the gateway's default."""
+    """Return the routing policy; `Auto` and unknown names become the gateway's default."""
     return next((each for each in get_args(PolicyName) if each == name), default)

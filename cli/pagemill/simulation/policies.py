@@ -1,4 +1,4 @@
-"""The scaling policies that are asked for, by name: the deployment's own, other registered ones, and rivals."""
+"""Creates the requested scaling policies by name: the deployment's own, other registered ones, and rivals."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from pagemill_simulator.workloads.request import Workload
 
 OWN = "pagemill"
 BOUND = "clairvoyant"
-"""It knows all requests ahead, and searches schedules in the simulation."""
+"""The policy that knows all requests in advance and searches for the best schedule in the simulation."""
 
 
 class Offered(NamedTuple):
-    """What the policies are tried with."""
+    """The workload and the replica that some policies need to know."""
 
     workload: Workload
     generator: Generator | None
-    """`None`: the workload was recorded."""
+    """The workload's generator; `None` if the workload was recorded."""
     shape: Shape
-    """Of a replica."""
+    """The autoscaler's description of a replica."""
 
 
 def policies_of(
@@ -48,7 +48,7 @@ def policies_of(
     slo: Slo,
     offered: Offered,
 ) -> list[FleetScaler]:
-    """Each with a memory of its own. Raises `PlanError`."""
+    """Return the policies; each has its own memory. Raises `PlanError`."""
     policies = []
     for name in names or [OWN]:
         try:
@@ -67,13 +67,15 @@ def _policy(
 ) -> FleetScaler:
     name, parameters = split_choice(choice)
     if name in RIVALS:
-        return rival(make_rival(name, {**(_aims(slo) if name == Dynamo.name else {}), **parameters}), settings.bounds)
+        return rival(
+            make_rival(name, {**(_slo_parameters(slo) if name == Dynamo.name else {}), **parameters}), settings.bounds
+        )
     names = registered().policies
     bounds = Informed.name, BOUND
     if name not in (OWN, *bounds, *names):
-        raise ParameterError(f"{name!r}: there is none such; there are {', '.join([OWN, *names, *RIVALS, *bounds])}")
+        raise ParameterError(f"{name!r}: is not a policy; choose one of {', '.join([OWN, *names, *RIVALS, *bounds])}")
     if parameters:
-        raise ParameterError(f"{choice}: {name} has no parameters; spec.autoscaling and --ttft, --tpot are its own")
+        raise ParameterError(f"{choice}: {name} has no parameters; use spec.autoscaling, --ttft and --tpot")
     if name == OWN:
         return own(own_settings(section, settings.bounds, slo), name=OWN)
     if name in names:
@@ -89,27 +91,27 @@ def _informed(settings: FleetSettings, slo: Slo, offered: Offered) -> Informed:
     traffic = offered.generator
     if traffic is None:
         raise ParameterError(
-            f"{Informed.name}: knows the rate behind traffic that is drawn, and a trace has none; use --workload"
+            f"{Informed.name}: needs the rate of generated traffic, which a trace does not have; use --workload"
         )
     guess = predicted_intensity(traffic, offered.shape, slo)
     capacity = SteadyCapacity(traffic, settings, slo, guess=guess, seed=settings.seed + 1)
     return Informed(traffic, capacity, settings.cold_start.total_s, settings.bounds.max_replicas)
 
 
-def _aims(slo: Slo) -> dict[str, str]:
-    """As the rival that goes by an SLO too names them."""
+def _slo_parameters(slo: Slo) -> dict[str, str]:
+    """Return the SLO as parameters of the rival that has one."""
     aims = {"ttft_ms": slo.ttft_ms, "itl_ms": slo.tpot_ms}
     return {name: str(limit_ms) for name, limit_ms in aims.items() if limit_ms is not None}
 
 
 def own_slo(section: AutoscalingSection | None) -> Slo | None:
-    """The file's."""
+    """Return the SLO of the file; `None` if it has none."""
     settings = _active(section)
     return settings.slo if settings is not None else None
 
 
 def own_settings(section: AutoscalingSection | None, bounds: Bounds, slo: Slo) -> ScalingSettings:
-    """As the operator would have them, and deciding, whatever mode the file has."""
+    """Return the operator's settings for the file, bounds and SLO, in mode Active whatever the file's mode is."""
     low, high = bounds
     aim = slo if slo.ttft_ms is not None or slo.tpot_ms is not None else None
     settings = _active(section) or ScalingSettings("Active", low, high, learns_idle_s=True)

@@ -24,7 +24,7 @@ from pagemill_simulator.workloads.request import Workload
 
 @contextmanager
 def progress_of(name: str) -> Iterator[Callable[[float], None] | None]:
-    """The function to call with the completed share; `None` without a terminal."""
+    """Yield a function to call with the completed share; `None` without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -42,7 +42,7 @@ def run(
     *,
     fast: bool = False,
 ) -> list[Outcome]:
-    """One outcome for each policy. Raises `PlanError` before anything runs if the report cannot be written."""
+    """Run the simulation of each policy; return the outcomes. Raises `PlanError` if the report cannot be written."""
     if report is not None:
         _make(report)
     outcomes = []
@@ -55,7 +55,7 @@ def run(
 
 
 def report_folder(report: Path | None, device: str, num_devices: int) -> Path | None:
-    """Of the simulation of one device: one below the report's for each, where there are several."""
+    """Return the folder for one device's report: the given one, or a folder in it if there are several devices."""
     return report if report is None or num_devices == 1 else report / device
 
 
@@ -63,11 +63,11 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"--report {folder}: cannot be made: {error.strerror}; name another folder") from None
+        raise PlanError(f"--report {folder}: cannot be created: {error.strerror}; name another folder") from None
 
 
 def _report(outcomes: Sequence[Outcome], folder: Path, settings: FleetSettings) -> None:
-    """Where the report is goes to stderr, never between the figures."""
+    """Write the report, and its path to stderr, so that stdout has the results only."""
     try:
         page = write_report(outcomes, folder, slo_ttft_ms=settings.slo_ttft_ms, slo_tpot_ms=settings.slo_tpot_ms)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The results of simulations as text and as JSON."""
+"""Formats the results of simulations as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from pagemill_simulator.fleet.settings import FleetSettings
 from pagemill_simulator.workloads.request import Workload
 
 HEAD = ["POLICY", "TTFT P50", "P95", "P99", "TPOT P50", "P95", "P99"]
-COUNTS = ["POD-SECONDS", "MOST", "UPS", "DOWNS", "FLAPS", "REFUSED", "LOST"]
+COUNTS = ["POD-SECONDS", "MAX PODS", "UPS", "DOWNS", "FLAPS", "REFUSED", "LOST"]
 COSTS = ["COST", "PER 1M TOKENS"]
 
 
 class Simulated(NamedTuple):
-    """Every policy on one device."""
+    """The results of all policies on one device."""
 
     replica: Replica
     settings: FleetSettings
     figures: Sequence[Figures]
     price_per_hour: float | None
-    """Of one replica."""
+    """The price of one replica; `None` if unknown."""
 
 
 class Cost(NamedTuple):
     total: float
-    """Of all pods, from their orders to their ends."""
+    """The cost of all pods, each from its creation to its end."""
     per_million_tokens: float
-    """Of prompts and answers together."""
+    """The cost per million tokens of prompts and answers together."""
 
 
 def as_json(plan: Plan, workload: Workload, slo: Slo, simulated: Sequence[Simulated]) -> str:
-    """`docs/reference/plan.md` describes it."""
+    """Return the JSON that `docs/reference/plan.md` describes."""
     devices = [_device(each, workload) for each in simulated]
     body = {
         "deployment": plan.key,
@@ -92,7 +92,7 @@ def _cost(figures: Figures, simulated: Simulated, workload: Workload) -> Cost | 
 
 
 def as_table(plan: Plan, workload: Workload, slo: Slo, simulated: Sequence[Simulated]) -> str:
-    aims, several = _aims(slo), len(simulated) > 1
+    aims, several = _slo_text(slo), len(simulated) > 1
     figures = [figures for each in simulated for figures in each.figures]
     has_slo = any(each.slo_attained is not None for each in figures)
     has_costs = any(each.price_per_hour is not None for each in simulated)
@@ -109,20 +109,23 @@ def as_table(plan: Plan, workload: Workload, slo: Slo, simulated: Sequence[Simul
         for found in each.figures
     ]
     lines = [f"{plan.key}: {len(workload.requests):,} requests in {workload.duration_s:,.0f} s", ""]
-    lines += [f"  {line}" for line in columns(_about(workload, simulated))]
+    lines += [f"  {line}" for line in columns(_properties(workload, simulated))]
     lines += ["", *columns([head, *rows]), ""]
-    lines.append(f"Times in ms{f'; the SLO is {aims}' if aims else ''}. {_how(figures)}")
+    lines.append(f"Times in ms{f'; the SLO is {aims}' if aims else ''}. {_method(figures)}")
     return printable("\n".join(lines))
 
 
-def _about(workload: Workload, simulated: Sequence[Simulated]) -> list[tuple[str, str]]:
-    about = [("traffic", workload.source)]
+def _properties(workload: Workload, simulated: Sequence[Simulated]) -> list[tuple[str, str]]:
+    properties = [("traffic", workload.source)]
     for each in simulated:
         settings, device = each.settings, each.replica.device
         low, high = settings.bounds
-        starts = f"a start takes about {settings.cold_start.total_s:.0f} s"
-        about += [("replicas", f"{low} to {high} of {device}; {starts}"), ("step times", each.replica.step_time_from)]
-    return about
+        starts = f"a cold start takes about {settings.cold_start.total_s:.0f} s"
+        properties += [
+            ("replicas", f"{low} to {high} on {device}; {starts}"),
+            ("step times", each.replica.step_time_from),
+        ]
+    return properties
 
 
 def _costs(figures: Figures, simulated: Simulated, workload: Workload, has_costs: bool) -> list[str]:
@@ -154,13 +157,13 @@ def _quantiles(quantiles: Quantiles) -> list[str]:
     return ["-" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in values]
 
 
-def _aims(slo: Slo) -> str:
+def _slo_text(slo: Slo) -> str:
     aims = [f"{name} {limit_ms:g} ms" for name, limit_ms in (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms)) if limit_ms]
     return " and ".join(aims)
 
 
-def _how(figures: Sequence[Figures]) -> str:
+def _method(figures: Sequence[Figures]) -> str:
     took_s = sum(each.wall_s for each in figures)
     is_exact = all(each.is_exact for each in figures)
-    how = "with the engine's own scheduler" if is_exact else "fast-forward"
+    how = "with the engine's scheduler" if is_exact else "with --fast"
     return f"Simulated {how} in {took_s:.1f} s."

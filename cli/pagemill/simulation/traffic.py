@@ -1,4 +1,4 @@
-"""The requested traffic: the file of a trace, or a generator with its parameters."""
+"""Turns the options into a workload: from a trace, or from a generator with parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagemill_simulator.workloads.traces import TraceError, read_trace
 
 
 class Traffic(NamedTuple):
-    """Options of the traffic; `None`: not given."""
+    """The options of the traffic; `None` if not given."""
 
     trace: Path | None
     workload: str | None
@@ -26,14 +26,14 @@ class Traffic(NamedTuple):
     skip_broken: bool
 
 
-def workload_of(asked: Traffic, seed: int) -> tuple[Workload, Generator | None]:
-    """The workload, and what draws it unless it was recorded. Raises `PlanError`."""
-    if (asked.trace is None) == (asked.workload is None):
+def workload_of(options: Traffic, seed: int) -> tuple[Workload, Generator | None]:
+    """Return the workload, and its generator unless it was recorded. Raises `PlanError`."""
+    if (options.trace is None) == (options.workload is None):
         raise PlanError("give either --trace FILE or --workload NAME, such as --workload ramp:from_rate=2,to_rate=10")
     try:
-        if asked.trace is not None:
-            return _recorded(asked, asked.trace), None
-        generator = _generator(asked, asked.workload or "")
+        if options.trace is not None:
+            return _recorded(options, options.trace), None
+        generator = _generator(options, options.workload or "")
         return generator.workload(seed), generator
     except TraceError as error:
         raise PlanError(f"--trace {error}") from None
@@ -41,27 +41,27 @@ def workload_of(asked: Traffic, seed: int) -> tuple[Workload, Generator | None]:
         raise PlanError(f"--workload {error}") from None
 
 
-def _recorded(asked: Traffic, path: Path) -> Workload:
-    for option, value in (("--rps", asked.rps), ("--duration", asked.duration)):
+def _recorded(options: Traffic, path: Path) -> Workload:
+    for option, value in (("--rps", options.rps), ("--duration", options.duration)):
         if value is not None:
-            raise PlanError(f"{option} {value}: a trace has its own; use --limit and --speedup, or --workload")
-    return read_trace(path, limit=asked.limit, speedup=asked.speedup or 1.0, skip_broken=asked.skip_broken)
+            raise PlanError(f"{option} {value}: does not apply to a trace; use --limit and --speedup, or --workload")
+    return read_trace(path, limit=options.limit, speedup=options.speedup or 1.0, skip_broken=options.skip_broken)
 
 
-def _generator(asked: Traffic, choice: str) -> Generator:
-    for option, value in (("--limit", asked.limit), ("--speedup", asked.speedup)):
+def _generator(options: Traffic, choice: str) -> Generator:
+    for option, value in (("--limit", options.limit), ("--speedup", options.speedup)):
         if value is not None:
-            raise PlanError(f"{option} {value}: is for traces; a workload has parameters, as NAME:PARAMETER=VALUE")
+            raise PlanError(f"{option} {value}: applies to traces only; set parameters with NAME:PARAMETER=VALUE")
     name, parameters = split_choice(choice)
-    if asked.rps is not None:
-        parameters["rate"] = str(asked.rps)
-    if asked.duration is not None:
-        parameters["duration_s"] = str(seconds("--duration", asked.duration))
+    if options.rps is not None:
+        parameters["rate"] = str(options.rps)
+    if options.duration is not None:
+        parameters["duration_s"] = str(seconds("--duration", options.duration))
     return make_generator(name, parameters)
 
 
 def usual_lengths(workload: Workload, max_model_len: int | None) -> tuple[int, int]:
-    """Mean tokens of a prompt and of an answer, within what the engine accepts."""
+    """Return the mean tokens of a prompt and of an answer, limited to what the engine accepts."""
     requests = workload.requests
     count = max(1, len(requests))
     prompt = max(1, round(sum(each.num_prompt_tokens for each in requests) / count))

@@ -1,1 +1,1 @@
-"""`pagemill top`: engines' metrics, from this machine or a cluster, as a table that follows them."""
+"""The parts of `pagemill top`: a live table of engines' metrics, from this machine or a cluster."""

@@ -1,6 +1,6 @@
-"""One engine's metrics as numbers, and what two readings say about the time between them.
+"""Parses one engine's metrics and computes a row of the table from two readings.
 
-Knows neither terminal nor cluster: `sources` fetches the text, `table` shows the rows.
+`sources` fetches the metrics' text and `table` shows the rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagemill_protocol.metrics import MetricSpec
 
 @dataclass(frozen=True)
 class Reading:
-    """What one pod answered at one moment."""
+    """The metrics of one pod at one moment."""
 
     pod: str
     deployment: str
@@ -23,9 +23,9 @@ class Reading:
     at_s: float
     text: str = ""
     fault: str = ""
-    """Why there is no text."""
+    """The cause, if the pod's metrics could not be read."""
     values: dict[str, float] = field(init=False)
-    """Sums of the series of each exported name."""
+    """For each metric's exported name, the sum of its series."""
     model: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Row:
-    """One pod between two readings; `None`: not known."""
+    """One pod's line of the table; `None` stands for unknown values."""
 
     deployment: str
     pod: str
@@ -52,18 +52,18 @@ class Row:
     phase: str
     """ready, starting, sleeping, draining or unreachable."""
     kv: float | None = None
-    """Share of the KV cache that requests hold."""
+    """Share of the KV cache in use, 0 to 1."""
     running: float | None = None
     waiting: float | None = None
     tokens_per_s: float | None = None
-    """Generated."""
+    """Generated tokens per second between the readings."""
     ttft_ms: float | None = None
-    """Mean of the first tokens in between, from the request's arrival at the engine."""
+    """Mean time to first token between the readings, from the request's arrival at the engine."""
     fault: str = ""
 
 
 def row_of(before: Reading | None, now: Reading) -> Row:
-    """`before`: the same pod's, if it was read."""
+    """Return the pod's row. `before` is the pod's previous reading, if there is one."""
     if now.fault:
         return Row(now.deployment, now.pod, "", "unreachable", fault=now.fault)
     tokens = ttft_ms = None
@@ -87,7 +87,7 @@ def row_of(before: Reading | None, now: Reading) -> Row:
 
 
 def _increase(before: Reading, now: Reading, name: str) -> float:
-    """An engine that was restarted counts from 0 again."""
+    """Return the counter's increase. A counter that went down began at 0 again, because the engine was restarted."""
     old, new = before.values.get(name, 0.0), now.values.get(name, 0.0)
     return new - old if new >= old else new
 

@@ -1,6 +1,6 @@
-"""Where engines' metrics come from: the `pagemill up` of this machine, or the pods of a cluster.
+"""Reads engines' metrics from the `pagemill up` of this machine or from the pods of a cluster.
 
-In a cluster the API server fetches them (`pods/proxy`), so nothing has to be reachable from here but the API server.
+In a cluster the API server fetches them (`pods/proxy`), so only the API server must be reachable from this machine.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 class TopError(Exception):
-    """There is nothing to show; the message says why and what to do."""
+    """There are no engines to show; the message names the cause and the remedy."""
 
 
 class Source(Protocol):
     where: str
-    """For people."""
+    """The source's description for the output."""
 
     async def read(self) -> list[Reading]:
-        """One of each engine, those that do not answer included. Raises `TopError`."""
+        """Return a reading of every engine, including those that do not respond. Raises `TopError`."""
 
     async def close(self) -> None: ...
 
 
 class ThisMachine:
-    """All `pagemill up` of this user."""
+    """The engines of all `pagemill up` processes of this user."""
 
     def __init__(self, runtime_folder: Path) -> None:
         self._runtime_folder = runtime_folder
@@ -88,7 +88,7 @@ class ClusterPods:
             path = POD.path(namespace, f"{name}:{port}", "proxy/metrics")
             text = (await self._client.read(path)).decode("utf-8", "replace")
         except ApiError as error:
-            fault = f"{error}; it takes the right to get pods/proxy" if error.status == 403 else str(error)
+            fault = f"{error}; you need the right to get pods/proxy" if error.status == 403 else str(error)
         except Unreachable as error:
             fault = str(error)
         return Reading(name, f"{namespace}/{metadata['labels'][OWNER_LABEL]}", time.monotonic(), text, fault)
@@ -100,7 +100,7 @@ class ClusterPods:
 async def find_source(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None
 ) -> Source:
-    """This machine where something runs here and no cluster is named. Raises `TopError`."""
+    """Return this machine if a `pagemill up` runs here and no cluster is named, else the cluster. Raises `TopError`."""
     if context is None and kubeconfig is None and running(runtime_folder):
         return ThisMachine(runtime_folder)
     try:
@@ -111,18 +111,18 @@ async def find_source(
 
 
 def local_targets(runtime_folder: Path) -> list[Target]:
-    """What serves metrics now."""
+    """Return the addresses that serve metrics on this machine now."""
     found: list[Target] = []
     for backend in running(runtime_folder):
         try:
             found += json.loads((backend.folder / TARGETS_FILE).read_bytes())
         except (OSError, ValueError):
-            continue  # it begins, or has just ended
+            continue  # this `pagemill up` is starting or has just exited
     return found
 
 
 def _control_port(pod: dict[str, Any]) -> int | None:
-    """`None`: it is no engine, such as a loader's pod, or does not run."""
+    """Return the pod's control port; `None` if the pod does not run or is not an engine, such as a loader."""
     if pod.get("status", {}).get("phase") != "Running":
         return None
     ports = [port for container in pod["spec"]["containers"] for port in container.get("ports", [])]

@@ -1,4 +1,4 @@
-"""Rows of `pagemill top` as text in columns, and as JSON."""
+"""Formats the rows of `pagemill top` as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def as_table(where: str, rows: Sequence[Row]) -> str:
     total = sum(row.tokens_per_s or 0.0 for row in rows)
     waiting = sum(row.waiting or 0.0 for row in rows)
     count = "1 engine" if len(rows) == 1 else f"{len(rows)} engines"
-    lines = [f"{where}: {count}, {total:.0f} tokens/s, {waiting:.0f} requests wait in engines", ""]
+    lines = [f"{where}: {count}, {total:.0f} tokens/s, {waiting:.0f} requests waiting in engines", ""]
     lines += columns([HEAD, *map(_cells, rows)])
     return printable("\n".join(lines))
 

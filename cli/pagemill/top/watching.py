@@ -1,4 +1,4 @@
-"""Reads all engines again and again, and shows what came in between: once, or until it is interrupted."""
+"""Reads all engines at an interval and shows the rows, once or until interrupted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagemill.top.table import as_table
 async def intervals(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None, interval_s: float
 ) -> AsyncGenerator[tuple[str, list[Row]], None]:
-    """Where the rows are from and the rows, sorted, every `interval_s`. Raises `TopError`."""
+    """Yield the source's description and the sorted rows every `interval_s`. Raises `TopError`."""
     source = await find_source(runtime_folder, context, kubeconfig, namespace)
     try:
         before = _by_pod(await source.read())
@@ -35,7 +35,7 @@ async def intervals(
 async def read_interval(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None, interval_s: float
 ) -> tuple[str, list[Row]]:
-    """The first one."""
+    """Return the first interval's description and rows. Raises `TopError`."""
     async with aclosing(intervals(runtime_folder, context, kubeconfig, namespace, interval_s)) as found:
         return await anext(found)
 
@@ -43,7 +43,7 @@ async def read_interval(
 async def follow(
     runtime_folder: Path, context: str | None, kubeconfig: Path | None, namespace: str | None, interval_s: float
 ) -> None:
-    """Until it is cancelled, on a terminal."""
+    """Show the table on the terminal until cancelled. Raises `TopError`."""
     found = intervals(runtime_folder, context, kubeconfig, namespace, interval_s)
     with Live(console=Console(highlight=False, emoji=False), screen=True, auto_refresh=False) as live:
         async with aclosing(found):

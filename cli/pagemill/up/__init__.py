@@ -1,5 +1,5 @@
-"""The parts of `pagemill up`: files to documents, documents to plans, and the session that runs them.
+"""The parts of `pagemill up`: reading the files, planning their deployments, and running the plans.
 
-`documents` reads YAML with line numbers, `messages` puts validation errors into words, `loading` checks everything and
-reports all errors at once; `session` runs the result, `screen` shows it, `answer` asks the first question.
+`documents` reads YAML with line numbers, `messages` words validation errors, `loading` checks everything and reports
+all errors at once; `session` runs the plans, `screen` shows what happens, `answer` sends the first question.
 """

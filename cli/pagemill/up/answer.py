@@ -1,4 +1,4 @@
-"""The first question: asked through the gateway like any client would, its answer streamed to the screen."""
+"""Sends the first question through the gateway, as a client would, and streams the answer to the screen."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ TIMEOUT = aiohttp.ClientTimeout(total=300, sock_connect=5)
 
 
 class AnswerError(Exception):
-    """The model did not answer; the message says why."""
+    """The model did not answer; the message names the cause."""
 
 
 @dataclass(frozen=True)
 class Answer:
     text: str
     ttft_s: float
-    """From the request that was answered to its first text."""
+    """Time from the answered request to its first text."""
     total_s: float
     first_token_at_s: float
-    """`time.time()` of the first text."""
+    """The time of the first text, by `time.time()`."""
 
 
 async def ask(
     base_url: str, model: str, on_text: Callable[[str], None], *, api_key: str = "", patience_s: float = 15.0
 ) -> Answer:
-    """Stream one answer. A 503 is asked again within `patience_s`: the gateway may learn of engines later."""
+    """Stream one answer, and return it. Raises `AnswerError`.
+
+    Statuses 404 and 503 are retried for `patience_s`, because the gateway may not know the engines yet.
+    """
     deadline_s = time.monotonic() + patience_s
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(trust_env=False, timeout=TIMEOUT, headers=headers) as session:
@@ -50,7 +53,7 @@ async def ask(
 
 
 class _NotYet(Exception):
-    """503, or the model is not known yet."""
+    """Status 503, or 404: the gateway does not know the model yet."""
 
 
 async def _ask_once(
@@ -82,7 +85,7 @@ async def _ask_once(
 
 
 async def _texts(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The texts of a stream of chat chunks."""
+    """Yield the texts of a stream of chat completion chunks."""
     async for line in content:
         data = line.decode("utf-8").strip().removeprefix("data:").strip()
         if not data or data == "[DONE]":

@@ -1,4 +1,4 @@
-"""What an edit changed, field by field, in words."""
+"""Describes what an edit of the files changed, field by field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagemill.up.messages import show
 
 
 def describe_changes(before: Sequence[Loaded], after: Sequence[Loaded]) -> list[str]:
-    """One line per deployment added or removed, and per field that differs; empty when nothing changed."""
+    """Return one line for each deployment that was added or removed, and for each field that differs."""
     old = {item.deployment.key: item for item in before}
     new = {item.deployment.key: item for item in after}
     lines = [f"{item.plan.name}: removed" for key, item in old.items() if key not in new]

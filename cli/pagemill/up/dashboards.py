@@ -1,8 +1,8 @@
-"""`pagemill up --dashboards`: Prometheus, and Grafana where it is installed, beside what runs on this machine.
+"""`pagemill up --dashboards`: runs Prometheus and, if it is installed, Grafana next to the engines of this machine.
 
-Their settings are written into the backend's private folder, with the rules and dashboards that the chart has too; both
-programs end with `pagemill up`, and what they measured goes with them. Neighbours: the backend writes what to scrape
-and exports what an operator would; nothing is decided here.
+Their settings are written to the backend's private folder, with the rules and dashboards of the Helm chart. Both
+programs stop with `pagemill up`, and their data is deleted. The backend writes the list of scrape targets and exports
+the metrics that an operator would.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STOP_TIMEOUT_S = 5.0
 LOG_CHECK_S = 60.0
 SCRAPE_INTERVAL = "5s"
 RETENTION = {"storage.tsdb.retention.time": "1d", "storage.tsdb.retention.size": "256MB"}
-"""The private folder may lie in memory."""
+"""Limited, because the private folder may be on a file system in memory."""
 GRAFANA_HOMES = ("/usr/share/grafana", "/opt/homebrew/share/grafana", "/usr/local/share/grafana")
 NO_PROMETHEUS = (
     "--dashboards: prometheus is not on the PATH, so nothing is recorded; install it (Debian: `apt-get install "
@@ -51,7 +51,7 @@ class Dashboards:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Once the backend has started."""
+        """Start the programs that are installed. The backend must have started."""
         prometheus = self._find("prometheus")
         if prometheus is None:
             self._screen.warn(NO_PROMETHEUS)
@@ -79,7 +79,7 @@ class Dashboards:
         return next(filter(None, (shutil.which(name, path=path) for name in names)), None)
 
     async def _serve_own_metrics(self) -> str:
-        """The address of what an operator would export."""
+        """Serve the metrics that an operator would export; return the address."""
 
         async def show_metrics(request: web.Request) -> web.Response:
             scrape = self._backend.scrape(request.headers.get("Accept", ""))
@@ -93,7 +93,7 @@ class Dashboards:
         return f"{LOOPBACK}:{self._runner.addresses[0][1]}"
 
     async def _start_prometheus(self, program: str, own_target: str) -> str:
-        # The file says of each target which job it belongs to.
+        # The targets file sets the job label of each target.
         discovery = {"files": [str(self._backend.folder / TARGETS_FILE)]}
         settings = {
             "global": {"scrape_interval": SCRAPE_INTERVAL, "evaluation_interval": SCRAPE_INTERVAL},
@@ -111,7 +111,7 @@ class Dashboards:
         return f"http://{address}"
 
     async def _start_grafana(self, program: str, prometheus_url: str) -> str:
-        """Everything by environment, so that no setting of another Grafana on this machine counts."""
+        """Start Grafana and return its URL. Environment variables override settings of another Grafana here."""
         source = {"name": "Pagemill", "type": "prometheus", "access": "proxy", "url": prometheus_url, "isDefault": True}
         provider = {"name": "Pagemill", "type": "file", "options": {"path": str(self._folder / "dashboards")}}
         self._write("grafana/provisioning/datasources/pagemill.yaml", {"apiVersion": 1, "datasources": [source]})
@@ -138,12 +138,12 @@ class Dashboards:
         self._watches.append(asyncio.create_task(self._watch(name, child), name=f"watch:{name}"))
 
     async def _watch(self, name: str, child: Child) -> None:
-        """What runs does not need it: its end is reported and not repaired."""
+        """Warn when the program exits. It is not restarted, because serving does not need it."""
         ending = asyncio.create_task(child.wait())
         while not ending.done():
             await asyncio.wait({ending}, timeout=LOG_CHECK_S)
             child.bound_log()
-        self._screen.warn(f"{name} {ending.result().message}; the rest goes on without it, start again to have it back")
+        self._screen.warn(f"{name} {ending.result().message}; serving goes on without it, restart to get it back")
 
     def _write(self, name: str, content: object) -> Path:
         path = self._folder / name
@@ -153,5 +153,5 @@ class Dashboards:
 
 
 def _homepath() -> list[str]:
-    """Packages put Grafana's own files beside no program; elsewhere it finds them itself."""
+    """Return the option with Grafana's files where a package put them; without it Grafana looks next to its program."""
     return next((["--homepath", home] for home in GRAFANA_HOMES if Path(home).is_dir()), [])

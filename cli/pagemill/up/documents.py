@@ -1,7 +1,7 @@
-"""YAML files to documents that remember on which line each field stands.
+"""Reads YAML files into documents that know the line of each field.
 
-Strict where YAML is a trap: duplicate keys, keys that are no text, aliases that contain themselves or explode. Knows
-nothing of LLMDeployment.
+It refuses duplicate keys, keys that are not text, and aliases that contain themselves or expand without bound. It does
+not depend on LLMDeployment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 1024 * 1024
 MAX_NODES = 50_000
 MAX_CONTROL_CHARACTERS = 100
 MAX_SYNTAX_ERRORS = 10
-"""What follows this many in one file is not read."""
+"""Reading a file stops after this many."""
 NOT_IN_YAML = yaml.reader.Reader.NON_PRINTABLE
 DOCUMENT_START = re.compile(r"---(\s|$)")
 LINE_BREAK = re.compile("\r\n|[\n\r\x85\u2028\u2029]")
@@ -28,12 +28,12 @@ FieldPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """One error, where it is and what to do about it."""
+    """One error with its place and its remedy."""
 
     file: str
     line: int | None
     field: str
-    """Dotted path, empty when the error is about the file or the whole document."""
+    """The dotted path; empty for an error of the file or the whole document."""
     message: str
 
     def __str__(self) -> str:
@@ -49,17 +49,17 @@ class Document:
     line: int
     value: Any = None
     lines: dict[FieldPath, int] = field(default_factory=dict)
-    """Line of every field (of its key, in mappings)."""
+    """The line of every field; in mappings, the line of its key."""
 
     def line_of(self, path: FieldPath) -> int:
-        """Line of the field, or of the nearest field around it."""
+        """Return the line of the field, or of the innermost known field that contains it."""
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, self.line)
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, without guessing dates from text."""
+    """The safe loader, but text that looks like a date stays text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (the library's own form)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -68,7 +68,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
-    """All documents of a file that are not empty, and everything wrong with the YAML itself."""
+    """Return the documents of a file that are not empty, and the errors of its YAML."""
     file = str(path)
     try:
         text = _read_text(path)
@@ -76,20 +76,20 @@ def read_documents(path: Path) -> tuple[list[Document], list[Finding]]:
         return [], [Finding(file, None, "", str(error))]
     documents: list[Document] = []
     findings = list(_control_characters(file, text))
-    # Without them the rest can be read, and its errors are reported as well.
+    # The text without these characters can be read, so that its other errors are reported as well.
     text = NOT_IN_YAML.sub("", text)
     rest = text
     for _ in range(MAX_SYNTAX_ERRORS):
         if not (rest := _read_until_error(file, rest, documents, findings)):
             break
     if not documents and not findings:
-        message = "holds no document; describe an LLMDeployment in it, as examples/llmdeployment.yaml does"
+        message = "contains no document; describe an LLMDeployment in it, as examples/llmdeployment.yaml does"
         findings.append(Finding(file, None, "", message))
     return documents, findings
 
 
 def _read_until_error(file: str, text: str, documents: list[Document], findings: list[Finding]) -> str:
-    """Append what is found up to the first syntax error; returns the documents after it, at their lines."""
+    """Append the documents before the first syntax error, and the errors; return the text of the documents after it."""
     try:
         for node in _compose_all(text):
             document = Document(file, node.start_mark.line + 1)
@@ -106,9 +106,10 @@ def _read_until_error(file: str, text: str, documents: list[Document], findings:
 
 
 def _next_document(text: str, line: int) -> str:
-    """From the next document marker on, at or after `line` (from 0), with empty lines for what was before; else empty.
+    """Return the text from the first document marker at or after `line` (from 0); empty if there is none.
 
-    An error may be found at the marker that ends its document.
+    Empty lines replace the text before the marker, so that line numbers stay. The marker may be on `line` itself,
+    because the parser reports some errors at the marker after the document.
     """
     starts = [0, *(match.end() for match in LINE_BREAK.finditer(text))]
     num_blank = len(text) - len(text.lstrip("\n"))
@@ -119,7 +120,7 @@ def _next_document(text: str, line: int) -> str:
 
 
 def path_text(path: FieldPath) -> str:
-    """`("spec", "env", 0, "name")` -> `spec.env[0].name`."""
+    """Return a path as text: `("spec", "env", 0, "name")` becomes `spec.env[0].name`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -155,7 +156,7 @@ def _compose_all(text: str) -> Iterator[yaml.Node]:
 
 
 def _control_characters(file: str, text: str) -> Iterator[Finding]:
-    """The first character of each line that YAML 1.1 (section 4.1.1) does not allow."""
+    """Yield an error for the first character of each line that YAML 1.1 (section 4.1.1) does not allow."""
     line, counted, last_line = 1, 0, 0
     for match in itertools.islice(NOT_IN_YAML.finditer(text), MAX_CONTROL_CHARACTERS):
         line += len(LINE_BREAK.findall(text, counted, match.start()))
@@ -177,7 +178,7 @@ def _syntax_finding(file: str, text: str, error: yaml.MarkedYAMLError) -> Findin
 
 
 class _Reader:
-    """Builds plain values from nodes and notes lines; errors go into `findings`."""
+    """Builds plain values from YAML nodes, and records their lines in the document and errors in `findings`."""
 
     def __init__(self, document: Document, findings: list[Finding]) -> None:
         self._document = document
@@ -188,12 +189,12 @@ class _Reader:
     def read(self, node: yaml.Node, path: FieldPath) -> Any:
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
-            raise yaml.YAMLError(f"it unfolds into more than {MAX_NODES} values")
+            raise yaml.YAMLError(f"it expands to more than {MAX_NODES} values")
         self._document.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if id(node) in self._open:
-            self._find(node, path, "contains itself through an alias; write it out")
+            self._find(node, path, "contains itself through an alias; remove the alias")
             return None
         self._open.add(id(node))
         value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)

@@ -1,4 +1,4 @@
-"""Files to plans, or all errors of all files at once. Touches only the disk: nothing is started here."""
+"""Turns files into plans, or reports all errors of all files at once. It only reads files and starts nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pagemill_protocol.sources import SourceError, find_kind, in_full, is_fetche
 
 @dataclass(frozen=True)
 class Loaded:
-    """One good document."""
+    """A valid document with its deployment and plan."""
 
     document: Document
     deployment: LLMDeployment
@@ -35,7 +35,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Read:
-    """One document as far as it is valid: conflicts between documents are reported also for those with errors."""
+    """A document whose invalid fields are left out, so that its conflicts with others can be reported as well."""
 
     document: Document
     deployment: LLMDeployment
@@ -53,7 +53,7 @@ class Read:
         return self.deployment.spec.routing.weight
 
     def claims(self) -> Iterator[Read]:
-        """Itself, where it is known which names it claims and how."""
+        """Yield this document, unless one of the fields that `name_conflicts` compares is invalid."""
         with suppress(NotValid):
             hash((self.key, *self.names, self.weight))
             yield self
@@ -61,7 +61,7 @@ class Read:
 
 @dataclass
 class LoadResult:
-    """What the files hold. With any finding nothing of it may be carried out."""
+    """The contents of all files. `loaded` may be used only if there are no findings."""
 
     loaded: list[Loaded] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -72,9 +72,10 @@ class LoadResult:
 
 
 def load_files(paths: Sequence[Path], previous: Sequence[Loaded] = (), *, backend: Backend = "local") -> LoadResult:
-    """Read, validate and plan every document of every file. `previous`: what runs now, for immutable fields.
+    """Read, validate and plan every document of every file.
 
-    Models are looked at for this machine only: what a cluster can read need not lie here.
+    `previous` is what runs now; changes of its immutable fields are errors. Models are checked only for the local
+    backend, because a cluster may read models that are not on this machine.
     """
     result = LoadResult()
     read: list[Read] = []
@@ -83,7 +84,7 @@ def load_files(paths: Sequence[Path], previous: Sequence[Loaded] = (), *, backen
         result.findings += findings
         for document in documents:
             read += _load_document(document, result, backend)
-    result.findings += _twice(read)
+    result.findings += _duplicates(read)
     result.findings += _conflicts(read)
     result.findings += _forbidden_changes(read, previous)
     result.findings.sort(key=lambda finding: (finding.file, finding.line or 0))
@@ -109,7 +110,7 @@ def _load_document(document: Document, result: LoadResult, backend: Backend) -> 
 
 
 def _load_partially(document: Document, error: ValidationError, result: LoadResult, backend: Backend) -> LLMDeployment:
-    """Errors of fields, and those of rules and plan that do not depend on them."""
+    """Report the errors of fields, and the errors of rules and plan that do not depend on the invalid fields."""
     errors = [each for each in error.errors(include_url=False) if each["type"] != RULES_ERROR]
     deployment = read_partially(LLMDeployment, document.value, [each["loc"] for each in errors])
     result.findings += findings_of(document, errors)
@@ -125,13 +126,13 @@ def _wrong_kind(document: Document) -> Finding | None:
         return Finding(document.file, document.line, "", message)
     kind = value.get("kind")
     if isinstance(kind, str) and kind != KIND and not get_close_matches(kind.lower(), [KIND.lower()], cutoff=0.8):
-        message = f"{show(kind)} is nothing that `pagemill up` runs; it runs {API_VERSION} {KIND} only"
+        message = f"{show(kind)} is not supported; only {API_VERSION} {KIND} is"
         return Finding(document.file, document.line_of(("kind",)), "kind", message)
     return None
 
 
 def _model_problems(deployment: LLMDeployment) -> Iterator[Problem]:
-    """What can be known of the model without loading it. Downloads are left to the engine."""
+    """Yield the problems that the model's header shows. A model that must be downloaded is left to the engine."""
     with suppress(NotValid):
         source = deployment.spec.model.source
         try:
@@ -148,14 +149,14 @@ def _model_problems(deployment: LLMDeployment) -> Iterator[Problem]:
             yield Problem("spec.engine.maxModelLen", wanted, message)
 
 
-def _twice(read: list[Read]) -> Iterator[Finding]:
+def _duplicates(read: list[Read]) -> Iterator[Finding]:
     first: dict[str, Document] = {}
     for item in read:
         with suppress(NotValid):
             other = first.setdefault(item.key, item.document)
             if other is not item.document:
                 place = f"{other.file}:{other.line_of(('metadata', 'name'))}"
-                message = f"{item.key} is defined already in {place}; rename one"
+                message = f"{item.key} is already defined in {place}; rename one"
                 yield _finding(item.document, Problem("metadata.name", item.key, message))
 
 
@@ -181,6 +182,6 @@ def _finding(document: Document, problem: Problem) -> Finding:
 
 
 def _parse_path(text: str) -> FieldPath:
-    """`spec.env[0].name` -> `("spec", "env", 0, "name")`."""
+    """Return the path of a text: `spec.env[0].name` becomes `("spec", "env", 0, "name")`."""
     parts = text.replace("[", ".[").split(".")
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)

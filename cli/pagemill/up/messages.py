@@ -1,4 +1,4 @@
-"""Validation errors in words: the field, the value, and what to do; the nearest name for one that does not exist."""
+"""Words validation errors: the field, its value and the remedy; for an unknown field, the most similar name."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _BOUNDS = {
 
 
 def findings_of(document: Document, errors: Iterable[ErrorDetails]) -> Iterator[Finding]:
-    """One finding per error of a single field."""
+    """Yield one finding for each error of a field."""
     for error in errors:
         path: FieldPath = tuple(error["loc"])
         yield finding_at(document, path, _words(path, error))
 
 
 def finding_at(document: Document, path: FieldPath, message: str) -> Finding:
-    """With the line on which the field stands."""
+    """Return a finding with the line of the field."""
     return Finding(document.file, document.line_of(path), path_text(path), message)
 
 
@@ -73,7 +73,7 @@ def _words(path: FieldPath, error: ErrorDetails) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in an error message, cut short."""
+    """Return a value for an error message, of 80 characters at most."""
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     if isinstance(value, bool):
@@ -102,7 +102,7 @@ def _wrong_type(wanted: str, value: Any) -> str:
 
 
 def _is_quoted(text: str, wanted: str) -> bool:
-    """Whether the text without quotes would be what is wanted."""
+    """Whether the text without quotes would have the wanted type."""
     if wanted == "true or false":
         return text in ("true", "false")
     try:
@@ -131,7 +131,7 @@ def _nearest_field(path: FieldPath) -> str:
 
 
 def _elsewhere(name: str) -> str | None:
-    """Where a field of this very name is, when there is one place only."""
+    """Return the parent of the only field with exactly this name; `None` if there is no such field or several."""
     places = [field.path for field in _all_fields() if field.name == name and ".status" not in field.path]
     return places[0].removeprefix("llmdeployment.").rsplit(".", 1)[0] if len(places) == 1 else None
 

@@ -1,6 +1,6 @@
-"""What `pagemill up` shows: plain lines where no terminal is attached, colours and one live status line where one is.
+"""The output of `pagemill up`: colours and a live status line on a terminal, otherwise plain lines.
 
-Decides nothing and waits for nothing. Errors go to stderr, everything else to stdout.
+Errors go to stderr, everything else to stdout.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pagemill.printable import printable
 
 class Screen(Protocol):
     interactive: bool
-    """Whether it is a terminal with a user."""
+    """Whether the output is a terminal with a user."""
 
     def line(self, text: str) -> None:
-        """One finished line."""
+        """Show a complete line."""
 
     def warn(self, text: str) -> None:
-        """One finished line that needs attention."""
+        """Show a complete line as a warning."""
 
     def stream(self, text: str) -> None:
-        """A piece of running text."""
+        """Show a piece of text without a line break."""
 
     def status(self, text: str) -> None:
-        """What is going on right now; replaces itself, empty removes it."""
+        """Replace the status line; an empty text removes it."""
 
 
 class PlainScreen:
-    """Plain lines; a status is not shown, because its changes are printed as lines already."""
+    """Plain lines. A status is not shown, because the events behind it are printed as lines."""
 
     interactive = False
 
@@ -54,12 +54,12 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """Colours, and a status line that stays at the bottom."""
+    """Lines with colours, and a status line at the bottom."""
 
     interactive = True
 
     def __init__(self) -> None:
-        # What is shown is text, not markup: `:name:` stays, and a line that is copied has no breaks of ours in it.
+        # Text is shown unchanged: `:name:` does not become an emoji, and long lines get no breaks, for copying.
         self._console = Console(highlight=False, emoji=False, soft_wrap=True)
         self._live: Live | None = None
 
@@ -95,14 +95,14 @@ def make_screen() -> Screen:
 
 
 def report_errors(lines: Iterable[str]) -> None:
-    """Errors for people and scripts: one a line, on stderr."""
+    """Write one line for each error to stderr."""
     for line in lines:
         sys.stderr.write(f"error: {printable(line)}\n")
     sys.stderr.flush()
 
 
 def _plain(text: str) -> str:
-    """As it stands: neither markup of ours nor orders to the terminal."""
+    """Return the text without control characters, escaped so that rich finds no markup in it."""
     return escape(printable(text))
 
 

@@ -1,8 +1,8 @@
-"""One run of `pagemill up`: start everything, wait and show the reasons, ask the first question, then serve until
+"""One run of `pagemill up`: starts everything, shows what it waits for, sends the first question, and serves until
 stopped.
 
-`loading` made the plans, the local backend runs them, `screen` shows them. The backend is stopped at the end whatever
-happens.
+`loading` makes the plans, the local backend runs them, and `screen` shows what happens. The backend is always stopped
+at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pagemill_protocol.http.auth import hash_key
 logger = logging.getLogger("pagemill.up")
 
 MAX_FIRST_CRASHES = 3
-"""A process that never was ready and crashed this often is given up."""
+"""After this many crashes of a process that was never ready, `pagemill up` gives up."""
 LASTING_REASONS = frozenset(
     {
         "DeviceUnavailable",
@@ -52,27 +52,27 @@ LASTING_REASONS = frozenset(
         "StepTooLarge",
     }
 )
-"""Causes that starting again does not repair."""
+"""Reasons of a crash that a restart cannot fix."""
 
 
 @dataclass(frozen=True)
 class UpRequest:
     files: Sequence[Path]
     keep: bool
-    """Go on serving where no terminal is attached."""
+    """Whether to keep serving if no terminal is attached."""
     started_at_s: float
-    """`time.time()` when the command was started."""
+    """The start of the command, by `time.time()`."""
     settings: LocalSettings
     dashboards: bool = False
-    """Prometheus and Grafana run beside it."""
+    """Whether to run Prometheus and Grafana."""
 
 
 class GivenUp(Exception):
-    """Something can never become ready; the message says what and why."""
+    """A process cannot become ready; the message names it and the cause."""
 
 
 async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> int:
-    """Exit code: 0 after an orderly end, 1 when something could not be started, 130 when interrupted before that."""
+    """Run the session; return the exit code: 0 after serving, 1 after an error, 130 if interrupted before serving."""
     session = Session(request, loaded, screen)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # `nohup` ignores SIGHUP, and that must stay so.
+        # Under `nohup`, SIGHUP is ignored; a handler would undo that.
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, interrupt)
     work = asyncio.create_task(session.run())
@@ -102,7 +102,7 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
     except Exception as error:
         logger.debug("pagemill up failed", exc_info=True)
         words = str(error).splitlines() or ["no further explanation"]
-        report_errors([f"unexpected {type(error).__name__}: {words[0]}; everything is stopped, start it again"])
+        report_errors([f"unexpected {type(error).__name__}: {words[0]}; everything was stopped, start it again"])
         return 1
     finally:
         await session.end(work, stopping)
@@ -111,7 +111,7 @@ async def run_up(request: UpRequest, loaded: list[Loaded], screen: Screen) -> in
 class Session:
     def __init__(self, request: UpRequest, loaded: list[Loaded], screen: Screen) -> None:
         self.served = False
-        """The first answer has come."""
+        """Whether the first answer was complete."""
         self._request = request
         self._loaded = loaded
         self._screen = screen
@@ -124,14 +124,14 @@ class Session:
         self._dashboards = Dashboards(self._backend, settings, screen) if request.dashboards else None
 
     async def run(self) -> None:
-        """Runs until the first answer without a terminal, else until it is cancelled."""
+        """Start everything and serve until cancelled; without terminal and `keep`, return once all are ready."""
         for line in _notes(self._loaded):
             self._screen.line(line)
         await self._backend.start()
         if self._dashboards is not None:
             await self._dashboards.start()
         await self._backend.apply(self._plans)
-        # The first replica answers already while the others still load.
+        # The first ready replica answers while the others are loading.
         await self._wait_for("Serving", [self._first_plan])
         self._show_urls()
         await self._first_answer()
@@ -142,12 +142,12 @@ class Session:
         await self._serve()
 
     async def end(self, work: asyncio.Task[None], stopping: asyncio.Task[bool]) -> None:
-        """Stop what runs, in order, and leave nothing behind, also where the terminal is gone."""
+        """Stop all processes in order, even if the terminal is closed."""
         for task in (work, stopping):
             task.cancel()
         await asyncio.gather(work, stopping, return_exceptions=True)
         with contextlib.suppress(OSError):
-            self._screen.status("stopping the gateway, then the engines; Ctrl-C again ends them at once")
+            self._screen.status("stopping the gateway, then the engines; press Ctrl-C again to kill them")
         if self._dashboards is not None:
             await self._dashboards.stop()
         await self._backend.stop()
@@ -156,7 +156,7 @@ class Session:
             self._screen.line("stopped")
 
     def kill(self) -> None:
-        """A second Ctrl-C: nothing gets the time to end in order."""
+        """Kill all processes at once, after a second Ctrl-C."""
         self._backend.kill()
 
     @property
@@ -165,12 +165,12 @@ class Session:
 
     @property
     def _first_plan(self) -> Plan:
-        """The one that is asked the first question: it has replicas, if any has."""
+        """The plan whose model gets the first question: the first one with replicas, otherwise the first one."""
         return next((plan for plan in self._plans if plan.replicas), self._plans[0])
 
     def _show_event(self, event: Event) -> None:
         line = f"{event.subject}: {event.message} ({event.since_start_s:.1f} s)"
-        # The output may be closed (`| head`), which must not make the supervisor fail.
+        # The supervisor calls this; it must not fail because the output is closed (`| head`).
         with contextlib.suppress(OSError):
             if event.warning:
                 self._screen.warn(line)
@@ -178,7 +178,7 @@ class Session:
                 self._screen.line(line)
 
     async def _wait_for(self, condition: str, plans: Sequence[Plan]) -> None:
-        """Raises `GivenUp`. The reason of every wait comes as an event, and as the status line of a terminal."""
+        """Wait until all plans have the condition; the status line shows what they wait for. Raises `GivenUp`."""
         while True:
             self._news.clear()
             findings = [self._finding(plan, condition) for plan in plans]
@@ -193,7 +193,7 @@ class Session:
         observation = self._backend.observe(plan.key)
         wanted = observation.plan.replicas if observation.plan is not None else plan.replicas
         if wanted == 0 and observation.gateway_ready:
-            return Finding(condition, "True", "ScaledToZero", "no replica is wanted")
+            return Finding(condition, "True", "ScaledToZero", "there are no replicas to wait for")
         return {finding.type: finding for finding in find_conditions(observation)}[condition]
 
     def _give_up_if_hopeless(self) -> None:
@@ -237,8 +237,8 @@ class Session:
         )
 
     async def _serve(self) -> None:
-        """Until cancelled: follow changes of the files, and show the load on a terminal."""
-        self._screen.line("edit the file to change what runs; Ctrl-C stops everything")
+        """Apply edits of the files, and show the load on a terminal, until cancelled."""
+        self._screen.line("edit the file to change what runs; press Ctrl-C to stop everything")
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_files())
@@ -252,7 +252,7 @@ class Session:
 
         files = {path.resolve() for path in self._request.files}
         folders = {path.parent for path in files}
-        # The folders, since editors replace a file by a new one.
+        # Folders are watched, because editors replace a file by a new one.
         watcher = awatch(
             *folders, watch_filter=lambda _, path: Path(path).resolve() in files, recursive=False, raise_interrupt=False
         )
@@ -260,14 +260,14 @@ class Session:
             async for _ in watcher:
                 await self._apply_edit()
         except (OSError, RuntimeError) as error:
-            # For example no inotify watches left. What runs must not end for it.
-            self._screen.warn(f"edits are not followed ({error}); stop and start again to apply them")
+            # For example, no inotify watches are left. Serving must go on.
+            self._screen.warn(f"edits of the file are not noticed ({error}); restart `pagemill up` to apply them")
 
     async def _apply_edit(self) -> None:
         result = load_files(self._request.files, self._loaded)
         if result.findings:
             report_errors(str(finding) for finding in result.findings)
-            self._screen.warn("the edit has errors; everything goes on as before")
+            self._screen.warn("the edit has errors and is not applied; everything runs on unchanged")
             return
         changes = describe_changes(self._loaded, result.loaded)
         gone = {plan.key for plan in self._plans} - {item.plan.key for item in result.loaded}
@@ -289,7 +289,7 @@ class Session:
             before = load
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), 1.0)
-                # Changes come in bursts while replicas start and stop; the line is redrawn at most four times a second.
+                # Events come in bursts while replicas start and stop; this limits redrawing to four times a second.
                 await asyncio.sleep(0.25)
             self._news.clear()
 

@@ -1,5 +1,5 @@
-"""The parts of `pagemill why`: where records of scaling decisions are found, and how they are shown.
+"""The parts of `pagemill why`: reading and showing the records of scaling decisions.
 
-`sources` reads them from a running `pagemill up`, a cluster or a file; `cluster` knows how a cluster is asked;
-`replaying` decides them again; `table` puts them into words.
+`sources` reads them from a running `pagemill up` or a file, `cluster` from a cluster; `replaying` repeats the
+decisions, and `table` formats them.
 """

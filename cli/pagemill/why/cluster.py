@@ -1,6 +1,6 @@
-"""Records of an operator: a ConfigMap beside the LLMDeployment, read with the user's own rights to the namespace.
+"""Reads the operator's records from a ConfigMap in the LLMDeployment's namespace, with the user's rights.
 
-Nothing reaches the operator's pod: neither a port forward nor a way through its network policy is needed.
+Only the API server must be reachable: no port forward to the operator's pod is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest
 
 
 async def from_cluster(name: str, namespace: str | None, context: str | None, kubeconfig: Path | None) -> Found:
-    """Raises `WhyError`."""
+    """Return the records of the deployment. Raises `WhyError` if there are none."""
     try:
         client, chosen, default_namespace = await connect(context, kubeconfig)
     except ClusterError as error:
@@ -47,9 +47,9 @@ def _why_none(deployment: Manifest | None, name: str, namespace: str) -> str:
         return f"there is no LLMDeployment {name} in namespace {namespace}; `kubectl get llmd -A` lists all"
     key, autoscaling = f"{namespace}/{name}", deployment.get("spec", {}).get("autoscaling")
     if autoscaling is None:
-        return f"{key} has no spec.autoscaling: its replicas are spec.replicas, and nothing is decided"
+        return f"{key} has no spec.autoscaling: its number of replicas is spec.replicas, and there are no decisions"
     if autoscaling.get("mode") == "External":
-        return f"{key} has spec.autoscaling.mode External: whoever writes spec.replicas decides (`kubectl get hpa`)"
+        return f"{key} has spec.autoscaling.mode External: another autoscaler decides (see `kubectl get hpa`)"
     return (
         f"no decision about {key} is recorded yet; if that lasts, see `kubectl describe llmd {name} -n {namespace}` "
         "and the operator's log"
@@ -61,5 +61,6 @@ def _record(line: str, where: str) -> Record:
         return decode_record(line.encode())
     except (msgspec.DecodeError, ValueError) as error:
         raise WhyError(
-            f"{where} records decisions otherwise: {error}; use the pagemill command of the operator's version"
+            f"{where} has records that this version cannot read: {error}; use the pagemill command of the operator's "
+            "version"
         ) from None

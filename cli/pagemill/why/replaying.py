@@ -1,4 +1,4 @@
-"""Decides recorded inputs again, with the policy that decided then, and says where this version would do otherwise."""
+"""Repeats recorded decisions with their policies and inputs, and compares the results with the records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_operator.autoscaler.registry import UnknownPolicyError
 
 class Replay(NamedTuple):
     decision: Decision | None
-    """What this version decides from the recorded inputs; None: `fault` says why there is none."""
+    """This version's decision from the recorded inputs; None if there is none, because of `fault`."""
     is_same: bool
     fault: str = ""
 

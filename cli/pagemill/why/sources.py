@@ -1,6 +1,6 @@
-"""Reads records of one deployment's scaling decisions from a `pagemill up` on this machine, or from a file.
+"""Reads the records of a deployment's scaling decisions from a `pagemill up` on this machine, or from a file.
 
-`cluster` reads those of an operator.
+`cluster` reads the records of an operator.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 class WhyError(Exception):
-    """There is nothing to show; the message says why and what to do."""
+    """There are no records to show; the message names the cause and the remedy."""
 
 
 class Found(NamedTuple):
     records: list[Record]
-    """Oldest first."""
+    """The records, oldest first."""
     where: str
-    """Who recorded them, for people."""
+    """The recorder's description for the output."""
 
 
 def from_this_machine(runtime_folder: Path, name: str, namespace: str | None) -> Found | None:
-    """Those of the `pagemill up` that decided about it last; None where none has."""
+    """Return the records of the `pagemill up` that decided about the deployment last; None if there is none."""
     newest: tuple[float, Running] | None = None
     for backend in running(runtime_folder):
         if select(_records_of(backend), name, namespace):
@@ -43,34 +43,34 @@ def from_this_machine(runtime_folder: Path, name: str, namespace: str | None) ->
 
 
 def names_on_this_machine(runtime_folder: Path) -> list[str]:
-    """Deployments about which something was decided here."""
+    """Return the keys of the deployments that have decisions on this machine."""
     return sorted({record.key for backend in running(runtime_folder) for record in _records_of(backend)})
 
 
 def served_on_this_machine(runtime_folder: Path, name: str, namespace: str | None) -> int | None:
-    """The process of the `pagemill up` that serves the deployment; None where none does."""
+    """Return the process id of the `pagemill up` that serves the deployment; None if there is none."""
     for backend in running(runtime_folder):
         try:
             targets = json.loads((backend.folder / TARGETS_FILE).read_bytes())
         except (OSError, ValueError):
-            continue  # it begins, or has just ended
+            continue  # this `pagemill up` is starting or has just exited
         if any(_is_meant(each["labels"].get("variant", ""), name, namespace) for each in targets):
             return backend.pid
     return None
 
 
 def from_file(path: Path, name: str, namespace: str | None) -> Found:
-    """Lines of records, or what `-o json` printed. Raises `WhyError`."""
+    """Read records from lines of JSON or from the output of `-o json`. Raises `WhyError`."""
     records = list(_decoded(path, _text(path)))
     chosen = select(records, name, namespace)
     if not chosen:
         others = ", ".join(sorted({record.key for record in records})) or "nothing"
-        raise WhyError(f"{path}: holds no decision about {name}; it has decisions about {others}")
+        raise WhyError(f"{path}: has no decision about {name}; it has decisions about {others}")
     return Found(chosen, str(path))
 
 
 def select(records: list[Record], name: str, namespace: str | None) -> list[Record]:
-    """Those of the deployment. Raises `WhyError` where several namespaces have one of the name."""
+    """Return the records of the deployment. Raises `WhyError` if several namespaces have one with this name."""
     keys = {record.key for record in records if _is_meant(record.key, name, namespace)}
     if len(keys) > 1:
         raise WhyError(f"{name} is in several namespaces: {', '.join(sorted(keys))}; choose one with --namespace")
@@ -83,7 +83,7 @@ def _is_meant(key: str, name: str, namespace: str | None) -> bool:
 
 
 def _records_of(backend: Running) -> list[Record]:
-    """None, where it has decided nothing yet or has just ended."""
+    """Return the records of a `pagemill up`; empty if it has made no decision yet or has just exited."""
     try:
         lines = (backend.folder / RECORDS_FILE).read_bytes().splitlines()
     except OSError:
@@ -92,8 +92,8 @@ def _records_of(backend: Running) -> list[Record]:
         return [decode_record(line) for line in lines]
     except (msgspec.DecodeError, ValueError):
         raise WhyError(
-            f"`pagemill up` (process {backend.pid}) records its decisions otherwise: it is of another version; "
-            "ask with the pagemill command that it was started with"
+            f"`pagemill up` (process {backend.pid}) has records that this version cannot read; use the pagemill "
+            "command that started it"
         ) from None
 
 
@@ -107,9 +107,7 @@ def _changed_at_s(backend: Running) -> float:
 def _text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise WhyError(
-                f"{path}: is larger than {MAX_FILE_BYTES} bytes; give the part with the deployment's records"
-            )
+            raise WhyError(f"{path}: is larger than {MAX_FILE_BYTES} bytes; reduce it to the deployment's records")
         return path.read_text("utf-8")
     except OSError as error:
         raise WhyError(f"{path}: cannot be read: {error.strerror}; give --file a file of records") from None
@@ -123,13 +121,13 @@ def _decoded(path: Path, text: str) -> Iterator[Record]:
             yield decode_record(line.encode())
         except (msgspec.DecodeError, ValueError) as error:
             raise WhyError(
-                f"{path}:{number}: is no record of a decision: {error}; give --file lines as /debug/scaling, or "
-                "`pagemill why -o json`, prints them"
+                f"{path}:{number}: is not a record of a decision: {error}; give --file the output of /debug/scaling or "
+                "of `pagemill why -o json`"
             ) from None
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(line or place in the list, a record's JSON)."""
+    """Yield each record's JSON with its line number, or with its number in the list of `-o json`."""
     try:
         whole = json.loads(text)
     except ValueError:

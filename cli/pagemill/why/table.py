@@ -1,4 +1,4 @@
-"""Scaling decisions in words: a line for each, and the latest with everything it was made from."""
+"""Formats scaling decisions: one line for each, and the latest one with all its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagemill_operator.autoscaler.signals import Signals
 
 
 def as_json(where: str, records: Sequence[Record], replays: Sequence[Replay] | None) -> str:
-    """Whole records, oldest first; `--file` reads it again."""
+    """Return the complete records as JSON, oldest first; `--file` accepts it."""
     body: dict[str, Any] = {
         "deployment": records[-1].key,
         "recordedBy": where,
@@ -30,9 +30,9 @@ def as_json(where: str, records: Sequence[Record], replays: Sequence[Replay] | N
 
 def as_table(where: str, records: Sequence[Record], replays: Sequence[Replay] | None) -> str:
     latest = records[-1]
-    lines = [f"{latest.key}, the last {_count(len(records), 'decision')} as recorded by {where}", ""]
+    lines = [f"{latest.key}: the last {_count(len(records), 'decision')}, recorded by {where}", ""]
     lines += columns([_head(replays), *(_row(record, replays, index) for index, record in enumerate(records))])
-    lines += ["", f"The decision of {latest.time}", *_details(latest), "", *_goals(latest.decision)]
+    lines += ["", f"Inputs of the decision at {latest.time}", *_details(latest), "", *_goals(latest.decision)]
     lines += _candidates(latest)
     return printable("\n".join(lines).rstrip())
 
@@ -63,14 +63,14 @@ def _replicas(record: Record) -> str:
 def _details(record: Record) -> list[str]:
     signals, settings = record.signals, record.settings
     fleet, queue = signals.fleet, signals.queue
-    start = "no start was seen yet" if fleet.cold_start_s is None else f"a start takes {fleet.cold_start_s:.0f} s"
-    asleep = f", {fleet.asleep} asleep" if fleet.asleep else ""
+    start = "no cold start seen yet" if fleet.cold_start_s is None else f"a cold start takes {fleet.cold_start_s:.0f} s"
+    asleep = f", {fleet.asleep} sleeping" if fleet.asleep else ""
     rows = [
         ("policy", f"{settings.policy}, mode {settings.mode}, {settings.lowest} to {settings.max_replicas} replicas"),
-        ("replicas", f"{fleet.wanted} ordered: {fleet.ready} ready, {fleet.starting} starting{asleep}; {start}"),
+        ("replicas", f"{fleet.wanted} desired: {fleet.ready} ready, {fleet.starting} starting{asleep}; {start}"),
         (
             "gateways",
-            f"{signals.num_reporting} of {signals.num_gateways} report; {queue.num_requests} requests wait in them",
+            f"{signals.num_reporting} of {signals.num_gateways} reporting; {queue.num_requests} requests queued",
         ),
         ("engines", _engines(signals)),
         ("arrivals", _arrivals(signals)),
@@ -92,7 +92,7 @@ def _engines(signals: Signals) -> str:
     usage = f", {active} of {total} KV blocks active ({active / total:.0%})" if total else ""
     stale = f" ({engines.truth}: {engines.age_s:.0f} s old)" if engines.truth == "stale" else ""
     counts = f"{engines.num_requests_running} running, {engines.num_requests_waiting} waiting{usage}"
-    return f"{engines.num_reporting} report{stale}: {counts}"
+    return f"{engines.num_reporting} reporting{stale}: {counts}"
 
 
 def _arrivals(signals: Signals) -> str:
@@ -119,8 +119,8 @@ def _latencies(signals: Signals, share: float) -> str:
         if (value := histogram.quantile(share)) is not None
     ]
     if latencies.truth != "value" or not shown:
-        return "no answer ended lately" if latencies.truth == "value" else latencies.truth
-    return f"{', '.join(shown)} of {share:.0%} of the last minute's answers"
+        return "no answers in the last minute" if latencies.truth == "value" else latencies.truth
+    return f"{', '.join(shown)} at P{share * 100:.0f} of the last minute's answers"
 
 
 def _goals(decision: Decision) -> list[str]:
@@ -133,7 +133,7 @@ def _goals(decision: Decision) -> list[str]:
 
 
 def _candidates(record: Record) -> Iterator[str]:
-    """Numbers of replicas that were weighed against the SLO."""
+    """Yield a table of the numbers of replicas that were compared with the SLO."""
     candidates, slo = record.decision.candidates, record.settings.slo
     if not candidates or slo is None:
         return
@@ -146,11 +146,11 @@ def _candidates(record: Record) -> Iterator[str]:
 
 
 def _why_not(limit: str) -> str:
-    return f"no: out of {limit}" if limit else "no"
+    return f"no: limited by {limit}" if limit else "no"
 
 
 def _ms(value: float | None) -> str:
-    return "without bound" if value is None else f"{value:.0f} ms"
+    return "unbounded" if value is None else f"{value:.0f} ms"
 
 
 def _count(number: int, what: str) -> str:

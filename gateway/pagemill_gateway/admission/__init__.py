@@ -1,1 +1,4 @@
-"""Bounds on what the gateway and its engines take, and on the tries of one request. No torch, no aiohttp."""
+"""Limits on the requests that the gateway and its engines accept, and on the attempts of one request.
+
+Imports neither torch nor aiohttp.
+"""

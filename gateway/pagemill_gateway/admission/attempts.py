@@ -1,10 +1,9 @@
-"""Bounded retry: how often one request may be tried, which endpoints to avoid, and the error when no try is left.
+"""Counts the attempts of one request: which endpoints to avoid, when to stop, and the final error.
 
-Failures are bounded; refusals by full engines are not, but after a few in a row the request waits in the queue first.
-An engine that ended costs no try, since another engine has to do its work; such ends have a bound of their own.
+Failures are limited. Refusals by full engines are not, but after a few in a row the request waits in the queue. An
+engine that ended does not use up an attempt, because another engine must do its work; such ends have their own limit.
 
-Pure bookkeeping of one request. Whether a failure may be retried at all is decided by the relay, which endpoint is next
-by the brain.
+Pure bookkeeping. The relay decides whether a failure may be retried, and the brain chooses the next endpoint.
 """
 
 from __future__ import annotations
@@ -17,33 +16,33 @@ from pagemill_protocol.errors import PagemillError, bad_upstream
 RETRY_PAUSE_BASE_S = 0.05
 RETRY_PAUSE_MAX_S = 2.0
 MOST_FAILURES = 32
-"""Of one request, even if it progressed each time: no engine can serve it."""
+"""Limit for the failures of one request, even if it made progress each time."""
 MOST_ENDS = 8
-"""Engines in a row that ended with the request before it got a token of them, for whatever reason."""
+"""Limit for the engines in a row that ended before they sent a token of the request."""
 MOST_CRASHES = 5
-"""Engines whose own work failed while they had the request, also with tokens between."""
+"""Limit for the engines that crashed with the request, whether or not they sent tokens."""
 
 
 class Attempts:
     def __init__(self, max_attempts: int, *, uniform: Callable[[float, float], float] = random.uniform) -> None:
-        """`uniform` draws a number between two, for the pauses."""
+        """`uniform` draws a random number between two bounds, for the pauses."""
         self._max_attempts = max_attempts
         self._uniform = uniform
         self._failed: list[str] = []
-        """Endpoints that failed or take no requests, in order."""
+        """The endpoints that failed or accept no requests since the last progress, in order."""
         self._full: list[str] = []
-        """Endpoints that were full, since the request last waited in the queue."""
+        """The endpoints that were full since the request last waited in the queue."""
         self._chosen = ""
         self._num_free = 0
-        """Of `_failed`: those that cost no try."""
+        """The entries of `_failed` that do not use up an attempt."""
         self._num_ends = 0
-        """Since the last token."""
+        """The engines that ended since the last token."""
         self._num_crashes = 0
         self._num_failures = 0
-        """Since the beginning; `_failed` is cleared with each progress."""
+        """All failures; `_failed` is cleared with each progress."""
         self._last_message = ""
         self.count = 0
-        """Tries, full engines included."""
+        """All attempts, including those that a full engine refused."""
         self.queued_s = 0.0
 
     @property
@@ -52,12 +51,12 @@ class Attempts:
 
     @property
     def num_counted(self) -> int:
-        """Failed endpoints that cost a try: they were available and not full, and did not serve the request."""
+        """The failures that use up an attempt: the endpoint was available and not full, and failed."""
         return len(self._failed) - self._num_free
 
     @property
     def num_refusals(self) -> int:
-        """By full engines, since the request last waited in the queue."""
+        """The refusals by full engines since the request last waited in the queue."""
         return len(self._full)
 
     @property
@@ -67,7 +66,7 @@ class Attempts:
         return self.num_counted >= self._max_attempts or self._num_failures >= MOST_FAILURES
 
     def queued(self, seconds: float) -> None:
-        """The request waited for capacity: engines that were full may be asked again."""
+        """Count time in the queue; engines that were full may be tried again."""
         self.queued_s += seconds
         self._full.clear()
 
@@ -76,27 +75,25 @@ class Attempts:
         self.count += 1
 
     def progressed(self) -> None:
-        """The engine chosen last continued the answer: earlier failures do not count any more."""
+        """Forget earlier failures, because the last engine continued the answer."""
         self._failed.clear()
         self._full.clear()
         self._num_free = self._num_ends = 0
 
     def refused(self, message: str) -> None:
-        """The engine chosen last is full (429 or 503): it works, but not for this request now."""
+        """Count a refusal: the last engine is full (429 or 503)."""
         self._full.append(self._chosen)
         self._last_message = message
 
     def declined(self, message: str) -> None:
-        """The engine chosen last takes no requests any more, or not yet, or no process listens there, or it was gone
-        before it took the request: that costs no try.
-        """
+        """Count a failure that uses up no attempt, because the last engine was not serving and took no request."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._num_free += 1
         self._last_message = message
 
     def ended(self, message: str, *, crashed: bool) -> None:
-        """The engine chosen last has ended, and its work for the request is lost; `crashed`: by its own failure."""
+        """Count an engine that ended with the request; `crashed`: by its own failure."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._num_free += 1
@@ -105,18 +102,18 @@ class Attempts:
         self._last_message = message
 
     def broke(self, message: str) -> None:
-        """The engine chosen last failed or sends nothing any more: it may have had the request."""
+        """Count a failure of the last engine, which may have had the request."""
         self._failed.append(self._chosen)
         self._num_failures += 1
         self._last_message = message
 
     def pause_s(self, next_endpoint_id: str) -> float:
-        """How long to wait before the next try: nothing for another endpoint, a growing jittered pause for the same."""
+        """Return the seconds to wait before the next attempt: 0 for another endpoint, else growing with jitter."""
         if next_endpoint_id not in self._failed:
             return 0.0
         pause_s = min(RETRY_PAUSE_MAX_S, RETRY_PAUSE_BASE_S * 2.0 ** len(self._failed))
         return pause_s * self._uniform(0.5, 1.0)
 
     def verdict(self) -> PagemillError:
-        """The error for the client when no try is left."""
+        """Return the error for the client after the last attempt."""
         return bad_upstream(f"No engine could serve the request after {self.count} attempts: {self._last_message}")

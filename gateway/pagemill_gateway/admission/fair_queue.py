@@ -1,12 +1,12 @@
-"""The bounded fair queue of one deployment: which requests wait, whose turn is next, and which are shed.
+"""The bounded fair queue of one deployment: which request is next, and which requests overload sheds.
 
-Turns: the lowest `priority` first; within one priority start-time fair queueing between keys by tokens, so that a key
-that asks ten times as much gets no more than one that asks steadily; within one key, in order of arrival. Overload
-sheds the newest request of the lowest priority, of the key that holds most of the queue, but none that an engine has
-worked for: up to `MAX_KEPT` of those are kept, and the queue may exceed its bounds by them.
+The lowest value of `priority` is served first. Within a priority, start-time fair queueing by tokens gives each key
+the same share, however many requests it sends; within a key, requests are served in order of arrival. Overload sheds
+the newest request of the largest `priority` value, of the key with the largest part of the queue. It does not shed
+requests that an engine has worked on: up to `MAX_KEPT` of them are kept beyond the queue's bounds.
 
-Pure: no clock and no futures. Checking capacity for the next request and waking it is done by
-`pagemill_gateway.brain.queue.queues`.
+Pure: no clock and no futures. `pagemill_gateway.brain.queue.queues` checks the capacity for the next request and wakes
+it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from itertools import chain
 from typing import Generic, TypeVar
 
 MAX_DEBTS = 4096
-"""Keys of one priority that are remembered after their last request left, so that they are not served too soon."""
+"""Limit for the keys without waiting requests whose virtual time is remembered, per priority."""
 MAX_KEPT = 1000
-"""Requests that lost their engine and wait whatever the bounds are. Further ones wait as new ones do."""
+"""Limit for requests that lost their engine and are never shed; further ones are treated like new requests."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,19 +28,19 @@ class Waiter:
     """One waiting request."""
 
     key: str
-    """The key whose fair share it uses."""
+    """The key that pays for the request's turn."""
     priority: int
-    """Smaller goes first."""
+    """Smaller values are served first."""
     cost_tokens: int
-    """What its turn costs its key; 0 for a request that has paid already."""
+    """The cost of the request's turn; 0 if its key has already paid."""
     num_bytes: int
     arrived_at: float
-    """When it came to the gateway, not when it began to wait: a request that returns gets its old place."""
+    """Arrival at the gateway, not in the queue: a request that returns to the queue gets its old place."""
     expires_at: float
     group: str
-    """Requests of one group wait for the same: while the first finds no capacity, the others need not be tried."""
+    """Requests of a group need the same endpoints: if the first finds no capacity, the others need not be tried."""
     kept: bool = False
-    """It lost its engine: it was admitted before, and overload does not shed it."""
+    """Whether overload must not shed the request, because it was admitted before and lost its engine."""
 
     def __lt__(self, other: Waiter) -> bool:
         return self.arrived_at < other.arrived_at
@@ -51,30 +51,30 @@ W = TypeVar("W", bound=Waiter)
 
 @dataclass(slots=True)
 class _Line(Generic[W]):
-    """The requests of one key, oldest first."""
+    """The waiting requests of one key, oldest first."""
 
     start: float
-    """Virtual time at which its first request is due."""
+    """The virtual time at which the first request is due."""
     waiters: list[W] = field(default_factory=list)
     num_bytes: int = 0
 
     def newest(self) -> W | None:
-        """Of those that overload may shed."""
+        """Return the newest request that overload may shed, or `None`."""
         return next((waiter for waiter in reversed(self.waiters) if not waiter.kept), None)
 
     def weight(self, by_requests: bool) -> int:
-        """Its share of the queue."""
+        """Return the key's part of the queue, in requests or bytes."""
         return len(self.waiters) if by_requests else self.num_bytes
 
 
 class _Band(Generic[W]):
-    """All keys of one priority. Dropped with its last request: fairness is between requests that wait together."""
+    """All keys of one priority. Deleted with its last request: fairness is between requests that wait together."""
 
     def __init__(self) -> None:
         self.lines: dict[str, _Line[W]] = {}
         self._now = 0.0
         self._debts: dict[str, float] = {}
-        """Virtual times before which keys without waiting requests are not due again."""
+        """The virtual times at which keys without waiting requests are due again."""
 
     def add(self, waiter: W) -> None:
         line = self.lines.get(waiter.key)
@@ -93,14 +93,14 @@ class _Band(Generic[W]):
             self._remember(waiter.key, line.start)
 
     def take(self, waiter: W) -> None:
-        """It got its turn: its key pays."""
+        """Remove a request that got its turn, and charge its key."""
         line = self.lines[waiter.key]
         self._now = max(self._now, line.start)
         line.start += waiter.cost_tokens
         self.remove(waiter)
 
     def settle(self, key: str, num_tokens: int) -> None:
-        """A turn has cost this much more than was paid, or less."""
+        """Charge a key the difference between the cost of a turn and what it paid, which may be negative."""
         line = self.lines.get(key)
         if line is not None:
             line.start = max(self._now, line.start + num_tokens)
@@ -142,21 +142,21 @@ class FairQueue(Generic[W]):
 
     @property
     def num_tokens(self) -> int:
-        """Cost of all turns together."""
+        """The cost of all waiting requests."""
         return self._num_tokens
 
     def oldest_arrival(self) -> float | None:
         return min((waiter.arrived_at for waiter in self._waiters), default=None)
 
     def add(self, waiter: W) -> list[W]:
-        """Add a request; returns those that were shed for it: others, or the new one itself."""
+        """Add a request. Return the requests that were shed for it: others, or the new one itself."""
         waiter.kept = waiter.kept and self._num_kept < MAX_KEPT
         self._insert(waiter)
         gone: list[W] = []
         while self._overfull() and (victim := self._victim()) is not None:
             self.remove(victim)
             if victim is waiter:
-                # Shedding those before it was in vain.
+                # The new request is refused, so the others need not be shed.
                 for each in gone:
                     self._insert(each)
                 return [waiter]
@@ -164,7 +164,7 @@ class FairQueue(Generic[W]):
         return gone
 
     def remove(self, waiter: W) -> None:
-        """It waits no more, and had no turn."""
+        """Remove a request that waits no longer and had no turn."""
         if waiter not in self._waiters:
             return
         band = self._bands[waiter.priority]
@@ -172,7 +172,7 @@ class FairQueue(Generic[W]):
         self._forget(waiter, band)
 
     def first(self, blocked: Collection[str] = ()) -> W | None:
-        """The next request; keys whose first request is of a group in `blocked` are skipped."""
+        """Return the next request, or `None`. Keys whose first request has a group in `blocked` are skipped."""
         for priority in sorted(self._bands):
             lines = [each for each in self._bands[priority].lines.values() if each.waiters[0].group not in blocked]
             if lines:
@@ -180,13 +180,13 @@ class FairQueue(Generic[W]):
         return None
 
     def take(self, waiter: W) -> None:
-        """The first request gets its turn."""
+        """Remove a request that got its turn, and charge its key. It must be the first of its key."""
         band = self._bands[waiter.priority]
         band.take(waiter)
         self._forget(waiter, band)
 
     def settle(self, key: str, priority: int, num_tokens: int) -> None:
-        """A turn has cost its key this many tokens more than it paid, or fewer; ignored where no request waits."""
+        """Charge a key the difference to the cost of a turn, which may be negative; ignored for an empty priority."""
         band = self._bands.get(priority)
         if band is not None:
             band.settle(key, num_tokens)
@@ -195,15 +195,16 @@ class FairQueue(Generic[W]):
         return [waiter for waiter in self._waiters if waiter.expires_at <= now]
 
     def tokens_before(self, key: str, priority: int, cost_tokens: int) -> int:
-        """Tokens served before a new request, if no other one comes after it."""
+        """Return the tokens that are served before a new request, if no other request arrives after it."""
         band = self._bands.get(priority)
         line = band.lines.get(key) if band is not None else None
         own = sum(waiter.cost_tokens for waiter in line.waiters) if line is not None else 0
         return own + self._before(key, priority, own + cost_tokens)
 
     def tokens_until(self, arrived_at: float) -> int:
-        """Tokens served until the turn of the request that arrived then is over, if none comes after it; 0: there is
-        none.
+        """Return the tokens that are served until the end of the turn of the request that arrived at this time.
+
+        Assumes that no other request arrives. 0 if there is no such request.
         """
         for priority, band in self._bands.items():
             for key, line in band.lines.items():
@@ -214,7 +215,7 @@ class FairQueue(Generic[W]):
         return 0
 
     def _before(self, key: str, priority: int, own: int) -> int:
-        """Tokens of other keys, and of lower priorities, that are served before `own` ones of this key."""
+        """Return the tokens of other keys and of smaller priorities that are served before `own` tokens of this key."""
         total = 0
         for each, band in self._bands.items():
             if each > priority:
@@ -246,7 +247,7 @@ class FairQueue(Generic[W]):
         return len(self._waiters) > self.max_requests or self._num_bytes > self.max_bytes
 
     def _victim(self) -> W | None:
-        """The request to shed when the queue exceeds its bounds; `None`: all are kept."""
+        """Return the request to shed when the queue exceeds its bounds; `None` if none may be shed."""
         is_too_long = len(self._waiters) > self.max_requests
         for priority in sorted(self._bands, reverse=True):
             newest = [(line, waiter) for line in self._bands[priority].lines.values() if (waiter := line.newest())]
@@ -255,7 +256,7 @@ class FairQueue(Generic[W]):
         return None
 
     def find_inconsistencies(self) -> list[str]:
-        """Contradictions between counters and contents; for tests. O(waiters)."""
+        """Return the contradictions between counters and contents, for tests. O(waiters)."""
         lines = list(chain.from_iterable(band.lines.items() for band in self._bands.values()))
         there = [waiter for _, line in lines for waiter in line.waiters]
         checks = {

@@ -1,7 +1,7 @@
-"""The gateway's own bounds: at most `max_requests` at once, with `max_bytes` of bodies, decided atomically.
+"""Limits the requests inside the gateway: at most `max_requests` at a time, with `max_bytes` of bodies.
 
-The gate protects the gateway's memory, not the engines: an engine accepts or refuses by itself, from its headers. There
-is no queue here; a request beyond the bounds is refused with `Retry-After`.
+The gate protects the gateway's memory, not the engines, which accept or refuse requests themselves. It has no queue: a
+request beyond the limits is refused with `Retry-After`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Gate:
 
     @property
     def num_bytes(self) -> int:
-        """Of the bodies of all requests inside."""
+        """The bytes of the bodies of all requests inside."""
         return self._num_bytes
 
     def close(self, reason: str) -> None:
-        """Refuse every further request with 503 and `reason`; those inside stay."""
+        """Refuse all further requests with 503 and `reason`; requests inside stay."""
         self._closed_reason = reason
 
     @contextmanager
     def enter(self) -> Iterator[GateSlot]:
-        """Hold one slot for the body of the `with`; raises `PagemillError` (503) at once when there is none."""
+        """Hold a slot for the body of the `with`. Raises `PagemillError` (503) at once if there is none."""
         if self._closed_reason is not None:
             raise unavailable(self._closed_reason, retry_after_s=1, code="draining")
         if self._num_inside >= self._max_requests:
@@ -65,7 +65,7 @@ class Gate:
         await self._empty.wait()
 
     async def wait_quiet(self, quiet_s: float) -> None:
-        """Return when no request is inside and none has come for this long."""
+        """Return when no request is inside and none has arrived for `quiet_s`."""
         while True:
             await self._empty.wait()
             num_entered = self._num_entered
@@ -88,41 +88,41 @@ class Gate:
 
 
 class GateSlot:
-    """What one request holds of the gate."""
+    """The slot of one request and the bytes of its body."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self.num_bytes = 0
 
     def expect(self, num_bytes: int) -> None:
-        """Raises `PagemillError` (503) if a body of this length would exceed the bound; nothing is held for it yet."""
+        """Raise `PagemillError` (503) if a body of this length would exceed the limit. Reserves nothing."""
         if not self._gate.has_capacity(num_bytes):
             raise self._gate.over_capacity()
 
     def hold(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. Raises `PagemillError` (503) and holds nothing when they exceed the bound."""
+        """Count received bytes. Raises `PagemillError` (503), and counts nothing, if they exceed the limit."""
         self.expect(num_bytes)
         self._gate.take(num_bytes)
         self.num_bytes += num_bytes
 
 
 class RunningRequests:
-    """Requests in progress: each has its deadline, and all can be ended when the drain has lasted long enough."""
+    """The requests in progress. Each has a deadline, and all can be ended when the drain timeout is over."""
 
     def __init__(self) -> None:
         self._limits: set[asyncio.Timeout] = set()
         self._ending = False
 
     def limited(self, timeout_s: float | None) -> RunningRequest:
-        """Run a block for at most `timeout_s`, or until `end_all`. Raises `PagemillError` when it was cut short."""
+        """Return a context manager that ends its block after `timeout_s` or at `end_all`, by `PagemillError`."""
         return RunningRequest(self._limits, asyncio.timeout(0 if self._ending else timeout_s), self._cause)
 
     def end_all(self) -> None:
-        """Cut every block short, now and in future."""
+        """End all blocks now, and every later one at once."""
         self._ending = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
-            # One whose time is up already ends by itself and cannot be rescheduled.
+            # An expired timeout cannot be rescheduled; its block is already ending.
             if not limit.expired():
                 limit.reschedule(now)
 
@@ -133,7 +133,7 @@ class RunningRequests:
 
 
 class RunningRequest:
-    """An asynchronous context manager: the block of `RunningRequests.limited`."""
+    """The asynchronous context manager that `RunningRequests.limited` returns."""
 
     def __init__(
         self, limits: set[asyncio.Timeout], limit: asyncio.Timeout, cause: Callable[[], PagemillError]

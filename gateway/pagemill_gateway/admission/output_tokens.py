@@ -1,8 +1,8 @@
-"""How many tokens answers of one deployment will have, learned from finished ones.
+"""Estimates how many tokens the answers of a deployment will have, from finished answers.
 
-Answers are grouped by the power of two of the `max_tokens` their clients sent, since short limits and short answers go
-together; a limit that was seen too rarely uses the answers of all. Old answers fade, so a changed workload is learned
-anew. Memory does not grow: one histogram with bins of a factor of 1.4 per power of two.
+Answers are grouped by the power of two of their requests' `max_tokens`, because short limits and short answers go
+together; a group with too few answers uses those of all groups. Old answers lose weight, so the estimate follows the
+workload. Memory is constant: each group is a histogram whose bins grow by a factor of 1.4.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 
 QUANTILE = 0.8
-"""Of the learned lengths. Many requests together need their mean; a few need more than that."""
+"""The quantile of the lengths that is the estimate. Few requests may together need more than their mean length."""
 PRIOR_TOKENS = 256
-"""The estimate while nothing is learned, for answers that may be longer."""
+"""The estimate while there are too few answers."""
 PRIOR_MEAN_TOKENS = 128.0
 MEAN_WEIGHT = 0.02
-"""Of the newest answer in the mean: a memory of about 50."""
+"""The weight of the newest answer in the mean, which thus covers about 50 answers."""
 LEAST_SAMPLES = 8.0
-"""Answers before a histogram is used."""
+"""The number of answers from which on a histogram is used."""
 MAX_SAMPLES = 512.0
-"""Beyond this many, all counts are halved."""
+"""When a histogram has more answers, all its counts are halved."""
 NUM_BINS = 48
 NUM_LIMITS = 24
 
@@ -27,18 +27,18 @@ NUM_LIMITS = 24
 class OutputTokens:
     def __init__(self) -> None:
         self.mean = PRIOR_MEAN_TOKENS
-        """Of recent answers: how long a sequence slot is used on average."""
+        """The mean number of tokens in recent answers."""
         self._by_limit: dict[int, _Histogram] = {}
         self._all = _Histogram()
 
     def ended(self, num_tokens: float, max_tokens: int | None) -> None:
-        """One answer came to its own end."""
+        """Add an answer that reached its end."""
         self.mean += MEAN_WEIGHT * (num_tokens - self.mean)
         self._all.add(num_tokens)
         self._by_limit.setdefault(_limit_class(max_tokens), _Histogram()).add(num_tokens)
 
     def expect(self, max_tokens: int | None) -> int:
-        """Tokens that most answers with this limit stay below; at least 1, at most the limit."""
+        """Return the estimate for an answer with this limit: at least 1, at most the limit."""
         own = self._by_limit.get(_limit_class(max_tokens))
         histogram = own if own is not None and own.total >= LEAST_SAMPLES else self._all
         tokens = histogram.quantile(QUANTILE) if histogram.total >= LEAST_SAMPLES else PRIOR_TOKENS

@@ -1,8 +1,8 @@
-"""What this gateway has sent to one engine and its reports do not show yet, and what the engine refused.
+"""Counts the requests that this gateway has sent to one engine and that the engine's reports do not show yet.
 
-A request is reserved when it is sent: the blocks of its prompt that are not cached, and of the output that is expected.
-Once the engine has accepted it and two reports have come since, its blocks are in the reports, and only the growth of
-its output is still reserved. Pure bookkeeping of one engine; `brain.endpoints.record` checks capacity with it.
+A request is reserved when it is sent, with the blocks of its uncached prompt and of its expected output. When the
+engine has accepted it and sent two reports since, the reports include its blocks, and only the expected growth of its
+output stays reserved. Pure bookkeeping of one engine; `brain.endpoints.record` checks capacity with it.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 REPORTS_UNTIL_SEEN = 2
-"""After the acceptance: the first report may have been made before it."""
+"""Reports after the acceptance until a request counts as reported; the engine may have made the first one before."""
 BASE_PAUSE_S = 0.25
 MAX_PAUSE_S = 4.0
 
 
 class Need(NamedTuple):
-    """What one request needs of an engine."""
+    """The capacity of an engine that one request needs."""
 
     num_prompt_tokens: int
     num_uncached_tokens: int
     num_output_tokens: int
-    """Expected, of each sequence."""
+    """The expected output tokens of each sequence."""
     num_sequences: int = 1
     max_tokens: int | None = None
     gives_way: bool = False
-    """It leaves its sequence slots to requests that do not: a line of a batch."""
+    """Whether it leaves sequence slots to more urgent requests, as lines of batches do."""
 
     @property
     def cost_tokens(self) -> int:
         return self.num_uncached_tokens + self.num_sequences * self.num_output_tokens
 
     def with_cached(self, num_cached_tokens: int) -> Need:
-        """The same with this many of its prompt's tokens cached."""
+        """Return the need if this many prompt tokens are cached; at least one token is computed."""
         return self._replace(num_uncached_tokens=max(1, self.num_prompt_tokens - num_cached_tokens))
 
     def num_blocks(self, block_size: int) -> int:
-        """Sequences share the prompt's blocks; each has its own for the output."""
+        """Return the number of blocks: the sequences share those of the prompt and have their own for the output."""
         num_prompt_blocks = -(-self.num_uncached_tokens // block_size)
         return num_prompt_blocks + self.num_sequences * -(-self.num_output_tokens // block_size)
 
@@ -47,26 +47,26 @@ class _Reservation:
     need: Need
     num_blocks: int
     reports_left: int | None = None
-    """Until its blocks are in the reports; `None` while the engine has not accepted it."""
+    """The reports until its blocks count as reported; `None` before the engine has accepted the request."""
 
 
 class Reservations:
     def __init__(self) -> None:
         self._open: dict[int, _Reservation] = {}
         self._accepted: dict[int, _Reservation] = {}
-        """Accepted and not in the reports yet."""
+        """The accepted requests that do not count as reported yet."""
         self.num_sequences = 0
-        """Of all requests there."""
+        """The sequences of all requests at the engine."""
         self.num_sequences_giving_way = 0
         self.num_blocks = 0
-        """Of all requests there, in full."""
+        """The blocks of all requests at the engine, expected output included."""
         self.num_unseen_blocks = 0
-        """Of those that no report shows yet."""
+        """The blocks of the requests that do not count as reported yet."""
         self.num_seen_sequences = 0
         self.num_seen_prompt_tokens = 0
-        """Once per sequence, as engines count contexts."""
+        """Prompt tokens of reported requests, counted for each sequence, as engines count contexts."""
         self.num_seen_output_tokens = 0
-        """Expected."""
+        """Expected output tokens of reported requests."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -79,14 +79,14 @@ class Reservations:
         self.num_unseen_blocks += reservation.num_blocks
 
     def accepted(self, decision: int) -> None:
-        """The engine has accepted it."""
+        """Note that the engine has accepted the request."""
         reservation = self._open.get(decision)
         if reservation is not None and reservation.reports_left is None:
             reservation.reports_left = REPORTS_UNTIL_SEEN
             self._accepted[decision] = reservation
 
     def reported(self) -> None:
-        """A report has arrived."""
+        """Note that a report has arrived."""
         for decision, reservation in list(self._accepted.items()):
             assert reservation.reports_left is not None
             reservation.reports_left -= 1
@@ -96,7 +96,7 @@ class Reservations:
                 self.num_unseen_blocks -= reservation.num_blocks
 
     def release(self, decision: int) -> Need | None:
-        """The request left the engine."""
+        """Remove a request that left the engine. Return its need, or `None` if it is unknown."""
         reservation = self._open.pop(decision, None)
         if reservation is None:
             return None
@@ -118,21 +118,20 @@ class Reservations:
 
 
 class RefusalBackoff:
-    """What follows from a refusal: the engine takes no more of our requests than it had, until one ends or a pause is
-    over.
+    """Limits the requests to an engine that refused one: no more than it had then, until one ends or a pause is over.
 
-    After the pause one request at a time tries again; each refusal in a row doubles the pause. This replaces what is
-    unknown of an engine whose reports are stale, lag, or omit its limits.
+    After the pause one request at a time tries again; each refusal in a row doubles the pause. This protects engines
+    whose reports are stale, late, or without limits.
     """
 
     def __init__(self) -> None:
         self._full_at: int | None = None
-        """How many of our requests were there when it refused one more; `None`: it did not."""
+        """The number of our requests at the engine when it refused another; `None` if it accepted the last one."""
         self._until = 0.0
         self._num_refusals = 0
 
     def refused(self, in_flight: int, now: float) -> None:
-        """It refused one request while it had `in_flight` others of ours."""
+        """Note a refusal by the engine while it had `in_flight` of our requests."""
         self._full_at = in_flight
         self._until = now + min(MAX_PAUSE_S, BASE_PAUSE_S * 2.0 ** min(self._num_refusals, 10))
         self._num_refusals += 1
@@ -145,6 +144,6 @@ class RefusalBackoff:
         return self._full_at is None or in_flight < self._full_at or now >= self._until
 
     def chosen(self, in_flight: int, now: float) -> None:
-        """A request goes there beside `in_flight` others: beyond the refused number, it is the one that tries again."""
+        """Note a request that is sent next to `in_flight` others; beyond the limit it is the one that tries again."""
         if self._full_at is not None and in_flight >= self._full_at:
             self._until = now + MAX_PAUSE_S

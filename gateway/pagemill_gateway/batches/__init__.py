@@ -1,1 +1,1 @@
-"""OpenAI's Batch API: files of requests that are run while the engines have capacity that live requests leave idle."""
+"""OpenAI's Batch API: runs files of requests with the engine capacity that live requests leave idle."""

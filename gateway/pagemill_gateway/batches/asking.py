@@ -1,6 +1,6 @@
-"""One line as a request of its own, by the very route that live requests take: its limits, metrics, log and refusals.
+"""Sends one line of a batch through the same routes as a live request, with its limits, metrics, log and errors.
 
-The caller is the key that made the batch, found anew for each line: a key that was revoked gets nothing more.
+The caller is the API key that created the batch. It is looked up for each line, so a revoked key gets no more answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill_protocol.keys.ring import KeyRing
 from pagemill_protocol.openai.render import error_body
 
 RETRIED = frozenset({429, 503})
-"""Limits and overload: a line waits for better times."""
+"""The statuses of limits and overload, after which a line is sent again."""
 DEFAULT_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 
@@ -43,7 +43,7 @@ class Reply(NamedTuple):
 
 class Asker:
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
-        """`app`: the generating routes, with the access log around them."""
+        """`app` has the generating routes and the access log."""
         self._app = app
         self._keys = keys
 
@@ -56,7 +56,7 @@ class Asker:
 
         async def receive() -> Message:
             if not body_left:
-                await asyncio.Event().wait()  # this client never leaves
+                await asyncio.Event().wait()  # this client never disconnects
             return {"type": "http.request", "body": body_left.pop(), "more_body": False}
 
         scope: MutableMapping[str, Any] = {

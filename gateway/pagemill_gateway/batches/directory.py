@@ -1,6 +1,6 @@
-"""Files and batches in a directory of one machine, or of a volume whose file locks hold for all gateways.
+"""Stores files and batches in a directory of one machine, or of a volume whose file locks work across gateways.
 
-Records are replaced as whole files; a lease is a lock that the kernel frees with its process.
+Each record is a file that is replaced as a whole. A lease is a file lock, which the kernel releases with its process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 class DirectoryStore:
     def __init__(self, directory: str) -> None:
-        """Raises `SettingsError` for a directory that cannot be written."""
+        """Create the directory. Raises `SettingsError` if it cannot be written."""
         self._root = Path(directory)
         try:
             for name in ("content", "leases"):
@@ -130,7 +130,7 @@ class _Lock:
         self._descriptor = descriptor
 
     async def renew(self) -> None:
-        """It holds while the process lives."""
+        """Do nothing: the lock is valid while the process lives."""
 
     async def release(self) -> None:
         os.close(self._descriptor)

@@ -1,7 +1,7 @@
-"""When a line may be started: while no live request waits, and an engine of its model has capacity left.
+"""Decides when a line of a batch may start: while no live request waits and an engine of its model has capacity left.
 
-The brain knows how much (`brain.load.idle`); what it answers is good for a moment, in which the lines that are started
-are not all accounted yet.
+The brain computes the idle capacity (`brain.load.idle`). Its answer is reused for `POLL_S`, less the lines started in
+that time, because engines do not report those yet.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class IdleCapacity:
         self._max_load = max_load
         self._is_draining = is_draining
         self._left: dict[str, int] = {}
-        """Lines that may be started, by model, by the last answers."""
+        """The number of lines that may still start, by model, from the brain's last answers."""
         self._asked_at = 0.0
 
     async def wait(self, model: str) -> None:
-        """Return when one line of `model` may be started."""
+        """Return when one line of `model` may start."""
         may_start = False
         while not may_start:
             may_start = not self._is_draining() and await self._take(model)

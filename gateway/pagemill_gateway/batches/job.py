@@ -1,7 +1,7 @@
-"""One batch from its file to its results, by the holder of its lease.
+"""Runs one batch from its file to its results, while holding its lease.
 
-Everything is in the store: who takes over after a crash reads which lines have results, and runs the others. A result
-is one line, appended at once when it is there; its id ends with the number of its line.
+All state is in the store: after a crash another process reads which lines have results, and runs the others. A result
+is one line, which is appended as soon as it is known; its id ends with the number of its line.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pagemill_gateway.batches.store import BatchStore, Lease
 from pagemill_gateway.config import BatchesConfig
 
 TICK_S = 1.0
-"""Between two looks at time and cancellation; the lease is renewed as often."""
+"""Interval of checks for expiry and cancellation, and of the lease's renewal."""
 MAX_TRIES = 3
-"""Of a line whose engine or gateway fails."""
+"""Attempts of a line after errors of engine or gateway."""
 MAX_FAULTS = 20
-"""Shown of a file without a right line."""
+"""Limit for the faults that are shown of a file without a valid line."""
 NUM_EXPIRED_AT_ONCE = 500
 EXPIRED = LineFault("batch_expired", "The request was not run before the batch's completion window ended.")
 
@@ -43,7 +43,7 @@ class BatchJob:
         places: asyncio.Semaphore,
         max_line_bytes: int,
     ) -> None:
-        """`places`: of all lines that this process runs at once."""
+        """`places` limits the lines that this process runs at a time, over all batches."""
         self._batch = batch
         self._store = store
         self._lease = lease
@@ -56,7 +56,10 @@ class BatchJob:
         self._saved = b""
 
     async def run(self) -> None:
-        """To its end. Raises `LeaseLost`, and `PagemillError` while the store is away: then it can be run again."""
+        """Run the batch to its end.
+
+        Raises `LeaseLost`, and `PagemillError` while the store is unavailable; the batch can be run again later.
+        """
         batch = self._batch
         if batch.status not in FINAL:
             for file_id in (batch.output_file_id, batch.error_file_id):
@@ -115,7 +118,7 @@ class BatchJob:
             raise errors.exceptions[0] from None
 
     async def _validate(self) -> bool:
-        """Whether the file has a right line; if not, the batch has failed."""
+        """Return whether the file has a valid line; otherwise set the batch to failed."""
         batch = self._batch
         faults: list[LineFault] = []
         num_lines = 0
@@ -150,7 +153,7 @@ class BatchJob:
     async def _answer(self, line: Line) -> Reply:
         batch, num_failures = self._batch, 0
         while True:
-            # A line that waits for a limit of its key keeps no place from others.
+            # Released between attempts, so that a line that waits for a rate limit takes no place from others.
             async with self._places:
                 reply = await self._asker.ask(batch.endpoint, line.body, batch.key_hash, self._line_id(line.number))
             pause_s = reply.pause_s
@@ -198,12 +201,12 @@ class BatchJob:
             await self._store.append(self._batch.error_file_id, b"".join(results), self._lease)
 
     async def _results(self) -> tuple[set[int], list[int]]:
-        """Numbers of the lines that have results, and the sizes of output and errors; counts them anew."""
+        """Return the numbers of the lines that have results and the sizes of both files; update the batch's counts."""
         batch, numbers = self._batch, [set[int](), set[int]()]
         sizes = [0, 0]
         for place, file_id in enumerate((batch.output_file_id, batch.error_file_id)):
             async for _, raw in raw_lines(self._reader(file_id), 2**62):
-                assert raw is not None  # none is too long
+                assert raw is not None  # no line exceeds the limit
                 numbers[place].add(int(orjson.loads(raw)["id"].rpartition("_")[2]))
                 sizes[place] += len(raw) + 1
         batch.num_completed, batch.num_failed = map(len, numbers)
@@ -236,7 +239,7 @@ def _body(reply: Reply) -> Any:
 
 
 async def _whole(work: Awaitable[None]) -> None:
-    """Cancelled or not, what is begun is done before this returns."""
+    """Wait until the work is complete, even if this task is cancelled meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

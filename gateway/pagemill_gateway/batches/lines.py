@@ -1,4 +1,4 @@
-"""The lines of an input file: read in pieces, each checked by itself. Pure but for the reading."""
+"""Reads the lines of an input file in pieces and checks each one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pagemill_gateway.batches.objects import LineFault
 PIECE_BYTES = 256 * 1024
 MAX_CUSTOM_ID_CHARS = 512
 Read = Callable[[int, int], Awaitable[bytes]]
-"""Content from an offset, at most so many bytes; empty at the end."""
+"""Reads content from an offset, up to a number of bytes; returns nothing at the end."""
 
 
 class Line(NamedTuple):
     number: int
-    """Counted from 1, empty lines included."""
+    """The line's number from 1; empty lines count."""
     custom_id: str
     model: str
     body: bytes
@@ -30,7 +30,7 @@ class BrokenLine(NamedTuple):
 
 
 async def raw_lines(read: Read, max_bytes: int) -> AsyncIterator[tuple[int, bytes | None]]:
-    """Number and text of each line that is not empty; `None` for one that is longer."""
+    """Yield number and text of each line that is not empty; the text is `None` if it is longer than `max_bytes`."""
     offset, number, rest, too_long = 0, 0, b"", False
     while piece := await read(offset, PIECE_BYTES):
         offset += len(piece)

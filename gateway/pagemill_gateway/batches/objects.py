@@ -1,4 +1,4 @@
-"""Files and batches as they are stored and as clients see them. Plain values."""
+"""The stored objects, files and batches, and their form for clients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 
 def new_object_id(prefix: str) -> str:
-    """Ids sort by the time at which they were made."""
+    """Return a new id. Ids sort by the time of their creation."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def is_object_id(value: str) -> bool:
-    """Only such an id may become part of a path."""
+    """Whether the value has the form of our ids, so that it may become part of a path."""
     return _ID.fullmatch(value) is not None
 
 
@@ -40,7 +40,7 @@ class LineFault(msgspec.Struct, frozen=True):
     code: str
     message: str
     line: int | None = None
-    """Counted from 1; `None`: the whole file."""
+    """The line's number from 1; `None` for a fault of the whole file."""
 
     def shown(self) -> dict[str, Any]:
         return {"code": self.code, "message": self.message, "param": None, "line": self.line}
@@ -49,13 +49,13 @@ class LineFault(msgspec.Struct, frozen=True):
 class Batch(msgspec.Struct, kw_only=True):
     id: str
     account: str
-    """Whose it is: `Caller.account`."""
+    """The owner, `Caller.account`."""
     key_hash: str
-    """Of the API key that made it: its lines are that key's requests."""
+    """The hash of the API key that created the batch; its lines are requests of that key."""
     endpoint: str
     input_file_id: str
     output_file_id: str
-    """Shown, as the other one, once the file is there."""
+    """Like `error_file_id`, shown to clients only when the file exists."""
     error_file_id: str
     completion_window: str
     created_at: int
@@ -63,9 +63,9 @@ class Batch(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     status: Status = "validating"
     times: dict[str, int] = {}
-    """When it became what `status` names, by status."""
+    """The time of the first change to each status, in Unix seconds."""
     faults: list[LineFault] = []
-    """Of a batch that failed as a whole."""
+    """The faults of a batch that failed as a whole."""
     num_lines: int = 0
     num_completed: int = 0
     num_failed: int = 0

@@ -1,4 +1,4 @@
-"""Files and batches in the Redis that gateways share: hashes of records, strings of content, leases that run out."""
+"""Stores files and batches in the gateways' Redis: records in hashes, contents in strings, leases that expire."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pagemill_gateway.limits.redis.link import Away, Link, Script
 from pagemill_protocol.errors import unavailable
 
 LEASE_MS = 15_000
-"""A gateway that dies holds its batches for this long."""
+"""Another gateway can continue the batches of a gateway that died after this time."""
 TIMEOUT_MS = 10_000.0
-"""No live request waits for these calls."""
+"""Longer than for other calls to Redis, because no live request waits for these."""
 WRITE = Script("write_leased")
 
 
 class RedisBatchStore:
     def __init__(self, config: RedisConfig) -> None:
-        """Raises `SettingsError`."""
+        """Raise `SettingsError` if the settings of Redis are invalid."""
         self._link = Link(msgspec.structs.replace(config, timeout_ms=TIMEOUT_MS))
 
     async def put(self, kind: Kind, account: str, object_id: str, value: bytes, lease: Lease | None = None) -> None:
@@ -52,7 +52,7 @@ class RedisBatchStore:
         await self._ask(lambda client: client.delete(self._key("content", file_id)))
 
     async def trim(self, file_id: str) -> None:
-        """Redis appends a line as a whole."""
+        """Do nothing: Redis appends are atomic, so no line is unfinished."""
 
     async def lease(self, batch_id: str) -> Lease | None:
         key, owner = self._key("lease", batch_id), secrets.token_hex(8)
@@ -84,7 +84,7 @@ class RedisBatchStore:
             ) from away
 
     def _key(self, kind: str, name: str) -> str:
-        """All in one slot of a Redis cluster, for the script."""
+        """Return the key. The script needs all keys in one slot of a Redis cluster, hence the tag in braces."""
         return f"{self._link.prefix}:{{batches}}:{kind}:{name}"
 
 

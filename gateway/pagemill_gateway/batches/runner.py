@@ -1,4 +1,4 @@
-"""Finds batches that are not over and that no other process runs, and runs them: a few at a time, fair to accounts."""
+"""Finds open batches that no other process runs, and runs them: a few at a time, fairly between accounts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger("pagemill.gateway.batches")
 
 SCAN_S = 1.0
 MAX_RUNNING = 8
-"""Batches that one process runs side by side."""
+"""Limit for the batches that one process runs at the same time."""
 
 
 class BatchRunner:
-    """Create and use inside a running event loop; `close` ends what it runs."""
+    """Runs batches until `close`. Create it inside a running event loop."""
 
     def __init__(
         self, config: BatchesConfig, store: BatchStore, asker: Asker, idle: IdleCapacity, max_line_bytes: int
@@ -36,12 +36,12 @@ class BatchRunner:
         self._max_line_bytes = max_line_bytes
         self._places = asyncio.Semaphore(config.max_concurrency)
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        """Account and task by batch."""
+        """Account and task of each running batch, by batch id."""
         self._woken = asyncio.Event()
         self._scanning = asyncio.create_task(self._scan_for_ever())
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Look for batches at once, because there is a new one."""
         self._woken.set()
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What clients may do with files and batches, without HTTP: each account sees its own only, within its bounds."""
+"""The operations on files and batches, without HTTP. An account sees only its own objects, and has limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagemill_protocol.keys.caller import Caller
 from pagemill_protocol.openai.batches import BatchRequest
 
 MAX_OLD_BATCHES = 1000
-"""Of one account that are over and still shown."""
+"""Limit for the finished batches of an account; older ones are deleted."""
 PIECE_BYTES = 256 * 1024
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 30 * 86400
@@ -28,7 +28,7 @@ class Batches:
         self._store = store
 
     async def upload(self, account: str) -> Upload:
-        """Raises `PagemillError` where the account has as many files as it may have."""
+        """Begin an upload. Raises `PagemillError` if the account has the maximum number of files."""
         files = await self.files(account)
         if len(files) >= self._config.max_files:
             raise PagemillError(
@@ -118,7 +118,7 @@ class Batches:
 
 
 class Upload:
-    """One file on its way in; `discard` it where it does not come to its end."""
+    """A file that is being uploaded; call `done` at its end, or `discard` if the upload fails."""
 
     def __init__(self, config: BatchesConfig, store: BatchStore, account: str, num_bytes_before: int) -> None:
         self._config = config
@@ -129,7 +129,7 @@ class Upload:
         self._id = new_object_id("file-")
 
     async def append(self, data: bytes) -> None:
-        """Raises `PagemillError` 413."""
+        """Append data. Raises `PagemillError` 413 if the file or all files of the account become too large."""
         self._num_bytes += len(data)
         if self._num_bytes > self._config.max_file_bytes:
             raise body_too_large(self._config.max_file_bytes)

@@ -1,7 +1,7 @@
-"""What keeps files and batches: small records by kind, account and id, and the contents of files.
+"""The interface of stores for files and batches: small records by kind, account and id, and the contents of files.
 
-`directory` keeps them in a folder, `redis` where several gateways reach them. Who runs a batch holds its lease; what it
-writes with a lease that it has lost is refused.
+`directory` stores them in a folder, and `redis` for several gateways. The process that runs a batch holds its lease;
+writes with a lost lease are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 Kind = Literal["files", "batches", "open", "cancels"]
-"""`open`: the account of each batch that is not over, under the account ""; `cancels`: batches to be cancelled."""
+"""`open` has the account of each unfinished batch, under the account ""; `cancels` has the batches to be cancelled."""
 
 
 class LeaseLost(Exception):
@@ -18,35 +18,35 @@ class LeaseLost(Exception):
 
 class Lease(Protocol):
     async def renew(self) -> None:
-        """Raises `LeaseLost`."""
+        """Extend the lease. Raises `LeaseLost`."""
         ...
 
     async def release(self) -> None: ...
 
 
 class BatchStore(Protocol):
-    """Every method raises `PagemillError` 503 while the store cannot be used."""
+    """A store. Every method raises `PagemillError` 503 while the store is unavailable."""
 
     async def put(self, kind: Kind, account: str, object_id: str, value: bytes, lease: Lease | None = None) -> None:
-        """Raises `LeaseLost`."""
+        """Write a record. Raises `LeaseLost`."""
         ...
 
     async def get(self, kind: Kind, account: str, object_id: str) -> bytes | None: ...
 
     async def all(self, kind: Kind, account: str) -> dict[str, bytes]:
-        """By id, oldest first."""
+        """Return all records by id, oldest first."""
         ...
 
     async def remove(self, kind: Kind, account: str, object_id: str) -> bool:
-        """Whether it was there."""
+        """Remove a record. Return whether there was one."""
         ...
 
     async def append(self, file_id: str, data: bytes, lease: Lease | None = None) -> None:
-        """To the file's content; makes it. Raises `LeaseLost`."""
+        """Append to the content of a file, and create it if needed. Raises `LeaseLost`."""
         ...
 
     async def read(self, file_id: str, offset: int, size: int) -> bytes:
-        """As far as there is content."""
+        """Return up to `size` bytes of content; nothing at the end."""
         ...
 
     async def remove_content(self, file_id: str) -> None: ...
@@ -56,7 +56,7 @@ class BatchStore(Protocol):
         ...
 
     async def lease(self, batch_id: str) -> Lease | None:
-        """`None`: another one holds it."""
+        """Take the lease of a batch; `None` if another process holds it."""
         ...
 
     async def close(self) -> None: ...

@@ -1,1 +1,1 @@
-"""Where the brain's knowledge comes from: the catalogue, the engines' state streams, their tokenizer bundles."""
+"""The sources of the brain's data: the catalogue, the engines' state streams, and their tokenizer bundles."""

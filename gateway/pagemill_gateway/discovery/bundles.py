@@ -1,8 +1,7 @@
-"""Tokenizers of the engines' models: bundles fetched from control ports by digest, built once, kept while in use.
+"""The tokenizers of the engines' models: bundles are fetched by digest, and tokenizers built once and kept while used.
 
-A bundle is checked against its digest before it is used, so a wrong or changed tokenizer is never applied. Building a
-tokenizer takes long for large vocabularies and happens off the event loop. Where the control process is a process of
-its own, it fetches from engines and checks, and the workers get their bundles from it.
+A bundle is checked against its digest. Building the tokenizer of a large vocabulary takes long and happens in a thread.
+A control process of its own fetches the bundles from engines' control ports, and workers get them from it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ FETCH_TIMEOUT_S = 30.0
 MAX_BUNDLE_BYTES = 128 * 1024 * 1024
 
 Source = Callable[[str], Awaitable[bytes]]
-"""The bundle of a digest. Raises `PagemillError`."""
+"""Returns the bundle with a digest. Raises `PagemillError`."""
 
 
 class BundleError(Exception):
-    """An engine gave no usable tokenizer bundle."""
+    """There is no valid tokenizer bundle."""
 
 
 class Bundles:
@@ -38,8 +37,9 @@ class Bundles:
         keeps_tokenizers: bool = True,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`session`: for `fetch`; `None`: all bundles come from the source. `source`: where to get an unknown bundle.
-        `keeps_tokenizers`: prompts are tokenized here. `on_change`: one more bundle is known.
+        """`session` is for `fetch`; `None` if all bundles come from `source`, which returns an unknown bundle.
+
+        `keeps_tokenizers`: whether this process tokenizes prompts. `on_change` is called for each new bundle.
         """
         self._session = session
         self._source = source
@@ -58,21 +58,24 @@ class Bundles:
         return frozenset(self._bundles)
 
     def data(self, digest: str) -> bytes:
-        """The bytes of a known bundle. Raises `BundleError`."""
+        """Return the bytes of a known bundle. Raises `BundleError`."""
         return self._known(digest).to_bytes()
 
     async def fetch(self, digest: str, control_url: str, token: str) -> None:
-        """Make `digest` known; concurrent callers fetch it once. Raises `BundleError` or `aiohttp.ClientError`."""
+        """Fetch an unknown bundle from an engine, once for concurrent callers.
+
+        Raises `BundleError` or `aiohttp.ClientError`.
+        """
         await self._learn(digest, lambda: self._download(control_url, token))
 
     async def load(self, digest: str) -> None:
-        """Make `digest` known from the source. Raises `BundleError` or `PagemillError`."""
+        """Get an unknown bundle from the source. Raises `BundleError` or `PagemillError`."""
         source = self._source
         if source is not None and digest not in self._bundles:
             await self._learn(digest, lambda: source(digest))
 
     async def tokenizer(self, digest: str, chat_template: str | None) -> Tokenizer:
-        """The tokenizer of a known bundle, with `chat_template` in place of the bundle's own unless None.
+        """Return the tokenizer of a bundle, with `chat_template` instead of the bundle's own unless it is None.
 
         Raises `BundleError` or `PagemillError`.
         """
@@ -87,9 +90,9 @@ class Bundles:
             return self._tokenizers[digest, chat_template]
 
     def forget_all_but(self, digests: Set[str], templates: Set[str]) -> None:
-        """Drop what no endpoint and no deployment uses any more.
+        """Drop all bundles and tokenizers but those with these digests and chat templates.
 
-        A request in progress may still hold such a tokenizer: it closes itself with its last user.
+        A request in progress may still use a dropped tokenizer, which is closed with its last reference.
         """
         for digest in self._bundles.keys() - digests:
             del self._bundles[digest]

@@ -1,4 +1,4 @@
-"""The catalogue of the settings file or of `PUT /catalog`: decoded and checked as a whole."""
+"""Decodes and checks the catalogue of the settings file or of `PUT /catalog`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pagemill_protocol.errors import PagemillError, invalid_field
 
 MAX_MODELS = 10_000
 MAX_ENDPOINTS = 1024
-"""Of all models together: each has a state stream of its own."""
+"""Limit for the endpoints of all models; each has a state stream."""
 
 
 def decode_catalog(raw: bytes) -> Catalog:
-    """Raises `PagemillError` 400 that names the invalid part; nothing of an invalid catalogue is applied."""
+    """Decode and check a catalogue. Raises `PagemillError` 400 that names the invalid part."""
     try:
         catalog = msgspec.json.decode(raw, type=Catalog)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -25,7 +25,7 @@ def decode_catalog(raw: bytes) -> Catalog:
 
 
 def check_catalog(catalog: Catalog) -> None:
-    """Raises `PagemillError` 400 for the first thing that cannot be served."""
+    """Raise `PagemillError` 400 for the first invalid part of the catalogue."""
     num_endpoints = sum(len(model.endpoints) for model in catalog.models)
     for what, number, most in (
         ("models", len(catalog.models), MAX_MODELS),

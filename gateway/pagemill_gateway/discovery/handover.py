@@ -1,8 +1,7 @@
-"""Handover from engines that drain: as soon as others can take over, the gateway stops sending and confirms that.
+"""The handover from draining engines: when others can take over, the gateway stops sending requests and confirms it.
 
-The engine serves until every gateway has confirmed it (`/internal/drained`), so no request is lost between an engine
-that leaves and one that this gateway does not know yet. For an engine without a replacement it is confirmed after a few
-seconds.
+The engine serves until every gateway has confirmed (`/internal/drained`), so that no request is lost before the gateway
+knows the replacement. Without a replacement the gateway confirms after a timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ logger = logging.getLogger("pagemill.gateway.state")
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 NUM_TRIES = 3
 RETRY_S = 0.3
-"""Between two tries, unless a new token comes first."""
+"""Pause between two attempts, unless a new token arrives first."""
 WRONG_TOKEN = frozenset({401, 403})
 
 
@@ -28,7 +27,7 @@ class Handovers:
     def __init__(
         self, session: aiohttp.ClientSession, brain: LocalBrain, timeout_s: float, gateway: dict[str, str]
     ) -> None:
-        """`gateway`: the header with this gateway's name."""
+        """`gateway` has the headers with this gateway's name."""
         self._session = session
         self._gateway = gateway
         self._brain = brain
@@ -36,9 +35,9 @@ class Handovers:
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
     def begin(self, endpoint_id: str, control_url: str, token: str) -> None:
-        """Once per endpoint and drain, however often the engine reports that it drains.
+        """Begin a handover, unless one is in progress or was confirmed.
 
-        `token` is used where the catalogue has none any more because the deployment is gone.
+        `token` is used if the catalogue has none, because the deployment was removed.
         """
         record = self._brain.registry.endpoints.get(endpoint_id)
         if endpoint_id in self._under_way or record is None or record.drain_acknowledged:
@@ -56,10 +55,10 @@ class Handovers:
     async def _run(self, endpoint_id: str, control_url: str, token: str) -> None:
         await self._brain.changes.wait_until(lambda: self._brain.replaceable(endpoint_id), self._timeout_s)
         if not self._brain.leaving(endpoint_id):
-            return  # an engine that was restarted at the same address reports already, and takes requests
+            return  # a restarted engine at the same address has reported and accepts requests
         self._brain.drain(endpoint_id)
         for _ in range(NUM_TRIES):
-            # Keys may have been rotated since the stream was opened.
+            # The token may have been rotated since the stream was opened.
             token = self._token_now(endpoint_id) or token
             if await self._acknowledge(control_url, token):
                 self._brain.drain_acknowledged(endpoint_id)
@@ -76,7 +75,7 @@ class Handovers:
         return self._brain.token_of(record) if record is not None else ""
 
     async def _acknowledge(self, control_url: str, token: str) -> bool:
-        """Whether the engine has received the confirmation, or will never accept it."""
+        """Send the confirmation. Return whether the engine received it or will never accept it."""
         headers = {"Authorization": f"Bearer {token}", **self._gateway}
         try:
             async with self._session.post(

@@ -1,7 +1,8 @@
-"""The latest catalogue on disk: for a gateway that starts while the API server is down, and for a control process that
-replaces one that died.
+"""Stores the latest catalogue on disk, for a gateway that starts while the API server is down and for a control process
+that replaces one that died.
 
-It holds tokens, so only this user may read it, and it belongs on a volume in memory. An unreadable file counts as none.
+The file contains tokens, so only this user may read it, and it belongs on a volume in memory. An unreadable file is
+ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def read_last_known(path: Path) -> Known | None:
 
 
 def write_last_known(path: Path, known: Known) -> None:
-    """Replaces the file as a whole, or not at all. Raises `OSError`."""
+    """Replace the file atomically. Raises `OSError`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

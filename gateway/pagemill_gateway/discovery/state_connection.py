@@ -1,8 +1,8 @@
-"""The connection of one state stream: most of its frames are applied in the turn of the event loop that received them.
+"""The connection of one state stream. Most frames are applied in the callback that receives them.
 
-Engines send frames with every change, so a gateway reads thousands a second. Only a frame that `apply` leaves, and all
-that come before it was dealt with, wake the task that waits in `left_frame`. What frames mean, and when a stream is
-opened again: `state_streams`.
+Engines send a frame with every change, so a gateway reads thousands a second. Only frames that `apply` refuses, and
+frames that arrive before those are handled, wake the task in `left_frame`. `state_streams` interprets frames and
+reopens streams.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _OK = 200
 
 
 class StateConnection(EngineConnection):
-    """`ask` first; then `left_frame` until it gives nothing."""
+    """A state stream: call `ask` first, then `left_frame` until it returns None."""
 
     def __init__(self, apply: Callable[[StateFrame], bool]) -> None:
-        """`apply`: returns whether it has dealt with the frame. What it raises ends the stream."""
+        """`apply` returns whether it has handled the frame; an exception ends the stream."""
         super().__init__(lambda _: None)
         self._apply = apply
         self._decoder = StateDecoder()
@@ -33,8 +33,10 @@ class StateConnection(EngineConnection):
         self._fault: Exception | None = None
 
     async def left_frame(self, idle_timeout_s: float) -> StateFrame | None:
-        """The next frame that `apply` has left; `None` when the stream has ended. Raises `TimeoutError` when nothing
-        came for so long, `FrameError`, `ConnectionBroken`, and what `apply` raised.
+        """Return the next frame that `apply` has not handled; `None` at the end of the stream.
+
+        Raises `TimeoutError` if nothing arrives for `idle_timeout_s`, `FrameError`, `ConnectionBroken`, and what
+        `apply` raised.
         """
         while not self._left:
             if not self._reads and not self._transport.is_closing():
@@ -63,7 +65,7 @@ class StateConnection(EngineConnection):
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    # What parser and transport call.
+    # Callbacks of parser and transport.
 
     def on_body(self, body: bytes) -> None:
         if self.status != _OK:
@@ -91,7 +93,7 @@ class StateConnection(EngineConnection):
         self._notify()
 
     def _leave(self, num_bytes: int) -> None:
-        """So many bytes brought frames that wait for the task."""
+        """Count received bytes with frames for the task; pause reading if there are too many."""
         self._num_left_bytes += num_bytes
         if self._num_left_bytes > MAX_UNREAD_BYTES and self._reads and not self._transport.is_closing():
             self._reads = False

@@ -1,10 +1,10 @@
-"""One long `GET /internal/state` per endpoint, reopened for ever; its frames go to the brain.
+"""Reads the state stream of each endpoint, a long `GET /internal/state`, and passes its frames to the brain.
 
-A broken, silent or gapped stream is closed and opened again (its first frame is a snapshot) after a jittered, growing
-pause; meanwhile the endpoint's `/readyz` gives the reason. The pause never stops traffic: the brain decides what a
-missing stream means for routing. Tokenizer bundles named by a frame are fetched before the frame is applied, so that no
-endpoint is usable before its prompts can be tokenized. An engine that drains gets a confirmation once no more requests
-go there (`discovery.handover`).
+A stream that is broken, silent or has a gap is closed and reopened after a growing pause with jitter; its first frame
+is a snapshot. Meanwhile the endpoint's `/readyz` gives the reason. The brain decides what a missing stream means for
+routing. Tokenizer bundles are fetched before the frame that names them is applied, so that prompts for a usable
+endpoint can be tokenized. A draining engine gets a confirmation when no more requests are sent to it
+(`discovery.handover`).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ logger = logging.getLogger("pagemill.gateway.state")
 
 LONG_FAILING_SHARE = 0.1
 LONGEST_PAUSE_S = 30.0
-"""Longest pause for an endpoint that has failed for long; its platform shows when it is worth trying again."""
+"""The longest pause, for an endpoint that has failed for long; it ends early when the platform finds the pod ready."""
 
 
 class StreamRefused(Exception):
-    """The engine, or what answers in its place, gives no state."""
+    """The engine, or another server at its address, refused the state stream."""
 
 
 STREAM_FAULTS = (
     CannotConnect,
     StreamRefused,
-    OSError,  # time-outs too
+    OSError,  # including timeouts
     FrameError,
     StateGap,
     BundleError,
-    aiohttp.ClientError,  # of a bundle
+    aiohttp.ClientError,  # while fetching a bundle
     UnsupportedProtocol,
 )
 READYZ_TIMEOUT_S = 1.0
@@ -71,7 +71,7 @@ class StateStreams:
         bundles: Bundles,
         config: GatewayConfig,
     ) -> None:
-        """`trust`: for engines by `https://`."""
+        """`trust` verifies engines with `https` URLs."""
         self._session = session
         self._sockets = StateSockets()
         self._connector = StateConnector(config.connect_timeout_s, trust, self._sockets)
@@ -83,13 +83,13 @@ class StateStreams:
         self._handovers = Handovers(session, brain, config.handover_timeout_s, named)
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._asked: set[str] = set()
-        """Endpoints that have answered, or failed to, at least once."""
+        """The endpoints whose stream has had a frame or has failed."""
         self._probed_ready: set[str] = set()
         self._hints: dict[str, asyncio.Event] = {}
-        """By endpoint: set when it should be tried again at once."""
+        """An event for each endpoint, which is set to reconnect at once."""
 
     def sync(self) -> None:
-        """Follow exactly the endpoints that the brain knows now."""
+        """Open and close streams so that there is one for each endpoint that the brain knows."""
         records = self._brain.registry.endpoints.values()
         wanted = {(record.endpoint.id, record.endpoint.control_url) for record in records}
         for gone in self._tasks.keys() - wanted:
@@ -104,11 +104,11 @@ class StateStreams:
 
     @property
     def settled(self) -> bool:
-        """Every engine that its platform calls ready has reported here, or was asked without success."""
+        """Whether each endpoint that the platform finds ready has sent a frame or has failed."""
         return self._probed_ready <= self._asked
 
     def _hint(self, probed_ready: set[str]) -> None:
-        """Endpoints that the platform has just found ready are tried at once."""
+        """Reconnect at once to endpoints that have become ready for the platform."""
         for endpoint_id in probed_ready - self._probed_ready:
             if endpoint_id in self._hints:
                 self._hints[endpoint_id].set()
@@ -140,7 +140,7 @@ class StateStreams:
                     cause = fault
                     logger.warning("state stream of %s: %s", endpoint_id, fault)
             except Exception as error:
-                # An unexpected error in one stream must neither end it for good nor affect another one.
+                # An unexpected error must not end this stream for good nor affect others.
                 logger.exception("state stream of %s failed", endpoint_id)
                 cause = f"{type(error).__name__}: {error}"
             if progress.num_frames:
@@ -167,7 +167,7 @@ class StateStreams:
         hint.clear()
 
     async def _read(self, endpoint_id: str, control_url: str, progress: _Progress) -> None:
-        """One connection, until it ends. Raises one of `STREAM_FAULTS` unless the stream ends regularly."""
+        """Read one connection to its end. Raises one of `STREAM_FAULTS` unless the engine ends the stream."""
         record = self._brain.registry.endpoints.get(endpoint_id)
         token = self._brain.token_of(record) if record is not None else ""
         origin, head = self._head(control_url, token)
@@ -204,7 +204,7 @@ class StateStreams:
             raise CannotConnect(refused=False) from error
 
     def _apply(self, endpoint_id: str, progress: _Progress, frame: StateFrame) -> bool:
-        """Apply the frame, unless something must be waited for. Raises `StateGap`."""
+        """Apply the frame, unless the task must handle it. Return whether it was applied. Raises `StateGap`."""
         if frame.draining or self._lacks_bundle(frame) or not self._brain.ready(endpoint_id):
             return False
         self._observe(endpoint_id, frame, progress)
@@ -225,12 +225,12 @@ class StateStreams:
 
 
 class _Progress:
-    """Kept beyond the exception that ends a connection."""
+    """The progress of one connection, which outlives the exception that ends it."""
 
     num_frames = 0
     opened = False
     refused = False
-    """No process listens there."""
+    """Whether no process listens on the port."""
 
 
 class _Readyz(msgspec.Struct):
@@ -239,7 +239,10 @@ class _Readyz(msgspec.Struct):
 
 
 async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwise: str) -> tuple[str, str]:
-    """`(phase, detail)`, such as `("loading", "weights 40 %")`; `("unreachable", otherwise)` without an answer."""
+    """Return phase and detail from `/readyz`, such as `("loading", "weights 40 %")`.
+
+    Without an answer, return `("unreachable", otherwise)`.
+    """
     timeout = aiohttp.ClientTimeout(total=READYZ_TIMEOUT_S)
     try:
         async with session.get(f"{control_url}/readyz", timeout=timeout, allow_redirects=False) as response:
@@ -250,7 +253,7 @@ async def fetch_phase(session: aiohttp.ClientSession, control_url: str, otherwis
 
 
 def tls_fault(error: BaseException, control_url: str) -> str:
-    """What is wrong between the certificate of an engine and the settings, and the remedy; empty for other faults."""
+    """Return the message for a TLS error, with the remedy; empty for other errors."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
             f"{error.verify_message}: the engine's certificate is not accepted; set engine_tls.ca_file to its "

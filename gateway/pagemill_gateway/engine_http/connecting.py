@@ -1,6 +1,4 @@
-"""How a gateway connects to an engine: by the addresses of its host in turn, with TLS where its URL says so; and the
-head of what it asks there.
-"""
+"""Connects to an engine, trying all addresses of its host, with TLS for `https` URLs; builds the head of a request."""
 
 from __future__ import annotations
 
@@ -20,8 +18,10 @@ Connection = TypeVar("Connection", bound=asyncio.Protocol)
 
 
 class CannotConnect(Exception):
-    """Nothing was sent. `refused`: no process listens there; else there was no answer in time, or an invalid one. Its
-    cause is the error of the last address."""
+    """The connection failed, and nothing was sent. The cause is the error of the last address.
+
+    `refused`: no process listens on the port; otherwise there was no valid response in time.
+    """
 
     def __init__(self, *, refused: bool) -> None:
         super().__init__("An engine cannot be reached.")
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def origin_of(base_url: str) -> Origin:
-    """Raises `ValueError` if it is not the URL of a server."""
+    """Parse the URL of an engine. Raises `ValueError` if it is invalid."""
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{base_url!r} is no address of a server")
@@ -49,7 +49,7 @@ def origin_of(base_url: str) -> Origin:
 
 
 def request_head(request: str, origin: Origin, token: str, *fields: str) -> bytes:
-    """`request`: method and path. Raises `ValueError` for values that are invalid in a header."""
+    """Return the head of a request. `request` is method and path. Raises `ValueError` for invalid header values."""
     lines = (
         f"{request} HTTP/1.1",
         f"Host: {origin.host_header}",
@@ -64,12 +64,12 @@ def request_head(request: str, origin: Origin, token: str, *fields: str) -> byte
 
 class Connector:
     def __init__(self, timeout_s: float, trust: ssl.SSLContext) -> None:
-        """`timeout_s`: of each address. `trust`: for engines by `https://`."""
+        """`timeout_s` applies to each address; `trust` verifies engines with `https` URLs."""
         self._timeout_s = timeout_s
         self._trust = trust
 
     async def connect(self, origin: Origin, make: Callable[[], Connection]) -> Connection:
-        """To the first address of the host that accepts. Raises `CannotConnect`."""
+        """Connect to the first address of the host that accepts. Raises `CannotConnect`."""
         is_refused, cause = True, None
         for address in await _addresses(origin):
             try:

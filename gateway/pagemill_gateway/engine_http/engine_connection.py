@@ -1,8 +1,8 @@
-"""One connection to an engine: sends a request, receives head and body of its answer; then the next one.
+"""An HTTP connection to an engine: sends a request and receives the head and body of its response, one at a time.
 
-Bytes of a body are passed on unread as they come; a slow reader stops the engine's sending. What peers may make the
-gateway hold is bounded: the head, and unread bytes. The connection decides whether it may be used again, `engine_pool`
-which request uses it; what an answer means is decided by `upstream`. httptools parses.
+The bytes of a body are not interpreted; a slow reader makes the engine stop sending. The sizes of the head and of the
+unread body are limited. The connection knows whether it can be reused, `engine_pool` assigns it to requests, and
+`upstream` interprets responses. The parser is httptools.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from typing import cast
 import httptools
 
 MAX_HEAD_BYTES = 32 * 1024
-"""For the head, and for anything else outside the body: a trailer that never ends."""
+"""Limit for the head, and for bytes outside the body such as an endless trailer."""
 MAX_UNREAD_BYTES = 128 * 1024
-"""Above it the connection is not read. One more read of the socket may be added."""
+"""With more unread bytes the socket is not read; one read may exceed the limit."""
 PIECE_BYTES = 128 * 1024
-"""A large request is sent in such pieces: a huge prompt must not be copied into the transport at once."""
+"""Large requests are sent in pieces of this size, because the transport copies what it is given."""
 _OK = 200
 
 
 class ConnectionBroken(ConnectionError):
-    """The connection ended before the answer did, or the answer is not HTTP."""
+    """The connection ended before the response, or the response is not HTTP."""
 
 
 class EngineConnection(asyncio.Protocol):
-    """Create inside a running event loop. One request at a time: `ask`, then `receive` until it gives nothing."""
+    """A connection for one request at a time: `ask`, then `receive` until it returns nothing.
+
+    Create it inside a running event loop.
+    """
 
     def __init__(self, on_lost: Callable[[EngineConnection], None]) -> None:
         self.status = 0
-        """Of the answer; 0 until its head has arrived."""
+        """The response's status; 0 until its head has arrived."""
         self.has_ended = True
-        """The answer is complete, although it may not be read; so it is before the first request."""
+        """Whether the response is complete, even if it is not read yet; also true before the first request."""
         self.idle_since = 0.0
-        """Set by the pool."""
+        """The loop's time at which the pool got the connection back; set by the pool."""
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -43,7 +46,7 @@ class EngineConnection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._num_header_bytes = 0
         self._num_bodiless_bytes = 0
-        """Received since the last bytes of the body."""
+        """The bytes that were received since the last bytes of a body."""
         self._num_body_bytes = 0
         self._pieces: list[bytes] = []
         self._num_unread = 0
@@ -55,11 +58,11 @@ class EngineConnection(asyncio.Protocol):
         self._is_lost = False
         self._waiting: asyncio.Future[None] | None = None
 
-    # What the user calls.
+    # Methods for the user.
 
     @property
     def is_reusable(self) -> bool:
-        """Nothing of the previous request is left on it in either direction, and the engine keeps it open."""
+        """Whether the previous request and response are complete and read, and the engine keeps the connection open."""
         return (
             self.has_ended
             and self._keeps_alive
@@ -75,7 +78,7 @@ class EngineConnection(asyncio.Protocol):
         return self._is_lost
 
     async def ask(self, head: bytes, body: bytes) -> None:
-        """Returns when the head of the answer has arrived. Raises `ConnectionBroken`."""
+        """Send a request, and return when the head of the response has arrived. Raises `ConnectionBroken`."""
         if not self.is_reusable:
             raise ConnectionBroken("the engine hung up")
         self.status = self._num_header_bytes = self._num_bodiless_bytes = 0
@@ -91,11 +94,11 @@ class EngineConnection(asyncio.Protocol):
             await self._changed()
 
     def header(self, name: bytes) -> str:
-        """Of the answer; the name in lower case. Empty: it has none."""
+        """Return a header of the response, by its name in lower case; empty if it has none."""
         return self._headers.get(name, b"").decode("latin-1")
 
     async def receive(self) -> bytes:
-        """The next bytes of the body, at least one; none after the last. Raises as `ask` does."""
+        """Return the next bytes of the body, at least one; none at its end. Raises `ConnectionBroken`."""
         while not self._pieces:
             if self.has_ended:
                 return b""
@@ -110,11 +113,11 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     def abort(self) -> None:
-        """Close at once without sending the rest; the engine notices that the answer is not read any more."""
+        """Close the connection at once, without sending the rest; the engine notices it and aborts the request."""
         self._transport.abort()
 
     async def _send_in_pieces(self, head: bytes, body: bytes) -> None:
-        """Nothing more is sent to an engine that answers before it has read everything."""
+        """Send a large request; stop if the engine responds before it has read everything."""
         self._transport.write(head)
         rest = memoryview(body)
         while rest and not self.status and self._error is None:
@@ -123,11 +126,11 @@ class EngineConnection(asyncio.Protocol):
                 continue
             self._transport.write(bytes(rest[:PIECE_BYTES]))
             rest = rest[PIECE_BYTES:]
-            await asyncio.sleep(0)  # other answers have to be passed on meanwhile
+            await asyncio.sleep(0)  # let other tasks forward their answers
         self._is_sent = not rest
 
     def _changed(self) -> asyncio.Future[None]:
-        """Done at the next change."""
+        """Return a future that is done at the next event of the connection. Raises its error, if it has one."""
         if self._error is not None:
             raise self._error
         self._waiting = self._loop.create_future()
@@ -137,7 +140,7 @@ class EngineConnection(asyncio.Protocol):
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    # What the transport calls.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -180,17 +183,17 @@ class EngineConnection(asyncio.Protocol):
         self._on_lost(self)
 
     def _ends_with_connection(self) -> bool:
-        """An answer that does not give its length."""
+        """Whether the response has no length, so that it ends when the connection is closed."""
         is_chunked = b"chunked" in self._headers.get(b"transfer-encoding", b"").lower()
         return self.status != 0 and not is_chunked and b"content-length" not in self._headers
 
     def _give_up(self, reason: str) -> None:
-        """What came before can still be read; an answer that is complete stays complete."""
+        """Abort the connection. Received bytes can still be read, and a complete response stays complete."""
         self._transport.abort()
         if not self.has_ended and self._error is None:
             self._error = ConnectionBroken(reason)
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         if self.has_ended:
@@ -216,7 +219,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if not self.status:
-            self._headers = {}  # of an interim answer; its final one follows
+            self._headers = {}  # this was an interim response (1xx); the final one follows
             return
         self.has_ended = True
         self._keeps_alive = self._parser.should_keep_alive()

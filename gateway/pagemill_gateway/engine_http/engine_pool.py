@@ -1,8 +1,8 @@
-"""Connections to engines, kept open between requests: which one serves the next request, and when one is closed.
+"""The pool of connections to engines: chooses the connection of a request and closes idle ones.
 
-A connection comes back only when the answer on it was read to its end and nothing else is on it. Requests are never
-sent twice from here: once a byte is out, it is unknown what the engine has done with it; `relay` decides. How one
-connection works: `engine_connection`.
+A connection returns to the pool only when its response was read completely and nothing else arrived. The pool never
+sends a request twice, because an engine may have begun to work on it; `relay` decides about retries.
+`engine_connection` is one connection.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ CLOSING_TIMEOUT_S = 1.0
 
 
 class EnginePool:
-    """Create inside a running event loop; `close` ends every connection."""
+    """The pool. Create it inside a running event loop; `close` closes all connections."""
 
     def __init__(self, connect_timeout_s: float, idle_s: float, trust: ssl.SSLContext) -> None:
-        """`trust`: for engines by `https://`."""
+        """`trust` verifies engines with `https` URLs."""
         self._connector = Connector(connect_timeout_s, trust)
         self._idle_s = idle_s
         self._loop = asyncio.get_running_loop()
         self._idle: dict[Origin, list[EngineConnection]] = {}
-        """The most recently used one last, which is used next, so that the others can expire."""
+        """Idle connections, the most recently used one last. It is used first, so that the others can expire."""
         self._open: set[EngineConnection] = set()
         self._sweeping: asyncio.TimerHandle | None = None
         self._all_gone: asyncio.Event | None = None
@@ -42,7 +42,7 @@ class EnginePool:
         return sum(map(len, self._idle.values()))
 
     async def take(self, origin: Origin) -> EngineConnection:
-        """An idle one, or a new one. Raises `CannotConnect`, or `OSError` for an unknown host name."""
+        """Return an idle connection or a new one. Raises `CannotConnect`."""
         kept = self._idle.get(origin)
         while kept:
             connection = kept.pop()
@@ -85,7 +85,7 @@ class EnginePool:
             self._all_gone.set()
 
     def _sweep(self) -> None:
-        """Close connections that were idle for long, and forget engines that are gone."""
+        """Close connections that were idle for `idle_s`, and forget origins without connections."""
         self._sweeping = None
         old = self._loop.time() - self._idle_s
         for origin, kept in list(self._idle.items()):

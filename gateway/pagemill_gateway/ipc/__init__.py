@@ -1,1 +1,1 @@
-"""Messages between the control process and its workers over a Unix socket. msgspec as msgpack, no pickle."""
+"""Messages between the control process and its workers over a Unix socket, in msgpack by msgspec."""

@@ -1,7 +1,7 @@
-"""One connection between two processes: questions with answers both ways, and notifications, over a stream of frames.
+"""A connection between two processes: calls with replies in both directions, and notifications, as a stream of frames.
 
-Messages of one turn of the event loop go out in one write. When a peer is gone, every question that waits for it fails;
-what follows is decided by the two ends, `control_process_client` and `worker_connection`.
+The messages of one iteration of the event loop are sent in one write. When the peer is gone, all open calls fail;
+`control_process_client` and `worker_connection` handle that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _encoder = msgspec.msgpack.Encoder()
 Value = TypeVar("Value")
 Incoming = TypeVar("Incoming")
 Asked = Callable[[Any], Coroutine[Any, Any, object]]
-"""Answers a question of the peer."""
+"""Returns the answer to a call of the peer."""
 
 
 class IpcConnectionLost(ConnectionError):
@@ -42,7 +42,7 @@ class _PendingReply(NamedTuple):
 
 
 class IpcConnection(asyncio.Protocol, Generic[Incoming]):
-    """One end. `Incoming`: the messages of the peer."""
+    """One end of the connection. `Incoming` is the type of the peer's messages."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         self.lost = False
         self._gone: asyncio.Future[None] = self._loop.create_future()
 
-    # Questions and notifications.
+    # Calls and notifications.
 
     async def ask(
         self, question: object, decoder: msgspec.msgpack.Decoder[Value], undo: Callable[[Value], None] | None = None
     ) -> Value:
-        """The peer's answer. Raises `PagemillError` when it refuses, `IpcConnectionLost` when it is gone.
+        """Call the peer, and return its answer. Raises the peer's `PagemillError`, or `IpcConnectionLost`.
 
-        `undo` gets an answer that came after its caller was cancelled.
+        `undo` is called with an answer that arrives after the caller was cancelled.
         """
         if self.lost:
             raise IpcConnectionLost
@@ -92,17 +92,17 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
             raise
 
     def notify(self, note: object) -> None:
-        """Send a message without an answer; to a lost peer it is not sent."""
+        """Send a message without an answer. It is dropped if the peer is gone."""
         self._send(note)
 
     async def close(self) -> None:
-        """Messages before it are still sent."""
+        """Send the pending messages, and close the connection."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
             await self._gone
 
-    # What the transport calls.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -149,7 +149,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
         try:
             self._on_note(note)
         except Exception:
-            # It is about one request; the peer's other requests must not suffer.
+            # The note concerns one request; the connection serves others.
             logger.exception("a note of the other process cannot be taken")
 
     def _answered(self, answer: Reply) -> None:
@@ -179,7 +179,7 @@ class IpcConnection(asyncio.Protocol, Generic[Incoming]):
             self._send(Reply(number, msgspec.Raw(_encoder.encode(value))))
 
     def _done(self, number: int, task: asyncio.Task[None]) -> None:
-        """One answer or refusal, whatever happened: the peer keeps its question until then."""
+        """Refuse a cancelled call, because the peer waits for an answer or a refusal to each call."""
         del self._answering[number]
         if task.cancelled():
             self._send(refusal_of(number, internal_error()))

@@ -1,8 +1,8 @@
-"""A worker's end of the connection to the control process: brain, limits' store and port, as if they were here.
+"""A worker's end of the connection to the control process, with the interfaces of the brain, the store and the port.
 
-When the control process dies, answers in progress go on, and requests that need a decision wait until another one has
-replaced it, as they would wait for an engine. The new one learns from the engines' own reports what they serve; it
-ignores decisions of the old one, whose numbers it never gives. Limits that are reserved here are sent to it again.
+When the control process dies, answers in progress continue, and requests that need a decision wait for its replacement.
+The new control process learns the load from the engines' reports. It ignores the decisions of the old one, whose
+numbers it does not reuse. The worker sends its reserved limits to it again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from pagemill_protocol.errors import PagemillError, unavailable
 
 CONNECT_INTERVAL_S = 0.05
 AWAY_TIMEOUT_S = 30.0
-"""A question waits this long for a control process."""
+"""How long a call waits for a control process."""
 AWAY = "the control process is being replaced"
 
 MEASURES_INTERVAL_S = 1.0
-"""A worker that dies loses no older measurements."""
+"""Interval of sending measurements; a worker that dies loses only those since the last one."""
 MAX_ASKED = 2
-"""Control processes that one question is sent to."""
+"""The number of control processes that one call is sent to."""
 
 _Connection = IpcConnection[messages.ToWorker]
 Value = TypeVar("Value")
@@ -64,17 +64,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ControlProcessClient:
-    """Create inside a running event loop, `start` with the worker, `close` at its end."""
+    """The client. Create it inside a running event loop, `start` it with the worker, and `close` it at the end."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the control process's socket."""
+        """`path` is the control process's Unix socket."""
         self._path = path
         self._connection: _Connection | None = None
         self._connected = asyncio.Event()
         self._lost = asyncio.Event()
         self._worker: LocalWorkerPort | None = None
         self._num_published = -1
-        """Number of measurements at the last publication to this control process."""
+        """The worker's number of measurements when they were last sent to this control process."""
         self._reserved: dict[str, store.Ask] = {}
         self._status = GatewayStatus(False, False, AWAY, 0)
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,7 +96,7 @@ class ControlProcessClient:
         if self._connection is not None:
             await self._connection.close()
 
-    # `brain.interface.Brain`.
+    # Methods of `brain.interface.Brain`.
 
     async def names(self) -> list[ServedName]:
         return await self._ask(messages.GetNames(), _names)
@@ -128,14 +128,14 @@ class ControlProcessClient:
         self._notify(messages.Started(assignment.decision, ttft_ms))
 
     async def liveness(self, endpoint_id: str) -> Liveness:
-        """`working` while the control process is away: it is unknown, and no answer must suffer."""
+        """Return the engine's liveness; `working` while the control process is away, so that answers continue."""
         if self._connection is not None:
             with suppress(IpcConnectionLost):
                 return await self._connection.ask(messages.GetLiveness(endpoint_id), _liveness)
         return "working"
 
     async def expected_s(self, model: str, ticket: QueueTicket) -> float | None:
-        """None while the control process is away."""
+        """Return the expected wait in seconds; None while the control process is away."""
         if self._connection is not None:
             with suppress(IpcConnectionLost):
                 return await self._connection.ask(messages.Expected(model, ticket), _seconds)
@@ -153,7 +153,7 @@ class ControlProcessClient:
     def record_outcome(self, outcome: RequestOutcome) -> None:
         self._notify(messages.RecordOutcome(outcome))
 
-    # `limits.store.Store`; `close` is this one's as well.
+    # Methods of `limits.store.Store`.
 
     async def reserve(self, ask: store.Ask) -> store.Answer:
         try:
@@ -181,10 +181,10 @@ class ControlProcessClient:
         self._reserved[ask.lease] = ask
         self._notify(messages.Adopt([ask]))
 
-    # `ports.ControlProcessPort`.
+    # Methods of `ports.ControlProcessPort`.
 
     async def status(self) -> GatewayStatus:
-        """The latest one while the control process is away: probes must neither wait nor fail then."""
+        """Return the status; while the control process is away, the last one, because probes must not wait."""
         if self._connection is not None:
             with suppress(IpcConnectionLost):
                 self._status = await self._connection.ask(messages.GetStatus(), _status)
@@ -211,7 +211,7 @@ class ControlProcessClient:
         decoder: msgspec.msgpack.Decoder[Value],
         undo: Callable[[_Connection, Value], None] | None = None,
     ) -> Value:
-        """Ask again when the control process dies meanwhile, but not for ever: the question may be the cause."""
+        """Call the control process; if it dies, call its replacement, but no third one: the call may be the cause."""
         for _ in range(MAX_ASKED):
             connection = await self._any_connection()
             with suppress(IpcConnectionLost):
@@ -232,7 +232,7 @@ class ControlProcessClient:
             self._connection.notify(note)
 
     async def _publish_measurements(self, worker: LocalWorkerPort) -> None:
-        """Once a second, after new measurements."""
+        """Send new measurements once a second."""
         while True:
             await asyncio.sleep(MEASURES_INTERVAL_S)
             if self._connection is not None and worker.num_measured != self._num_published:
@@ -255,7 +255,7 @@ class ControlProcessClient:
         return connection
 
     def _begin(self, connection: _Connection) -> None:
-        """The control process has sent its first message. Before that it may be one that is dying."""
+        """Use the connection from the first message on; before that the control process may be a dying one."""
         self._connection = connection
         self._num_published = -1
         connection.notify(messages.Adopt(list(self._reserved.values())))
@@ -285,7 +285,7 @@ class ControlProcessClient:
 
 
 def _withdraw(connection: _Connection, assignment: Assignment) -> None:
-    """Its caller was cancelled."""
+    """Return an assignment whose caller was cancelled."""
     connection.notify(messages.Withdrawn(assignment.decision))
 
 

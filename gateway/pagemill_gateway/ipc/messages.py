@@ -1,7 +1,7 @@
-"""The messages between workers and the control process: tagged msgspec structs, msgpack on the wire.
+"""The messages between workers and the control process: tagged msgspec structs in msgpack.
 
-A question has a number and gets one reply or one refusal with it; all other messages have no answer. The values inside
-are those of `brain.interface`, `limits.store` and `ports`.
+A call has a number, and gets one reply or refusal with the same number; other messages have no answer. Docstrings of
+questions name the type of the answer. The values are those of `brain.interface`, `limits.store` and `ports`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Question = TypeVar("Question")
 
 class Call(msgspec.Struct, Generic[Question], frozen=True, array_like=True, tag="call"):
     number: int
-    """Of this side's questions on this connection."""
+    """The number of the call, by the caller's count on this connection."""
     question: Question
 
 
@@ -37,7 +37,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
-    """A `PagemillError`."""
+    """A `PagemillError` in place of an answer."""
 
     number: int
     message: str
@@ -50,12 +50,12 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
 
 
 class Abandoned(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
-    """The answer is not needed any more."""
+    """A call's caller was cancelled and needs no answer."""
 
     number: int
 
 
-# Questions of workers.
+# Calls of workers.
 
 
 class GetNames(msgspec.Struct, frozen=True, array_like=True, tag="names"):
@@ -112,7 +112,7 @@ class Reserve(msgspec.Struct, frozen=True, array_like=True, tag="reserve"):
 
 
 class Extend(msgspec.Struct, frozen=True, array_like=True, tag="extend"):
-    """Tokens: a number."""
+    """The number of added tokens."""
 
     more: store.More
 
@@ -143,13 +143,13 @@ class GetResponse(msgspec.Struct, frozen=True, array_like=True, tag="get_respons
 
 
 class ForgetResponse(msgspec.Struct, frozen=True, array_like=True, tag="forget_response"):
-    """Whether it was there."""
+    """Whether there was a response."""
 
     account: str
     response_id: str
 
 
-# Notifications of workers. Decisions are named by their number.
+# Notifications of workers.
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
@@ -180,10 +180,10 @@ class RecordOutcome(msgspec.Struct, frozen=True, array_like=True, tag="experienc
 
 
 class PublishMeasurements(msgspec.Struct, frozen=True, array_like=True, tag="measured"):
-    """Sent without a question, so that little is lost when a worker dies."""
+    """Measurements that are sent at an interval, so that little is lost when a worker dies."""
 
     measures: msgspec.Raw
-    """`WorkerMeasurements`; decoded only when the worker has died."""
+    """A `WorkerMeasurements`, which is decoded only if the worker does not answer `Measure`."""
 
 
 class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
@@ -192,9 +192,7 @@ class Settle(msgspec.Struct, frozen=True, array_like=True, tag="settle"):
 
 
 class Adopt(msgspec.Struct, frozen=True, array_like=True, tag="adopt"):
-    """Reserved at the previous control process. A worker's first notification has all that it holds, even if that is
-    nothing.
-    """
+    """Reservations of the previous control process. A worker's first notification has all of its own, even if none."""
 
     asks: list[store.Ask]
 

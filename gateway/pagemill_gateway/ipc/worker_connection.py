@@ -1,7 +1,7 @@
-"""The control process's end of the connection to one worker: answers its questions, and remembers what it holds.
+"""The control process's end of the connection to one worker: answers its calls, and tracks its decisions and limits.
 
-A worker that dies holds nothing any more: its questions are cancelled, its decisions are released without blame for any
-engine, and its limits are settled with the tokens that it has reported as used.
+When a worker dies, its calls are cancelled, its decisions end without a failure of an engine, and its reservations are
+settled with the tokens that it has reported as used.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _measures = msgspec.msgpack.Decoder(WorkerMeasurements)
 
 class WorkerConnection:
     def __init__(self, control: ControlProcess) -> None:
-        """For a connection that is being made."""
+        """Create the protocol of a connection that is being made."""
         self._control = control
         self._brain = control.brain
         self._store = control.sharing.store
         self._held: dict[int, Assignment] = {}
-        """Decisions in progress."""
+        """The worker's decisions in progress, by number."""
         self._leases: dict[str, int] = {}
-        """Reservations, and the tokens that each has used as far as it was reported."""
+        """The worker's reservations, with the tokens reported as used."""
         self._last: WorkerMeasurements | msgspec.Raw = WorkerMeasurements({}, 0)
-        """The worker's latest measurements, as an answer or as a notification that is not decoded yet."""
+        """The worker's latest measurements; raw if they came as a notification and are not decoded yet."""
         self.connection: IpcConnection[messages.ToControlProcess] = IpcConnection(
             _to_brain,
             on_question=self._answer,
@@ -60,7 +60,7 @@ class WorkerConnection:
         except TimeoutError:
             logger.warning("a worker does not answer")
         except IpcConnectionLost:
-            return WorkerMeasurements({}, 0)  # the control process has its counts by now
+            return WorkerMeasurements({}, 0)  # `_lost` has passed its counts to the control process
         return self._latest()
 
     def keep_bundles(self, digests: frozenset[str], templates: frozenset[str], *, whole: bool) -> None:
@@ -162,7 +162,7 @@ class WorkerConnection:
 
 @asynccontextmanager
 async def serving_workers(control: ControlProcess, path: Path) -> AsyncIterator[None]:
-    """Accept workers while the block runs. A process that may open the folder of `path` may connect."""
+    """Accept workers while the block runs. The permissions of the folder of `path` decide who may connect."""
     loop = asyncio.get_running_loop()
     workers: list[WorkerConnection] = []
 
@@ -180,7 +180,7 @@ async def serving_workers(control: ControlProcess, path: Path) -> AsyncIterator[
 
 
 def _bound(path: Path) -> socket.socket:
-    """Replaces a socket that an earlier process left there."""
+    """Return a listening socket at the path, in place of one that an earlier process left."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))

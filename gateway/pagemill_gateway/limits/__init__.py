@@ -1,1 +1,1 @@
-"""What one caller may have: its identity for now, from its API key."""
+"""The limits of API keys and tenants: requests and tokens per minute, concurrency, and token budgets."""

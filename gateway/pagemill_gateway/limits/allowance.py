@@ -1,7 +1,7 @@
-"""Tokens that the engine requests of one client request may generate, reserved a part at a time while they run.
+"""The tokens that the engine requests of one client request may generate, reserved in parts while they run.
 
-`limiter` reserves the first part, `relay.growth` has it grow in time, and engines end an answer at its allowance. Who
-counts is a `Store`. The tokens here are counted as engines report them.
+`limiter` reserves the first part, `relay.growth` reserves more in time, and engines end an answer at its allowance. A
+`Store` counts the use. Tokens are counted as engines report them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from pagemill_protocol.continuing import PROGRESS_TOKENS, can_be_continued
 from pagemill_protocol.generate import FrameMeta, GenerateRequest
 
 MARGIN_TOKENS = 128
-"""An allowance is low when a sequence has fewer left: a second or more of its generation, in which more is reserved."""
+"""An allowance is low when a sequence has fewer tokens left: a second or more of generation, in which more is reserved.
+"""
 LEAST_GROWTH_TOKENS = 256
 
 
 class Need(NamedTuple):
-    """Of one engine request, tokens of each sequence."""
+    """The tokens that each sequence of one engine request needs."""
 
     request: GenerateRequest
     first: int
-    """To begin with."""
+    """The tokens to reserve at first."""
     most: int
-    """That it may ever take."""
+    """The tokens that it can use at most."""
 
 
 class Reserved:
-    """The tokens of one reservation: those that no engine request may use yet, and how many are used."""
+    """The tokens of one reservation: the spare ones, which no engine request may use yet, and the allowances."""
 
     def __init__(self, store: Store, ask: Ask, num_prompt_tokens: int, granted: int, needs: Sequence[Need]) -> None:
-        """`granted` are those of `ask`, at least one for each sequence besides the prompts."""
+        """`granted` tokens were reserved for `ask`: the prompts and at least one token for each sequence."""
         self._store = store
         self._ask = ask
         self._num_prompt_tokens = num_prompt_tokens
@@ -47,17 +48,17 @@ class Reserved:
 
     @property
     def ended_answer(self) -> bool:
-        """A limit ended a sequence that might have gone on."""
+        """Whether a limit ended a sequence that could have continued."""
         return any(each.ended_answer for each in self.allowances)
 
     @property
     def num_possible(self) -> int:
-        """Tokens of answers that engines may have generated, reported or not."""
+        """The upper bound of the tokens that engines have generated, reported or not."""
         return sum(each.num_possible for each in self.allowances)
 
     async def take(self, wanted: int) -> int:
-        """As many of `wanted` as there are. Raises `PagemillError` when the store cannot be asked."""
-        own = min(self._spare, wanted)  # below 0 after an answer was begun anew
+        """Take up to `wanted` tokens, and return how many. Raises `PagemillError` if the store is unavailable."""
+        own = min(self._spare, wanted)  # negative after an answer was restarted
         if own < wanted:
             more = More(self._ask.account, self._ask.lease, self.used, wanted - own, self._ask.limits)
             self._spare -= own
@@ -74,13 +75,12 @@ class Reserved:
         self._spare += tokens
 
     def close(self) -> None:
-        """The request is over, and nothing is asked of this any more: it and its allowances no longer refer to each
-        other, so that none of them is left to the garbage collector."""
+        """Break the reference cycle with the allowances after the request, which spares the garbage collector work."""
         self.allowances = []
 
 
 class Allowance:
-    """What each sequence of one engine request may generate."""
+    """The number of tokens that each sequence of one engine request may generate."""
 
     def __init__(self, reserved: Reserved, need: Need, tokens: int) -> None:
         self.tokens = tokens
@@ -89,21 +89,21 @@ class Allowance:
         self._reserved = reserved
         self._most = need.most
         self._is_reported = can_be_continued(need.request)
-        """Engines say while it runs how far it is; else only at its end."""
+        """Whether the engine reports its progress while it runs; otherwise only at the end."""
         self._num_unreported = 0 if need.request.stream else PROGRESS_TOKENS - 1
         self._began = False
         self._running: dict[int, int] = {}
-        """Tokens by sequence, once it has any."""
+        """The generated tokens of each running sequence that has some."""
         self._finished: dict[int, int] = {}
 
     @property
     def num_generated(self) -> int:
-        """As far as reported."""
+        """The reported tokens."""
         return sum(self._running.values()) + sum(self._finished.values())
 
     @property
     def num_possible(self) -> int:
-        """Generated, or possibly so."""
+        """The upper bound of the tokens that the engine has generated."""
         if not self._began:
             return 0
         if not self._is_reported:
@@ -113,7 +113,7 @@ class Allowance:
 
     @property
     def low(self) -> bool:
-        """It is time to reserve more."""
+        """Whether it is time to reserve more."""
         if self.tokens >= self._most or not self._is_reported or not self._num_running:
             return False
         return self.tokens - max(self._running.values(), default=0) < MARGIN_TOKENS
@@ -123,12 +123,12 @@ class Allowance:
         return self.num_sequences - len(self._finished)
 
     def begin(self) -> int:
-        """An engine is asked for the answer, or for the rest of it; with this allowance."""
+        """Note that an engine gets the request or its continuation. Return the allowance of each sequence."""
         self._began = True
         return self.tokens
 
     def begin_anew(self) -> None:
-        """What was generated is void."""
+        """Discard what was generated, because the answer is restarted."""
         self._reserved.give_back(sum(self._finished.values()) - len(self._finished) * self.tokens)
         self._running.clear()
         self._finished.clear()
@@ -150,10 +150,10 @@ class Allowance:
         self.ended_answer = self.ended_answer or at_limit
 
     async def grow(self) -> bool:
-        """Reserve more, as much as is left; whether there was any. Raises `PagemillError`."""
+        """Reserve more tokens, as far as the limits allow. Return whether there were any. Raises `PagemillError`."""
         each = min(self._most - self.tokens, max(LEAST_GROWTH_TOKENS, self.tokens // 2))
         taken = await self._reserved.take(each * self._num_running)
-        # Sequences may have ended meanwhile.
+        # Sequences may have ended during the reservation.
         each = min(each, taken // self._num_running) if self._num_running else 0
         self._reserved.give_back(taken - each * self._num_running)
         self.tokens += each

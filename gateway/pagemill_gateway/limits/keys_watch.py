@@ -1,7 +1,7 @@
-"""Follows the file of API keys for logs, metrics and probes, so that a wrong file is reported before a request comes.
+"""Checks the file of API keys at an interval, so that logs, metrics and probes report an invalid file at once.
 
-Requests are authenticated by the rings of the workers (`pagemill_protocol.keys.ring`), which read the file themselves
-and log nothing about it.
+Workers authenticate requests with key rings of their own (`pagemill_protocol.keys.ring`), which read the file
+themselves and log nothing about it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ logger = logging.getLogger("pagemill.gateway.keys")
 
 
 class KeysWatch:
-    """Create inside a running event loop."""
+    """Follows the file until `close`. Create it inside a running event loop."""
 
     def __init__(self, path: str) -> None:
         self.problem = ""
-        """Why the file as it is now is not used, or not all of it; empty when it is."""
+        """The error in the current file, because of which it is not used completely; empty if there is none."""
         self._path = path
         self._file: SecretFile | None = None
         self._look()
@@ -43,7 +43,7 @@ class KeysWatch:
         self.problem = self._file.problem
 
     def _open(self) -> None:
-        """A replaced process may find a file that no line of can be used: the workers still know the keys of before."""
+        """Open the file. It may be invalid when this process starts as a replacement; workers keep the earlier keys."""
         try:
             self._file = open_keys_file(self._path)
         except SettingsError as error:

@@ -1,8 +1,8 @@
-"""Every request's way through its caller's limits: reserved before it is routed, settled when it is over.
+"""Applies a caller's limits to a request: reserves before the request is routed, and settles when it is over.
 
-What is reserved is the prompt and the part of the answer that is expected; where the caller has limits of tokens, the
-answer may have no more until more is reserved (`allowance`). What is charged in the end is what was really used,
-however the request ended. Who counts is a `Store`; callers without limits never reach it.
+Prompt and expected answer are reserved. If the caller has token limits, the answer cannot exceed what is reserved
+(`allowance`). The tokens that were actually used are charged, however the request ended. A `Store` counts the use;
+callers without limits do not reach it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pagemill_protocol.generate import GenerateRequest
 from pagemill_protocol.keys.caller import Caller
 
 REMEMBER_REFUSAL_S = 1.0
-"""A caller out of requests is refused again without parsing its body or asking the store."""
+"""After a refusal for the number of requests, further requests are refused for this long without any work."""
 
 
 LEAST_TOKENS = 256
-"""Also while fewer than `MIN_SAMPLES` answers of a caller from a model were seen."""
+"""The smallest expected length; also used while there are fewer than `MIN_SAMPLES` answers."""
 MIN_SAMPLES = 8
 NUM_SAMPLES = 64
 QUANTILE = 0.9
 MAX_TRACKED = 4096
-"""Pairs of caller and model; the one that is longest unused is forgotten first."""
+"""Limit for the pairs of caller and model; the least recently used one is dropped."""
 
 
 class AnswerLengths:
-    """How long an answer is expected to be before it begins: a high quantile of the caller's recent ones.
+    """Estimates the length of an answer by a high quantile of the caller's recent answers from the model.
 
-    A reservation of `max_tokens` would hold a budget for text that is hardly ever written. What is expected is only
-    the first part that is reserved (`allowance`); it has a floor, so that a caller with short answers is not admitted
-    with a few tokens each and cut short then. Lengths are kept by caller and model.
+    Reserving `max_tokens` would block a budget for text that is rarely generated. The estimate is only the first part
+    of the reservation (`allowance`). It has a minimum, so that requests of a caller with short answers are not admitted
+    with a few tokens each and then cut off.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class AnswerLengths:
         self._guesses: dict[tuple[str, str], int] = {}
 
     def expected(self, account: str, model: str) -> int:
-        """Tokens of one sequence."""
+        """Return the expected tokens of one sequence."""
         return max(LEAST_TOKENS, self._guesses.get((account, model), 0))
 
     def observe(self, account: str, model: str, num_tokens: int) -> None:
@@ -66,30 +66,30 @@ class AnswerLengths:
 
 
 class Reservation:
-    """What one request may use, given back by `settle`."""
+    """The reservation of one request, until `settle`."""
 
     def __init__(
         self, settle: Callable[[RequestRecord, bool], object], headers: Headers, allowances: Sequence[Allowance | None]
     ) -> None:
         self._settle = settle
         self.headers = headers
-        """What is left, for the answer."""
+        """The rate-limit headers of the response."""
         self.allowances = allowances
-        """One for each engine request; `None`: no limit of tokens."""
+        """The allowance of each engine request; `None` if the caller has no token limits."""
 
     def settle(self, record: RequestRecord, *, cut_off: bool) -> None:
-        """The request is over. `cut_off`: it was not the platform that ended it early."""
+        """End the reservation and charge the use. `cut_off`: the client ended the request early."""
         self._settle(record, cut_off)
 
 
 class Counted:
-    """A request that no engine is asked for, while it is answered."""
+    """A request that the gateway answers without an engine."""
 
     def __init__(self, headers: Headers) -> None:
         self.headers = headers
         """What is left, for the answer."""
         self.num_tokens = 0
-        """To charge when it is over."""
+        """The tokens to charge at the end."""
 
 
 class Limiter:
@@ -101,10 +101,10 @@ class Limiter:
         self._process = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._refused: dict[tuple[str, int], tuple[float, Answer]] = {}
-        """By account and its limit of requests: when the latest refusal was, and what was said."""
+        """Time and answer of the latest refusal, by account and its limit of requests."""
 
     def check(self, caller: Caller) -> None:
-        """Refuse at once, before any work, who was refused for its number of requests a moment ago."""
+        """Raise `PagemillError` 429 if the caller was refused for its number of requests a moment ago."""
         limit = caller.limits.requests_per_minute
         if limit is None or (latest := self._refused.get((caller.account, limit))) is None:
             return
@@ -116,7 +116,7 @@ class Limiter:
         del self._refused[caller.account, limit]
 
     async def reserve(self, caller: Caller, target: Target, requests: Sequence[GenerateRequest]) -> Reservation:
-        """Raises `PagemillError` 429."""
+        """Reserve the requests' tokens and sequences. Raises `PagemillError` 429."""
         num_sequences = sum(request.sampling.num_sequences for request in requests)
         if caller.limits.none:
             return Reservation(
@@ -147,7 +147,7 @@ class Limiter:
 
     @asynccontextmanager
     async def request(self, caller: Caller, num_tokens: int) -> AsyncIterator[Counted]:
-        """Run the block as a request of about `num_tokens` that no engine is asked for. Raises `PagemillError` 429."""
+        """Count the block as a request of about `num_tokens` without an engine. Raises `PagemillError` 429."""
         if caller.limits.none:
             yield Counted({})
             return
@@ -160,7 +160,7 @@ class Limiter:
             self._store.settle(ask.lease, counted.num_tokens)
 
     async def _take(self, ask: Ask) -> Answer:
-        """Raises `PagemillError` 429."""
+        """Reserve in the store. Raises `PagemillError` 429."""
         asked_at = time.perf_counter()
         answer = await self._store.reserve(ask)
         self._metrics.reserved(time.perf_counter() - asked_at)
@@ -175,14 +175,14 @@ class Limiter:
         return f"{self._process}-{next(self._numbers)}"
 
     def _check_size(self, caller: Caller, num_prompt_tokens: int, num_sequences: int) -> None:
-        """Raises `PagemillError` 429 for what the caller's limits will never admit."""
+        """Raise `PagemillError` 429 for a request that the caller's limits can never admit."""
         if (found := too_large(caller.limits, num_prompt_tokens, num_sequences)) is not None:
             reason, error = found
             self._metrics.limited(reason)
             raise error
 
     def _need(self, caller: Caller, target: Target, request: GenerateRequest) -> Need:
-        """All at once of an answer whose engine does not say how far it is."""
+        """Return the request's need. An answer without progress reports gets all its tokens at once."""
         sampling = request.sampling
         most = max(1, target.max_model_len - len(request.prompt_token_ids))
         if sampling.max_tokens is not None:
@@ -201,7 +201,7 @@ class Limiter:
         *,
         ended_by_limit: bool = False,
     ) -> int:
-        """Tokens to charge, after they were counted for the tenant."""
+        """Count the used tokens in the metrics, and return the number to charge."""
         prompt, completion = used
         if caller.tenant:
             self._metrics.tenant_used(caller.tenant, prompt, completion)
@@ -214,11 +214,11 @@ class Limiter:
 
 
 def used_tokens(record: RequestRecord, cut_off: bool, num_possible: int = 0) -> tuple[int, int]:
-    """Tokens of prompt and answer. `num_possible`: as many as engines may have generated, as far as that is known.
+    """Return the used tokens of prompt and answer. `num_possible` is the upper bound of the generated tokens, or 0.
 
-    An answer that ended early counts as far as it got; where its client ended it, with what was not reported yet. One
-    that failed before its first token cost its caller nothing, unless the caller went away itself: a prompt was
-    computed for it.
+    An answer that ended early counts with its delivered tokens or, if the client ended it, with all that engines may
+    have generated. A request that failed before its first token is free, unless the client disconnected: its prompt was
+    computed.
     """
     if record.finished:
         return record.usage.prompt_tokens, record.usage.completion_tokens

@@ -1,6 +1,6 @@
-"""The store of one gateway: counts in memory, exact, forgotten with the process.
+"""The store of one gateway, which counts in memory and loses its counts with the process.
 
-All gateways together are `redis`'s, which falls back to this one.
+`redis` counts for several gateways, and falls back to this store.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pagemill_gateway.limits.store import BUCKET_MS, WINDOW_BUCKETS, Answer, Ask
 from pagemill_protocol.keys.caller import Limits
 
 CONCURRENCY_RETRY_S = 1.0
-"""When a sequence ends is not known; requests take seconds."""
+"""The end of a sequence is unknown; requests take seconds."""
 BEYOND_SHARE_RETRY_S = 5.0
-"""The share of a limit that this gateway has while Redis is away is too small; the whole limit may do."""
+"""For a request that exceeds this gateway's share while Redis is unavailable, but perhaps not the whole limit."""
 
 
 class Window:
-    """Use within the last minute, in buckets of a second. Plain arithmetic; `redis/reserve.lua` says the same.
+    """The use within the last minute, in buckets of a second. `redis/reserve.lua` computes the same.
 
-    A bucket counts until the minute after its end is over, which is up to a second longer than needed: no minute holds
-    more than its limit, wherever it begins.
+    A bucket counts until a minute after its end, up to a second longer than needed, so that no minute exceeds its
+    limit, whenever it begins.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[int, int] = {}
-        """Amount by number of the bucket, oldest first."""
+        """The amounts by the bucket's number, oldest first."""
         self.used = 0
 
     def forget_old(self, now_ms: int) -> None:
@@ -37,7 +37,7 @@ class Window:
             self.used -= self._buckets.pop(first)
 
     def wait_ms(self, amount: int, limit: int, now_ms: int) -> int:
-        """Until `amount` fits below `limit`; 0: it fits now. `amount` is at most `limit`."""
+        """Return the time until `amount` fits, 0 if it fits now. `amount` must not exceed `limit`."""
         excess = self.used + amount - limit
         if excess <= 0:
             return 0
@@ -48,14 +48,14 @@ class Window:
         raise AssertionError("more was asked than the limit")
 
     def add(self, amount: int, now_ms: int) -> int:
-        """Returns the bucket it went to."""
+        """Add an amount; return the number of its bucket."""
         bucket = now_ms // BUCKET_MS
         self._buckets[bucket] = self._buckets.get(bucket, 0) + amount
         self.used += amount
         return bucket
 
     def correct(self, bucket: int, difference: int, now_ms: int) -> None:
-        """What was added to `bucket` turned out to be different: less counts there, more counts now."""
+        """Correct an amount that was added to `bucket`: subtract from that bucket, or add to the current one."""
         self.forget_old(now_ms)
         if difference > 0:
             self.add(difference, now_ms)
@@ -79,7 +79,7 @@ def monotonic_ms() -> int:
 
 @dataclass(slots=True)
 class _Budget:
-    """Tokens used in the current day or month."""
+    """The tokens used in the current day or month."""
 
     period: str = ""
     used: int = 0
@@ -100,21 +100,21 @@ class _Account:
     day: _Budget = field(default_factory=_Budget)
     month: _Budget = field(default_factory=_Budget)
     num_running: int = 0
-    """Sequences."""
+    """The sequences of running requests."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """A reservation: where what is open of it was booked."""
+    """A reservation, with the bucket and the periods in which its open tokens are counted."""
 
     account: _Account
     sequences: int
     bucket: int
     periods: Periods
     open: int
-    """Tokens reserved and not reported as used."""
+    """The tokens that are reserved and not reported as used."""
     used: int = 0
-    """As reported."""
+    """The tokens that are reported as used."""
 
 
 class MemoryStore:
@@ -122,7 +122,7 @@ class MemoryStore:
         self._now_ms = now_ms
         self._calendar = Calendar(now_unix_s)
         self._accounts: dict[str, _Account] = {}
-        """As many as keys and tenants were seen: people make those, not requests."""
+        """All accounts that were seen; their number is limited by that of keys and tenants."""
         self._held: dict[str, _Held] = {}
 
     @property
@@ -143,7 +143,7 @@ class MemoryStore:
         return _answer(account, ask, now_ms, refused, retry_after_s)
 
     def record(self, ask: Ask) -> None:
-        """Another store decided; count it here as well, whatever the limits."""
+        """Count a reservation that another store decided, regardless of the limits."""
         account, now_ms, periods = self._enter(ask.account)
         self._take(account, ask, now_ms, periods)
 
@@ -160,7 +160,7 @@ class MemoryStore:
         return granted
 
     def record_more(self, more: More) -> None:
-        """Another store has granted it; count it here as well."""
+        """Count further tokens that another store granted."""
         held = self._held.get(more.lease)
         if held is not None:
             self._add(held, more.tokens, self._rebook(held, more))
@@ -180,7 +180,7 @@ class MemoryStore:
         account.month.correct(held.periods.month, difference)
 
     async def close(self) -> None:
-        """Nothing is left to publish."""
+        """Do nothing: there is nothing to publish."""
 
     def _enter(self, name: str) -> tuple[_Account, int, Periods]:
         account = self._accounts.get(name)
@@ -203,7 +203,7 @@ class MemoryStore:
         self._held[ask.lease] = _Held(account, ask.sequences, bucket, periods, amount, ask.used)
 
     def _rebook(self, held: _Held, more: More) -> int:
-        """What is open counts from now on; what was used since the last report stays where it was booked."""
+        """Move the open tokens to the current bucket and periods; tokens used since the last report stay."""
         account, now_ms, periods = self._enter(more.account)
         rest = held.open - max(0, more.used - held.used)
         excess, rest = max(0, -rest), max(0, rest)
@@ -222,7 +222,7 @@ class MemoryStore:
 
 
 def _left(account: _Account, more: More) -> list[int]:
-    """Tokens that each limit leaves."""
+    """Return the tokens that each limit leaves."""
     limits = more.limits
     used = (
         (limits.tokens_per_minute, account.tokens.used),
@@ -233,7 +233,7 @@ def _left(account: _Account, more: More) -> list[int]:
 
 
 def _refusal(account: _Account, ask: Ask, now_ms: int, periods: Periods) -> tuple[Reason | None, float]:
-    """The first limit without room, the one that takes longest to come back first."""
+    """Return the limit that is exceeded and the time to wait; of several, the one with the longest period."""
     limits, amount = ask.limits, amount_of(ask)
     if amount < min(ask.tokens, ask.least):
         return _smallest(limits), BEYOND_SHARE_RETRY_S
@@ -255,7 +255,7 @@ def _refusal(account: _Account, ask: Ask, now_ms: int, periods: Periods) -> tupl
 
 
 def _smallest(limits: Limits) -> Reason:
-    """The limit that leaves the fewest tokens."""
+    """Return the smallest of the token limits."""
     bounds: dict[Reason, int | None] = {
         "tokens": limits.tokens_per_minute,
         "budget_day": limits.tokens_per_day,

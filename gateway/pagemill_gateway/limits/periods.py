@@ -1,4 +1,4 @@
-"""The calendar that budgets follow: days and months in UTC."""
+"""The calendar of budgets: days and months in UTC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Periods(NamedTuple):
 
 
 class Calendar:
-    """The periods of now. Dates are worked out once a day, since every request asks."""
+    """Returns the current periods. Dates are computed once a day, because every request needs them."""
 
     def __init__(self, now_unix_s: Callable[[], float]) -> None:
         self._now_unix_s = now_unix_s
@@ -28,7 +28,7 @@ class Calendar:
         unix_s = self._now_unix_s()
         if not self._day_begins_s <= unix_s < self._day_ends_s:
             self._enter_day(unix_s)
-        # To the microsecond: a difference of two large floats has digits beyond it that mean nothing.
+        # Rounded to microseconds: further digits of a difference of two large floats are noise.
         day_left_s, month_left_s = round(self._day_ends_s - unix_s, 6), round(self._month_ends_s - unix_s, 6)
         return Periods(self._day, self._month, day_left_s, month_left_s)
 

@@ -1,7 +1,7 @@
-"""After the brain's process was replaced: what workers hold of keys' limits is counted before anybody gets more.
+"""Waits, after the control process was replaced, until workers have reported the limits that they have reserved.
 
-The first worker that is back could else take places that another one still holds. A worker that does not come back, or
-not soon, delays no request for long.
+Otherwise the first worker could reserve places that another one still uses. A worker that does not return delays
+requests by `PATIENCE_S` at most.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Hashable
 
 PATIENCE_S = 1.0
-"""Workers look for the new process twenty times a second."""
+"""Workers try to connect to the new process twenty times a second."""
 
 
 class Recount:
-    """Create inside a running event loop."""
+    """The wait for all workers' reports. Create it inside a running event loop."""
 
     def __init__(self, num_workers: int) -> None:
-        """`num_workers` that have to report; 0: nothing was reserved before."""
+        """`num_workers` must report; 0 if nothing was reserved before."""
         self._num_workers = num_workers
         self._reporting: set[Hashable] = set()
         self._over = asyncio.Event()
@@ -25,13 +25,13 @@ class Recount:
             self._over.set()
 
     def reported_by(self, worker: Hashable) -> None:
-        """Its reservations are in the store again."""
+        """Note that the worker's reservations are in the store again."""
         self._reporting.add(worker)
         if len(self._reporting) >= self._num_workers:
             self._over.set()
 
     async def done(self) -> None:
-        """Wait for all workers, but from the first question on no longer than patience lasts."""
+        """Wait for all workers, but at most `PATIENCE_S` from the first call on."""
         if self._over.is_set():
             return
         try:

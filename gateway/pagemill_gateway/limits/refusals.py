@@ -1,4 +1,4 @@
-"""What clients see of their limits, in the words and headers that OpenAI's own clients know."""
+"""The errors and headers about limits, in the form that OpenAI's clients understand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES: dict[Reason, str] = {
 
 
 class Limited(PagemillError):
-    """429 with what is left of every limit, and whether asking again makes sense."""
+    """Status 429, with the remaining amount of every limit and whether a retry makes sense."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Limited(PagemillError):
 
 
 def refusal(limits: Limits, answer: Answer, num_tokens: int, num_sequences: int = 1) -> Limited:
-    """Of an answer that says no to a request for so many tokens and sequences."""
+    """Return the error for a store's refusal of a request with these tokens and sequences."""
     reason = answer.refused
     assert reason is not None
     levels = level_headers(answer)
@@ -77,7 +77,7 @@ def refusal(limits: Limits, answer: Answer, num_tokens: int, num_sequences: int 
 
 
 def too_large(limits: Limits, num_prompt_tokens: int, num_sequences: int) -> tuple[Reason, Limited] | None:
-    """The refusal of a request that no waiting helps, and the limit behind it; `None`: each limit may admit it."""
+    """Return limit and error of a request that the limits can never admit; `None` if they can."""
     if limits.concurrency is not None and num_sequences > limits.concurrency:
         return "concurrency", Limited(
             f"Request too large on {_NAMES['concurrency']}. Limit {limits.concurrency}, this request runs "
@@ -102,7 +102,7 @@ def too_large(limits: Limits, num_prompt_tokens: int, num_sequences: int) -> tup
 
 
 def check_model(caller: Caller, model: str) -> None:
-    """Raises `PagemillError` 404, in the words used for models that do not exist: what else is here stays unknown."""
+    """Raise `PagemillError` 404 for a model that the caller may not use, as if it did not exist."""
     if not caller.may_use(model):
         raise no_such_model(model)
 
@@ -117,7 +117,7 @@ def no_such_model(model: str) -> PagemillError:
 
 
 def visible_to(caller: Caller, error: PagemillError, model: str) -> PagemillError:
-    """`error` as `caller` may see it: who may not use everything does not see what there is."""
+    """Return the error without the list of models, if the caller may not use all of them."""
     hidden = caller.models is not None and error.code == "model_not_found"
     return no_such_model(model) if hidden else error
 
@@ -141,7 +141,7 @@ def _remaining(level: Level | None) -> int:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes them: `20ms`, `1.5s`, `6m0s`, `3h2m1s`."""
+    """Return a duration in OpenAI's form: `20ms`, `1.5s`, `6m0s`, `3h2m1s`."""
     ms = max(0, math.ceil(seconds * 1000))
     if ms < 1000:
         return f"{ms}ms" if ms else "0s"

@@ -1,6 +1,6 @@
-"""What gateways share, opened from the settings: who counts, and which keys there are besides settings and file.
+"""Opens what gateways share through Redis, according to the settings: the store of limits, and API keys.
 
-Without Redis a gateway counts in memory. Redis's client is imported only where it is used.
+Without Redis a gateway counts in memory. Redis's client is imported only if Redis is configured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Sharing:
-    """What this gateway has in common with others."""
+    """The store of limits, the shared keys and the connection to Redis."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Sharing:
 
     @property
     def up(self) -> bool | None:
-        """Whether Redis answers; `None`: nothing is shared."""
+        """Whether Redis is available; `None` if it is not configured."""
         return self._redis.up if self._redis is not None else None
 
     async def close(self) -> None:
@@ -52,9 +52,10 @@ def open_sharing(
     on_fallback: Callable[[], None],
     on_keys: Callable[[list[Caller]], None],
 ) -> Sharing:
-    """Call inside a running event loop. Redis may be away. Raises `SettingsError`.
+    """Open the store and the shared keys inside a running event loop; Redis may be unavailable.
 
-    `on_fallback`: a reservation was decided without Redis. `on_keys`: these are the keys in Redis from now on.
+    `on_fallback` is called when a reservation is decided without Redis, and `on_keys` with all keys in Redis after a
+    change. Raises `SettingsError`.
     """
     if config is None:
         return Sharing(MemoryStore())

@@ -1,8 +1,8 @@
-"""What the gateway asks whoever counts: two questions and two messages, in plain values.
+"""The interface of stores, which count the use of limits.
 
-`memory` counts for this gateway, `redis` for all of them together. Kept narrow because who asks and who counts need not
-live in one process (`pagemill_gateway.ipc`): `reserve` and `extend` are questions with an answer, the others are
-messages without one. Tokens count in the minute, day and month in which they are reserved.
+`memory` counts for this gateway, `redis` for all gateways together. The store may be in another process
+(`pagemill_gateway.ipc`): `reserve` and `extend` are calls with a reply, the others are notifications. Tokens count in
+the minute, day and month in which they are reserved.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple, Protocol
 from pagemill_protocol.keys.caller import Limits
 
 Reason = Literal["requests", "tokens", "concurrency", "budget_day", "budget_month"]
-"""Which limit refused."""
+"""The limit that refused a request."""
 WINDOW_S = 60
 BUCKET_MS = 1000
-"""Use is counted in buckets of this length; a window is the current bucket and all that touch the minute before it, so
-no minute ever holds more than its limit, wherever it begins."""
+"""The length of the buckets in which use is counted. A window is the current bucket and all buckets that overlap the
+minute before it, so that no minute exceeds its limit, whenever it begins."""
 WINDOW_BUCKETS = WINDOW_S * 1000 // BUCKET_MS + 1
 
 
@@ -25,76 +25,76 @@ class Ask(NamedTuple):
 
     account: str
     lease: str
-    """Names the reservation until it is settled; never used twice."""
+    """The unique name of the reservation."""
     tokens: int
-    """Of prompt and answer, as far as they are expected; 0: no model is asked, and no limit of tokens applies."""
+    """The expected tokens of prompt and answer; 0 for a request without a model, to which token limits do not apply."""
     limits: Limits
     sequences: int = 1
-    """Sequences that engines run side by side for it: what `concurrency` counts."""
+    """The sequences that engines run for the request; `concurrency` limits them."""
     least: int = 0
-    """With fewer tokens than these nothing can be generated."""
+    """The tokens without which nothing can be generated."""
     used: int = 0
-    """Of a reservation that is adopted: tokens reported as used before, which are not among `tokens`."""
+    """For `adopt`: the tokens already reported as used, which are not part of `tokens`."""
 
 
 class More(NamedTuple):
-    """Further tokens for a reservation, as many as are left."""
+    """A call for further tokens for a reservation, up to `tokens`."""
 
     account: str
     lease: str
     used: int
-    """Tokens of the request so far, its prompt included."""
+    """The used tokens of the request so far, including its prompt."""
     tokens: int
     limits: Limits
 
 
 class Level(NamedTuple):
-    """How far one limit of the minute is used up."""
+    """The state of one limit per minute."""
 
     limit: int
     remaining: int
     reset_s: float
-    """Until all of it is there again, if nothing more is used."""
+    """Time until the whole limit is available again, without further use."""
 
 
 class Answer(NamedTuple):
     refused: Reason | None = None
-    """`None`: reserved, until `settle`."""
+    """The limit that refused; `None` if the request is reserved."""
     retry_after_s: float = 0.0
     requests: Level | None = None
     tokens: Level | None = None
     granted: int = 0
-    """Tokens that were reserved: what was asked for, but never more than a limit."""
+    """The reserved tokens: those of `Ask`, but at most the smallest token limit."""
 
 
 def amount_of(ask: Ask) -> int:
-    """What a reservation takes. A request that may need more than a limit takes all of it, or it were never served."""
+    """Return the tokens to reserve: at most the smallest token limit, or a longer request would never be served."""
     return min([ask.tokens, *token_limits(ask.limits)])
 
 
 def token_limits(limits: Limits) -> list[int]:
-    """Those of tokens that are set."""
+    """Return the token limits that are set."""
     bounds = (limits.tokens_per_minute, limits.tokens_per_day, limits.tokens_per_month)
     return [each for each in bounds if each is not None]
 
 
 class Store(Protocol):
     async def reserve(self, ask: Ask) -> Answer:
-        """All of it or nothing, atomically. Never fails: a store that cannot ask others decides by itself."""
+        """Reserve all or nothing, atomically. It never raises: a store that loses Redis decides alone."""
         ...
 
     async def extend(self, more: More) -> int:
-        """Tokens added to the reservation; 0 while a limit is used up, and for a lease that is not known."""
+        """Add tokens to a reservation, and return how many; 0 if a limit is used up or the lease is unknown."""
         ...
 
     def settle(self, lease: str, tokens: int) -> None:
-        """The request is over and used `tokens`. Unknown leases, refused ones for example, are nothing to settle."""
+        """End a reservation whose request used `tokens`. Unknown leases, such as refused ones, are ignored."""
         ...
 
     def adopt(self, ask: Ask) -> None:
-        """A store of before, which is gone, reserved this: it counts here until it is settled, whatever the limits."""
+        """Count a reservation of an earlier store, regardless of the limits, until it is settled."""
         ...
 
     async def close(self) -> None:
-        """Publish what is still to be published."""
+        """Publish what is unpublished, and close the store."""
         ...

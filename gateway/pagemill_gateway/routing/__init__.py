@@ -1,1 +1,1 @@
-"""Which endpoint a request goes to: pure policies over candidates. No torch, no aiohttp, no clock of its own."""
+"""Routing policies: pure functions that choose an endpoint from candidates. Imports neither torch nor aiohttp."""

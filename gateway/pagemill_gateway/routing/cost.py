@@ -1,12 +1,12 @@
-"""The default policy: the pod where the request costs the fewest milliseconds.
+"""The default policy: chooses the pod where the request costs the fewest milliseconds.
 
-The cost is the expected time to the first token, the harm to running requests (`routing.cost_terms`), the time until
-the request's adapter is loaded there, and a constant for leaving the session's pod: a session stays as long as staying
-costs less than that. Costs that are equal within the accuracy of the prediction are split by the number of requests, so
-that many requests at once, or many gateways, do not all choose the same pod.
+The cost is the sum of the expected TTFT, the delay of running requests (`routing.cost_terms`), the time until the
+request's adapter is loaded, and a constant for leaving the session's pod: a session stays while that costs less. Among
+costs that are equal within the accuracy of the prediction, the fewest requests win, so that concurrent requests and
+gateways do not all choose the same pod.
 
-A pod whose report is stale is weighed with our own counts in place of its load and without cached prefixes; one that
-has never reported a step-time model, with the median model of the others. Where none has, the fewest requests win.
+For a pod with a stale report, the load is this gateway's own counts, and cached prefixes are ignored. For a pod without
+a step-time model, the median model of the others is used. If no pod has one, the fewest requests win.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagemill_protocol.step_time import StepTimeModel
 
 NEAR_SHARE = 0.02
 NEAR_MS = 0.5
-"""Costs within this share of the smallest, or this much above it, count as equal."""
+"""Costs within `NEAR_SHARE` of the smallest, or `NEAR_MS` above it, count as equal."""
 COLUMNS = ("step_ms", "wait_ms", "prefill_ms", "harm_ms", "adapter_ms", "ttft_ms", "affinity_ms", "cost_ms")
 
 
@@ -31,7 +31,7 @@ class CostPolicy:
     name = "Cost"
 
     def __init__(self, session_ms: float = 50.0) -> None:
-        """`session_ms`: most predicted milliseconds that a session may cost for staying on its pod."""
+        """`session_ms`: the maximum predicted cost of staying on the session's pod, in milliseconds."""
         self._session_ms = session_ms
 
     def choose(self, request: RequestView, candidates: Sequence[Candidate]) -> RoutingDecision:
@@ -49,7 +49,7 @@ class CostPolicy:
         limit = best + max(NEAR_MS, best * NEAR_SHARE)
         near = [each for each, cost in zip(candidates, costs, strict=True) if cost <= limit]
         if has_session:
-            # What a session may cost is bounded to the millisecond: a nearly equal cost is not enough to stay.
+            # A session stays only if its pod has the smallest cost, so that `session_ms` is an exact limit.
             stays = [each for each, cost in zip(candidates, costs, strict=True) if each.session and cost == best]
             near = stays or [each for each in near if not each.session]
         why = "smallest cost" if len(near) == 1 else f"{len(near)} costs nearly equal: fewest requests"
@@ -57,7 +57,7 @@ class CostPolicy:
 
 
 class _Rows(Sequence[Sequence[float]]):
-    """The terms of each candidate, computed when they are read: hundreds of decisions are kept and few are shown."""
+    """The cost terms of each candidate, computed when they are read, because few of the logged decisions are shown."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class _Rows(Sequence[Sequence[float]]):
         bases: Sequence[CostBasis] | None,
         affinity_ms: float,
     ) -> None:
-        """`bases`: where those of the candidates are not used."""
+        """`bases` replace those of the candidates, unless `None`."""
         self._request = request
         self._candidates = candidates
         self._bases = bases
@@ -96,7 +96,7 @@ class _Rows(Sequence[Sequence[float]]):
 def _costs(
     request: RequestView, candidates: Sequence[Candidate]
 ) -> tuple[Sequence[CostBasis] | None, Sequence[float] | None]:
-    """Bases, where those of the candidates are not used, and the costs without session and adapter; `None`: unknown."""
+    """Return replaced bases, or `None`, and the costs without session and adapter, or `None` if unknown."""
     num_prompt_tokens, num_output_tokens = request.num_prompt_tokens, request.num_output_tokens
     if isinstance(candidates, CandidateList) and candidates.cost_table.is_complete:
         cached = None if candidates.is_plain else [each.num_cached_tokens for each in candidates]
@@ -110,7 +110,7 @@ def _costs(
 
 
 def _cost_bases(candidates: Sequence[Candidate]) -> Sequence[CostBasis] | None:
-    """Of each candidate, by its report; a missing model is the median of the others. `None`: too few reports."""
+    """Return each candidate's basis, with the median model for missing ones; `None` if a report or all models lack."""
     bases = [each.cost_basis for each in candidates if each.cost_basis is not None]
     if len(bases) == len(candidates):
         return bases

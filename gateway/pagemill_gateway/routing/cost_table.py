@@ -1,7 +1,7 @@
-"""The costs of many pods at once: `cost_terms` over arrays, whose rows change when a pod does.
+"""Computes the costs of many pods at once: `cost_terms` with arrays that are updated when a pod changes.
 
-A decision among a hundred pods costs little more than one among ten. Below `LEAST_PODS` a call for each is faster.
-Results are equal to the sum of `cost_terms` to the last bit, so that a tie there is a tie here.
+A decision among a hundred pods takes little longer than one among ten. Below `LEAST_PODS` pods a loop is faster.
+Results are bit-identical to the sum of `cost_terms`, so that ties are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagemill_protocol.step_time import StepTimePieces
 
 LEAST_PODS = 24
 _ROW_SPAN = 2.0**40
-"""Of the knots of one row among those of all: more tokens than any step has."""
+"""The distance between the knots of two rows, larger than the tokens of any step."""
 
 Floats = NDArray[np.float64]
 
@@ -27,13 +27,13 @@ class CostTable:
         self._bases: list[CostBasis | None] = [None] * num_pods
         self._num_unknown = num_pods
         self._columns: Floats = np.zeros((9, num_pods))
-        """The numbers of `_row`, by number and pod."""
+        """The values of `_row`, one row per value and one column per pod."""
         self._pieces: list[StepTimePieces | None] = [None] * num_pods
         self._rows = np.arange(num_pods)
         self._set_width(1)
 
     def update(self, place: int, basis: CostBasis | None) -> None:
-        """`None`: unknown."""
+        """Set the basis of a pod; `None` if it is unknown."""
         self._num_unknown += (basis is None) - (self._bases[place] is None)
         self._bases[place] = basis
         if basis is None:
@@ -49,11 +49,11 @@ class CostTable:
 
     @property
     def is_complete(self) -> bool:
-        """The costs of all pods are known."""
+        """Whether the costs of all pods are known."""
         return not self._num_unknown
 
     def costs(self, num_prompt_tokens: int, num_output_tokens: float, cached: Sequence[int] | None) -> list[float]:
-        """Of each pod, for a request that finds `cached` tokens there; `None`: none."""
+        """Return the cost of each pod for a request that has `cached` tokens there; `None` if it has none anywhere."""
         (
             without_wait, num_ahead, ahead_products, num_running, budget, full_ms, step_ms, harm_ms, context_ms,
         ) = self._columns  # fmt: skip
@@ -89,7 +89,7 @@ class CostTable:
         num_output_tokens: float,
         cached: Sequence[int] | None,
     ) -> None:
-        """The costs where a request waits for others to end."""
+        """Replace the costs of pods where the request waits for others to end."""
         bases = [basis for place in places if (basis := self._bases[place]) is not None]
         found = [cached[place] if cached is not None else 0 for place in places]
         terms = cost_terms(bases, found, num_prompt_tokens, num_output_tokens)
@@ -97,12 +97,12 @@ class CostTable:
             costs[place] = step_ms + wait_ms + prefill_ms + harm_ms
 
     def _set_width(self, width: int) -> None:
-        """Room for models of so many pieces."""
+        """Resize the arrays for models with this many pieces."""
         self._width, num_pods = width, len(self._rows)
         self._row_starts = self._rows * _ROW_SPAN
-        # A row without a further knot ends before the next one begins.
+        # Missing knots of a row are at its middle, beyond all tokens and before the next row.
         self._knots: Floats = np.repeat(self._row_starts + _ROW_SPAN / 2, width - 1)
-        # Searching counts the knots before, of which each row has one less than pieces.
+        # A search counts the knots of all rows before, of which each row has one less than pieces.
         self._low, self._low_ms, self._slope_ms = np.zeros((3, num_pods * width))
         self._chunk_context_ms: Floats = np.zeros(num_pods)
         for place, pieces in enumerate(self._pieces):
@@ -135,7 +135,7 @@ def _row(basis: CostBasis) -> tuple[float, ...]:
 
 
 class CandidateList(list[Candidate]):
-    """Candidates with the table of their costs."""
+    """A list of candidates with the table of their costs."""
 
     __slots__ = ("cost_table", "is_plain")
 
@@ -143,4 +143,4 @@ class CandidateList(list[Candidate]):
         super().__init__(candidates)
         self.cost_table = cost_table
         self.is_plain = True
-        """None of them has cached tokens or the session."""
+        """Whether no candidate has cached tokens or the session."""

@@ -1,8 +1,8 @@
-"""What a request would cost on one pod, in milliseconds, by the pod's own step-time model.
+"""Computes the cost of a request on one pod, in milliseconds, by the pod's own step-time model.
 
-The expected time to its first token: the rest of the step that runs when it arrives, the wait for a sequence slot or
-for blocks, and the steps that the tokens waiting there and its own uncached ones need under the budget. Added to that
-is the harm to the requests that run there: each of their tokens comes later by what this request adds to their steps.
+The expected TTFT is the sum of the rest of the running step, the wait for a sequence slot or blocks, and the steps for
+the waiting tokens and the request's uncached ones within the token budget. The harm is the delay of the pod's running
+requests by the longer steps.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 from pagemill_protocol.step_time import StepTimePieces
 
 HARM_SHARE = 0.1
-"""Weight of a millisecond by which a running answer is delayed, against one of waiting for the first token."""
+"""The weight of a millisecond of delay of a running answer, relative to one of TTFT."""
 
 
 class CostTerms(NamedTuple):
     step_ms: float
-    """Rest of the step that runs now."""
+    """The rest of the step that runs now."""
     wait_ms: float
-    """Until a sequence slot and the blocks are free."""
+    """The wait until a sequence slot and the blocks are free."""
     prefill_ms: float
-    """Steps for the waiting and the uncached tokens."""
+    """The steps for the waiting and the uncached tokens."""
     harm_ms: float
 
     @property
     def ttft_ms(self) -> float:
-        """What the client waits for."""
+        """The expected time to the first token."""
         return self.step_ms + self.wait_ms + self.prefill_ms
 
 
 class CostBasis(NamedTuple):
-    """What of the cost depends on the pod alone: computed when its state changes, read by every decision."""
+    """The part of the cost that depends on the pod alone, computed when its state changes."""
 
     predict_ms: Callable[[int, int, int], float]
-    """Its step-time model."""
+    """The pod's step-time model."""
     num_running: int
     num_context_tokens: int
     num_ahead: int
-    """Prompt tokens that are computed first, reported or not."""
+    """Prompt tokens that are computed before the request, reported or not."""
     ahead_products: float
     budget: int
     full_ms: float
     step_ms: float
     decode_ms: float
     harm_ms: float
-    """Per token."""
+    """The harm per token of the request."""
     num_over_capacity: int
-    """Requests that have to end before a sequence slot is free."""
+    """The number of requests that must end before a sequence slot is free."""
     max_num_seqs: int
     num_tokens_without_wait: float
-    """With fewer tokens ahead, its own included, a request waits for no block."""
+    """A request waits for blocks only with at least this many tokens ahead, its own included."""
     block_size: int
     num_blocks_available: int
     num_blocks_active: int
     pieces: StepTimePieces
-    """Of the step-time model."""
+    """The linear pieces of the step-time model."""
 
 
 def cost_basis_of(
     report: PodReport, snapshot: StepTimeSnapshot, num_unreported: int, num_unreported_tokens: int
 ) -> CostBasis:
-    """`snapshot`: the pod's own, or that of a similar pod while it has reported none."""
+    """Return the basis. `snapshot` is the pod's own, or with another pod's model if it has reported none."""
     num_running, budget = report.num_running, snapshot.budget
     num_ahead = report.num_tokens_waiting + num_unreported_tokens
     num_before = num_running + report.num_waiting + num_unreported
@@ -98,9 +98,9 @@ def cost_basis_of(
 def cost_terms(
     bases: Sequence[CostBasis], cached: Sequence[int], num_prompt_tokens: int, num_output_tokens: float
 ) -> list[tuple[float, float, float, float]]:
-    """The four `CostTerms` for each pod, by its basis and its cached tokens.
+    """Return the four `CostTerms` of each pod, from its basis and its cached tokens.
 
-    In one loop and as plain tuples: every decision computes them for every pod.
+    It is one loop with plain tuples, because every decision computes them for every pod.
     """
     rows = []
     for cost_basis, num_cached in zip(bases, cached, strict=True):
@@ -113,7 +113,7 @@ def cost_terms(
         if num_uncached < 1:
             num_uncached = 1
         num_rest, wait_ms, prefill_ms = num_ahead + num_uncached, 0.0, 0.0
-        # Requests end one after the other: each frees a sequence slot and its share of the blocks.
+        # Requests are assumed to end one after the other; each frees a sequence slot and its share of the blocks.
         if num_over_capacity:
             wait_ms = num_over_capacity * (num_output_tokens * decode_ms) / max_num_seqs
         if num_rest >= num_tokens_without_wait:

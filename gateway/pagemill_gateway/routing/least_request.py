@@ -1,4 +1,7 @@
-"""Least requests: the fewest wins, those from elsewhere included; ties go to the one chosen longest ago."""
+"""Least requests: chooses the endpoint with the fewest requests, including those of other gateways.
+
+Ties go to the endpoint that was chosen longest ago.
+"""
 
 from __future__ import annotations
 

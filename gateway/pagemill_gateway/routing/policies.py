@@ -1,4 +1,4 @@
-"""The policies by the names that users select them with."""
+"""The registry of routing policies by their names in settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAKERS: dict[str, Callable[[], RoutingPolicy]] = {
 
 
 class RoutingPolicies:
-    """One object per policy; deployments share them."""
+    """The policy objects, which all deployments share."""
 
     def __init__(self, default: PolicyName, session_ms: float) -> None:
         self._policies = {name: make() for name, make in _MAKERS.items()}
@@ -34,5 +34,5 @@ class RoutingPolicies:
         self._default = self._policies[default]
 
     def named(self, name: str) -> RoutingPolicy:
-        """The gateway's own choice for `Auto`, and for a name that only a newer operator knows."""
+        """Return the policy with the name; the default for `Auto` and for names of a newer operator."""
         return self._policies.get(name, self._default)

@@ -1,7 +1,7 @@
-"""Power of two choices: two endpoints drawn at random, the one with fewer requests wins.
+"""Power of two choices: draws two endpoints at random and chooses the one with fewer requests.
 
-As in Ray Serve and AIBrix (Mitzenmacher, IEEE TPDS 2001): nearly as even as comparing all, and routers that do not know
-of each other do not all choose the same endpoint.
+As in Ray Serve and AIBrix (Mitzenmacher, IEEE TPDS 2001). The load is nearly as even as with a comparison of all, and
+independent routers do not all choose the same endpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PowerOfTwo:
 
 
 def drawn_pair(draw: float, count: int) -> tuple[int, int]:
-    """Two different indices below `count`, every ordered pair as likely; the same twice where there is only one."""
+    """Return two different indices below `count`, all ordered pairs equally likely; (0, 0) if there is only one."""
     if count < 2:
         return 0, 0
     number = min(int(draw * count * (count - 1)), count * (count - 1) - 1)

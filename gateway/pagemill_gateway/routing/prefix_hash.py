@@ -1,9 +1,9 @@
 """Prefix hash: consistent hashing with bounded loads over a hash of the prompt's first characters, as KubeAI does.
 
-Every endpoint has 256 points on a ring. The request's key is looked up there, and it goes to the first endpoint from
-that point on whose requests, with this one, are at most 1.25 times the mean; if there is none, to the first endpoint.
-Caches are not considered: prompts with equal beginnings just meet at the same endpoint (Mirrokni et al., SODA 2018).
-KubeAI hashes with xxhash, we with blake2b: which endpoint a key gets differs, the distribution does not.
+Every endpoint has 256 points on a ring. From the point of the request's key on, the policy chooses the first endpoint
+whose requests, with this one, are at most 1.25 times the mean; if there is none, the first endpoint. Caches are not
+considered: prompts with the same beginning are sent to the same endpoint (Mirrokni et al., SODA 2018).
+KubeAI hashes with xxhash, and this policy with blake2b: keys map to other endpoints, with the same distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagemill_gateway.routing.policy import Candidate, RequestView, RoutingDecis
 LOAD_FACTOR = 1.25
 REPLICAS = 256
 PREFIX_CHARS = 100
-"""Of the first user message, or of the prompt."""
+"""The number of hashed characters of the first user message or the prompt."""
 
 
 class PrefixHash:
@@ -44,7 +44,7 @@ class PrefixHash:
 
 
 def within_load_bound(load: int, total: int, count: int, factor: float = LOAD_FACTOR) -> bool:
-    """Whether one more request keeps the endpoint within `factor` of the mean; an idle service takes any."""
+    """Whether the endpoint with another request stays within `factor` times the mean; true if there are no requests."""
     return total == 0 or load + 1 <= (total + 1) / count * factor
 
 
@@ -54,7 +54,7 @@ def ring_hash(key: bytes) -> int:
 
 @lru_cache(maxsize=64)
 def ring(endpoint_ids: tuple[str, ...]) -> tuple[list[int], list[str]]:
-    """Sorted points, and the endpoint at each."""
+    """Return the sorted points and the endpoint at each."""
     stands = sorted(
         (ring_hash(f"{endpoint_id}{replica}".encode()), endpoint_id)
         for endpoint_id in endpoint_ids

@@ -1,4 +1,4 @@
-"""The latest report of a pod as routing uses it; `brain.placement.pod_reports` makes it from an engine's frame."""
+"""The latest report of a pod in routing's form; `brain.placement.pod_reports` makes it from an engine's frame."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pagemill_gateway.routing.step_time_snapshot import StepTimeSnapshot
 
 
 class PodReport(NamedTuple):
-    """What a pod last reported, as far as routing needs it."""
+    """The parts of a pod's latest report that routing needs."""
 
     block_size: int
     max_step_tokens: int
-    """Token budget of one step; 0: unknown."""
+    """The token budget of a step; 0 if unknown."""
     max_num_seqs: int
-    """Sequence slots; 0: unknown."""
+    """The number of sequence slots; 0 if unknown."""
     num_running: int
     num_waiting: int
     num_tokens_running: int
-    """Context tokens held by running requests."""
+    """The context tokens of running requests."""
     num_tokens_waiting: int
-    """Prompt tokens not yet computed."""
+    """The prompt tokens that are not computed yet."""
     num_blocks_total: int
     num_blocks_available: int
-    """Free, or evictable."""
+    """Blocks that are free or evictable."""
     num_blocks_active: int
     step_time: StepTimeSnapshot | None
-    """`None`: it has reported no step-time model."""
+    """`None` if the pod has reported no step-time model."""
     num_giving_way: int = 0
-    """Of those running and waiting: they leave their sequence slots to others."""
+    """Running and waiting low-priority requests, which leave their sequence slots to others."""

@@ -1,4 +1,4 @@
-"""Round robin: the endpoint that was chosen longest ago, whatever its load."""
+"""Round robin: chooses the endpoint that was chosen longest ago, regardless of its load."""
 
 from __future__ import annotations
 

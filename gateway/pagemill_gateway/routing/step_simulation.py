@@ -1,13 +1,12 @@
-"""Simulates the next steps of an engine from its latest report: when does a request have its first token?
+"""Simulates the next steps of an engine from its latest report, to predict the first token of a request.
 
 The simulation follows the engine's loop and scheduler. Each step takes the running answers, then prompt tokens, first
-come, first served, until its budget is used up. An engine that overlaps schedules a step when the one before it begins,
-so a request that comes while a step runs is not in the next one but in the one after. The duration of a step is given
-by the pod's own step-time model.
+come, first served, within the token budget. An engine with overlap schedules a step when the previous one begins, so a
+request that arrives during a step is not in the next one but in the one after it. The pod's step-time model gives the
+durations.
 
-Answers do not end in here: which token is the last one is unknown, and in the few steps between two reports hardly any
-is. The waits for sequence slots and blocks are not simulated; the caller adds them. Pure; it knows no decision
-(`brain.endpoints.ttft_estimator` does) and no policy.
+Answers do not end in the simulation: their last tokens are unknown, and few end in the few steps between two reports.
+The caller adds the waits for sequence slots and blocks. Pure; `brain.endpoints.ttft_estimator` maps it to decisions.
 """
 
 from __future__ import annotations
@@ -19,47 +18,50 @@ from pagemill_protocol.step_drift import drift_factor
 from pagemill_protocol.step_time import StepTimeModel
 
 FEW_STEPS = 4
-"""So many are simulated one by one."""
+"""With more steps of decodes only, most of them are simulated at once."""
 MAX_STEPS = 512
-"""Most steps of one simulation: the rest of a prompt counts as full steps like the last one."""
+"""Limit for the steps of one simulation; the rest of a prompt counts as full steps."""
 
 
 class PendingPrompt(NamedTuple):
-    """Prompt tokens that wait for their steps."""
+    """A prompt whose tokens wait for steps."""
 
     at_s: float
-    """When the engine has it; steps scheduled from then on may take it."""
+    """Arrival at the engine; steps that are scheduled from then on may take it."""
     num_tokens: int
     num_context_tokens: int = 0
-    """Computed already, or cached."""
+    """Tokens that are computed or cached."""
     num_answers: int = 1
-    """Sequences that run once its prompt is computed; 0: they are counted already."""
+    """Sequences that run after the prompt is computed; 0 if they are already counted."""
 
 
 class StepSimulation:
-    """An engine's steps from now on. All times are seconds of the gateway's clock."""
+    """The steps of an engine from now on. All times are seconds of the gateway's clock."""
 
     def __init__(self, model: StepTimeModel, max_step_tokens: int, *, overlaps: bool, drift: float = 0.0) -> None:
-        """`drift`: how far the engine's latest steps were off its model."""
+        """`drift`: the deviation of the engine's latest steps from its model."""
         self._model = model
         self._decode_factor = drift_factor(drift, with_prompt=False)
         self._prompt_factor = drift_factor(drift, with_prompt=True)
         self._max_step_tokens = max_step_tokens
         self._overlaps = overlaps
         self.num_answers = 0
-        """Sequences that take one token of every step."""
+        """The number of running sequences, which take one token of every step."""
         self.num_context_tokens = 0
-        """Of those sequences."""
+        """The context tokens of the running sequences."""
         self.queue: deque[PendingPrompt] = deque()
         self._end_s: float | None = None
-        """Of the step that runs; `None`: none runs."""
+        """The end of the running step; `None` if none runs."""
         self._next_ms = 0.0
-        """Duration of the step that is scheduled after it; 0: none is."""
+        """The duration of the next scheduled step; 0 if there is none."""
         self._first_token_s = 0.0
-        """When the prompt that was last in the queue has its first token, once the queue is empty."""
+        """The first token of the last prompt of the queue; valid when the queue is empty."""
 
     def begin(self, now_s: float, running_ms: float, until_s: float) -> None:
-        """A step began at `now_s` that takes `running_ms`; 0: it is scheduled now. By `until_s` it has not ended."""
+        """Begin with a step from `now_s` on that takes `running_ms`; 0: the step is scheduled now.
+
+        The step does not end before `until_s`.
+        """
         if running_ms > 0:
             self._end_s = now_s + running_ms / 1000
             self._decide_next(now_s)
@@ -83,7 +85,7 @@ class StepSimulation:
         self._end_s = now_s
 
     def _skip_decodes(self, now_s: float) -> None:
-        """Nothing waits: of the steps that end before `now_s`, nearly all at once. Each is longer by the same."""
+        """Simulate nearly all steps before `now_s` at once, if no prompt waits: their durations grow linearly."""
         if self.queue or not self.num_answers or self._end_s is None or (self._overlaps and not self._next_ms):
             return
         left_ms, first_ms = (now_s - self._end_s) * 1000 - self._next_ms, self._decode_ms(0)
@@ -92,16 +94,16 @@ class StepSimulation:
         num_steps = int(left_ms / self._decode_ms(int(left_ms / first_ms)))
         self._end_s += (self._next_ms + num_steps * (first_ms + self._decode_ms(num_steps - 1)) / 2) / 1000
         self._next_ms = self._decode_ms(num_steps) if self._overlaps else 0.0
-        # With overlap, one step more was scheduled than has ended.
+        # With overlap, one more step was scheduled than has ended.
         self.num_context_tokens += (num_steps + self._overlaps) * self.num_answers
 
     def _decode_ms(self, num_steps: int) -> float:
-        """Of the step after this many that decode the running answers."""
+        """Return the duration of the step after this many steps of decodes."""
         num_context_tokens = self.num_context_tokens + num_steps * self.num_answers
         return self._decode_factor * self._model.predict_ms(self.num_answers, num_context_tokens)
 
     def first_token_s(self, pending: PendingPrompt) -> float:
-        """When this prompt has its first token, if it comes behind all others. Changes nothing."""
+        """Return the time of the prompt's first token, if it is added to the queue's end. Changes nothing."""
         copy = self._copy()
         copy.advance(pending.at_s)
         copy.queue.append(pending)
@@ -124,7 +126,7 @@ class StepSimulation:
         return copy
 
     def _start(self, now_s: float) -> None:
-        """No step runs: one begins with what is waiting."""
+        """Begin a step with the waiting prompts while none runs."""
         had_queue, step_ms = bool(self.queue), self._decide(now_s)
         self._end_s, self._next_ms = None, 0.0
         if not step_ms:
@@ -135,7 +137,7 @@ class StepSimulation:
         self._decide_next(now_s)
 
     def _step(self, now_s: float) -> None:
-        """The step that runs ends; the one scheduled after it begins."""
+        """End the running step, and begin the next one."""
         if not self._next_ms:
             self._start(now_s)
             return
@@ -153,7 +155,7 @@ class StepSimulation:
             self._first_token_s = self._end_s + self._next_ms / 1000
 
     def _decide(self, now_s: float) -> float:
-        """Fill a step with what is waiting; returns its duration."""
+        """Fill a step with running answers and waiting prompts, and return its duration; 0 if there are none."""
         num_tokens, num_context_tokens, products = self.num_answers, self.num_context_tokens, 0
         budget, queue = self._max_step_tokens - num_tokens, self.queue
         self.num_context_tokens += num_tokens
@@ -174,7 +176,7 @@ class StepSimulation:
         return factor * self._model.predict_ms(num_tokens, num_context_tokens, products)
 
     def _remainder_s(self) -> float:
-        """For a queue that is longer than the simulation: as many full steps as its tokens need."""
+        """Return the end of a queue that is longer than the simulation, with full steps for its tokens."""
         num_left = sum(pending.num_tokens for pending in self.queue)
         num_steps = 1 + num_left // max(1, self._max_step_tokens - self.num_answers)
         full_ms = self._model.predict_ms(self._max_step_tokens, self.num_context_tokens)

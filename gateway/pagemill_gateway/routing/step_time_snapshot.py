@@ -1,4 +1,4 @@
-"""The durations of a pod's steps with its current load: computed once per report, read by every decision."""
+"""The durations of a pod's steps with its current load, computed once per report."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from typing import NamedTuple
 from pagemill_protocol.step_time import StepTimeModel
 
 DEFAULT_STEP_TOKENS = 512
-"""Token budget of a step where the pod has not reported it."""
+"""The token budget of a step if the pod has not reported it."""
 
 
 class StepTimeSnapshot(NamedTuple):
     model: StepTimeModel
     num_running: int
     num_context_tokens: int
-    """Of the running requests."""
+    """The context tokens of the running requests."""
     budget: int
-    """Prompt tokens that fit into a step beside the running requests."""
+    """The prompt tokens that fit into a step with the running requests."""
     decode_ms: float
-    """A step of the running requests and one more."""
+    """The duration of a step of the running requests and another one."""
     full_ms: float
-    """A step whose budget is used up."""
+    """The duration of a step whose budget is used up."""
 
     def step_ms(self, num_prompt_tokens: int, products: float = 0.0) -> float:
-        """A step of the running requests and this many prompt tokens; `products`: the sum of chunk x context."""
+        """Return the duration of a step with the running requests and this many prompt tokens.
+
+        `products` is the sum of chunk x context.
+        """
         return self.model.predict_ms(self.num_running + num_prompt_tokens, self.num_context_tokens, int(products))
 
 

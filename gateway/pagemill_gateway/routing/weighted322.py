@@ -1,8 +1,8 @@
 """Three scores with weights 2, 2 and 3: the default profile of llm-d's endpoint picker, for comparison.
 
-Queue: the position of an endpoint's waiting requests between the fewest and the most among the candidates (1 is the
-fewest; all equal: 1). KV: the share of the cache that is not in use. Prefix: the share of the prompt that is cached.
-The largest sum wins, ties are drawn at random. All inputs come from reports: requests dispatched since do not count.
+Queue: the position of an endpoint's waiting requests between the fewest (1) and the most (0) among the candidates. KV:
+the share of the cache that is not in use. Prefix: the share of the prompt that is cached. The largest sum wins, and
+ties are drawn at random. All inputs come from reports; requests sent since do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Weighted322:
 
 
 def queue_scores(waiting: Sequence[int]) -> list[float]:
-    """1 for the shortest queue, 0 for the longest, in proportion between; all 1 when they are equal."""
+    """Return 1 for the shortest queue, 0 for the longest, and values in proportion between; all 1 if they are equal."""
     least, most = min(waiting), max(waiting)
     if least == most:
         return [1.0] * len(waiting)

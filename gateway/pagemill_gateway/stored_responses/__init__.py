@@ -1,1 +1,1 @@
-"""Answers of `/v1/responses` that the gateway keeps, so that a later request can go on from them."""
+"""Stores responses of `/v1/responses`, so that later requests can continue them."""

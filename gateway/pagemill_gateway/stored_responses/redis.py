@@ -1,4 +1,4 @@
-"""Stored responses in Redis, shared by all gateways: a value for each, and for each account an index by age."""
+"""Stores responses in Redis for all gateways: one value per response, and an index by age per account."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class RedisResponses:
         return bool(num)
 
     def _key(self, account: str, response_id: str) -> str:
-        """Of a response, or without id of the account's index. One slot of a Redis cluster has all of an account."""
+        """Return the key of a response or, without an id, of the account's index.
+
+        The tag in braces puts all keys of an account in one slot of a Redis cluster.
+        """
         return f"{self._link.prefix}:{{{account}}}:responses:{response_id}"
 
 

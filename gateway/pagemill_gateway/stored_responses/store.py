@@ -1,6 +1,6 @@
-"""Where stored responses lie, as bytes by account and id: in memory here, in Redis by `redis`.
+"""Stores responses as bytes, by account and id, in memory; `redis` stores them in Redis.
 
-It exists once in a gateway (`control_process`). What the bytes mean is `routes.responses`'s.
+The control process of a gateway has the only store. `routes.responses` defines the bytes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 
 class ResponseStore(Protocol):
     async def keep(self, account: str, response_id: str, value: bytes) -> None:
-        """Never fails: what cannot be kept is logged."""
+        """Store a response. It never raises; a failure is logged."""
         ...
 
     async def get(self, account: str, response_id: str) -> bytes | None:
-        """`None`: the account has none of this id. Raises `PagemillError` 503 while the store cannot be asked."""
+        """Return a response; `None` if the account has none with this id.
+
+        Raises `PagemillError` 503 while the store is unavailable.
+        """
         ...
 
     async def remove(self, account: str, response_id: str) -> bool:
-        """Whether it was there. Raises as `get`."""
+        """Remove a response; return whether there was one. Raises `PagemillError` 503 like `get`."""
         ...
 
 
@@ -39,9 +42,9 @@ class MemoryResponses:
         self._config = config
         self._clock = clock
         self._kept: dict[str, dict[str, _Kept]] = {}
-        """By account, then by id, oldest first."""
+        """The responses by account and id, oldest first."""
         self._num_bytes: dict[str, int] = {}
-        """By account."""
+        """The bytes of each account's responses."""
 
     async def keep(self, account: str, response_id: str, value: bytes) -> None:
         self._drop(account, response_id)
@@ -76,7 +79,7 @@ class MemoryResponses:
 
 
 class NoResponses:
-    """Of a gateway that stores none."""
+    """The store of a gateway whose settings turn storing off."""
 
     async def keep(self, account: str, response_id: str, value: bytes) -> None:
         pass
@@ -89,7 +92,7 @@ class NoResponses:
 
 
 def open_responses(config: StoredResponsesConfig | None, link: Link | None) -> ResponseStore:
-    """`link`: to Redis, where the gateway has one."""
+    """Return the store for the settings. `link` is the connection to Redis, if the gateway has one."""
     if config is None:
         return NoResponses()
     if link is None:

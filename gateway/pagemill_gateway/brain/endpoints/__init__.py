@@ -1,1 +1,1 @@
-"""What the gateway knows of each endpoint and deployment: reports, dispatched requests, adapters, start times."""
+"""The state of each endpoint and deployment: reports, dispatched requests, adapters, start times."""

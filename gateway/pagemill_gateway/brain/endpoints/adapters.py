@@ -1,10 +1,8 @@
-"""Which LoRA adapters one pod has or will have, and how long a request for one would wait there for its load.
+"""The LoRA adapters that one pod has or will have, and how long a request for one would wait there for its load.
 
-Only the pod's frames say what is resident. Its loads are simulated: one after the other, each as long as the pod
-reported. A decision that needs a load makes the adapter expected at the pod. As with predictions of prefixes
-(`brain.placement.predictions`), that ends with the decision: when the request failed, when the pod has reported, or a
-while after its first token. Which adapter the pod evicts for another is known once it reports so. Times come from
-outside.
+The pod's frames report the resident adapters. Loads are simulated one after the other, with the duration that the pod
+reports. A decision that needs a load makes the adapter expected at the pod, until the request fails, the pod reports
+again, or `EXPIRY_S` after the first token. Evictions are known only when the pod reports them.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ class Adapters:
     def __init__(self) -> None:
         self._reported = AdapterSlots()
         self._loads: list[str] = []
-        """Loads that run, wait, or are expected, in this order."""
+        """The digests of running, waiting and expected loads, in this order."""
         self._began_s = 0.0
-        """Start of the first of them."""
+        """The start of the first load."""
         self._decisions: dict[int, str] = {}
-        """Our decisions that need a load, or count on one."""
+        """The adapters that our decisions expect to be loaded."""
         self._expiring: deque[tuple[float, int]] = deque()
 
     @property
@@ -31,7 +29,7 @@ class Adapters:
         return self._reported.num_slots > 0
 
     def update(self, slots: AdapterSlots, now: float, *, new_engine: bool) -> None:
-        """Apply the adapters of a frame; `new_engine`: the engine may be another one than before."""
+        """Apply the adapters of a frame. `new_engine`: the engine may have been replaced."""
         if not (slots.num_slots or self.served):
             return
         self._reported = slots
@@ -41,7 +39,7 @@ class Adapters:
         self._load([*slots.loading, *(each for each in self._loads if each in expected)], now)
 
     def wait_ms(self, digest: str, now: float, *, believed: bool) -> float:
-        """Until a request that is sent now finds the adapter there. `believed`: the pod's report is fresh."""
+        """Return the time until a request that is sent now has its adapter. `believed`: the pod's report is fresh."""
         self._expire(now)
         if believed and digest in self._reported.resident:
             return 0.0
@@ -52,13 +50,13 @@ class Adapters:
         return first_ms + load_ms * (loads.index(digest) if digest in loads else len(loads))
 
     def expect(self, decision: int, digest: str, now: float) -> None:
-        """A request for the adapter was sent to the pod."""
+        """Note a request for the adapter that is sent to the pod."""
         if digest not in self._reported.resident:
             self._decisions[decision] = digest
             self._load([*self._loads, digest], now)
 
     def computed(self, decision: int, now: float) -> None:
-        """The request's first token is here: what the pod does not report soon, it does not have."""
+        """Let the decision's expectation expire, because its first token has arrived and the pod will report soon."""
         if decision in self._decisions:
             self._expiring.append((now + EXPIRY_S, decision))
 

@@ -1,4 +1,4 @@
-"""One deployment: its endpoints, what was learned of its answers, and how long its engines take to start."""
+"""The state of one deployment: its endpoints, the lengths of its answers, and the durations of its engines' starts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from pagemill_protocol.catalog import CatalogModel
 
 REMEMBERED = 5
 LAPSE_S = 300.0
-"""Without another request for an engine, this long after the latest one, a start is no longer timed."""
+"""A start is not timed any more if no request has needed an engine for this long."""
 LEAST_LEFT_S = 1.0
 
 
 class Starts:
-    """How much longer a deployment without an engine has to wait for one, learned from how long earlier starts took.
+    """Estimates how long a deployment without an engine has to wait for one, from the durations of earlier starts.
 
-    The time counts from the first request that found no engine, which is when a deployment that scaled to zero gets
-    one, to the first report of an engine that serves. Starts from zero and returns of a known engine are learned apart:
-    a pod that must be scheduled takes longer than a container that restarts. Before the first of either, the start
-    times that engines report are used.
+    A start lasts from the first request that found no engine to the first report of a serving engine. Starts from zero
+    and restarts of a known engine are kept apart, because scheduling a pod takes longer than restarting a container.
+    Before the first start, the estimate is the start time that engines report.
     """
 
     def __init__(self) -> None:
@@ -35,34 +34,34 @@ class Starts:
         self._from_zero = False
 
     def engine_reported(self, start_s: dict[str, float]) -> None:
-        """Keep what an engine reports of its own start, by phase."""
+        """Keep an engine's reported start time, given by phase."""
         if start_s:
             self._reported_s = sum(start_s.values())
 
     def requested(self, now: float, *, from_zero: bool) -> None:
-        """A request needs an engine and none serves; `from_zero`: nor is one known that could come back."""
+        """Note a request that needs an engine while none serves. `from_zero`: there is no engine that could return."""
         if self._requested_at is None or now - self._latest_request_at > LAPSE_S:
             self._requested_at, self._from_zero = now, from_zero
         self._latest_request_at = now
 
     def served(self, now: float) -> None:
-        """An engine serves."""
+        """Note that an engine serves, which ends the start."""
         if self._requested_at is not None and now - self._latest_request_at <= LAPSE_S:
             self._took_s[self._from_zero].append(now - self._requested_at)
         self._requested_at = None
 
     def usual_s(self, *, from_zero: bool) -> float | None:
-        """How long a start takes; `None`: unknown."""
+        """Return the median duration of a start; `None` if unknown."""
         took_s = self._took_s[from_zero]
         return median(took_s) if took_s else self._reported_s
 
     def left_s(self, now: float) -> float | None:
-        """Until the engine serves that was requested, or is requested now; `None`: unknown."""
+        """Return the expected time until the requested engine serves, counted from its request; `None` if unknown."""
         expected_s = self.usual_s(from_zero=self._from_zero)
         if expected_s is None:
             return None
         waited_s = now - self._requested_at if self._requested_at is not None else 0.0
-        # A start that is late already may well be late by as much again.
+        # A start that is late by some time is expected to take as much time again.
         return max(LEAST_LEFT_S, abs(expected_s - waited_s))
 
 
@@ -71,13 +70,13 @@ class DeploymentRecord:
     model: CatalogModel
     records: list[EndpointRecord] = field(default_factory=list)
     last_served_at: float | None = None
-    """When an endpoint last reported and would take requests, or its platform first called one ready."""
+    """The latest time at which an endpoint that serves reported, or the platform found one ready for the first time."""
     output_tokens: OutputTokens = field(default_factory=OutputTokens)
     bundle_digest: str = ""
-    """Of the tokenizer that one of its endpoints reported last: its next endpoint will most likely have the same."""
+    """The tokenizer that one of its endpoints reported last, which its next endpoint most likely has as well."""
     starts: Starts = field(default_factory=Starts)
     targets: dict[str, Target] = field(default_factory=dict)
-    """Targets for requests, by the tokenizer of the endpoints; kept until `changed`."""
+    """Cached targets for requests, by the endpoints' tokenizer, until `changed`."""
     _usable: list[EndpointRecord] | None = None
     _with_bundle: dict[str, list[EndpointRecord]] = field(default_factory=dict)
 
@@ -90,17 +89,17 @@ class DeploymentRecord:
         return any(record.serving for record in self.records)
 
     def adapter_digest(self, name: str) -> str:
-        """Of the adapter that clients name `name`; empty: it is none of its adapters."""
+        """Return the digest of the adapter with this name; empty if there is none."""
         return next((each.digest for each in self.model.adapters if each.name == name), "")
 
     def usable(self) -> list[EndpointRecord]:
-        """Every request reads them, so they are computed again only after `changed`."""
+        """Return the usable endpoints. The list is cached until `changed`, because every request reads it."""
         if self._usable is None:
             self._usable = [record for record in self.records if record.usable]
         return self._usable
 
     def usable_with(self, bundle_digest: str) -> list[EndpointRecord]:
-        """Those that understand the token ids of this tokenizer."""
+        """Return the usable endpoints with this tokenizer."""
         records = self._with_bundle.get(bundle_digest)
         if records is None:
             records = [record for record in self.usable() if record.bundle_digest == bundle_digest]
@@ -108,17 +107,17 @@ class DeploymentRecord:
         return records
 
     def keeps(self, records: Sequence[EndpointRecord]) -> bool:
-        """Whether `records` is a list of `usable_with`, which stays the same until `changed`."""
+        """Whether `records` is a cached list of `usable_with`, which is the same object until `changed`."""
         return any(each is records for each in self._with_bundle.values())
 
     def changed(self) -> None:
-        """One of its endpoints may have become usable or unusable, or be another engine than before."""
+        """Drop the cached lists, because an endpoint may have become usable, unusable, or another engine."""
         self._usable = None
         self._with_bundle.clear()
         self.targets.clear()
 
     def departing(self) -> list[EndpointRecord]:
-        """Leaving endpoints that still take requests: used when no other is left."""
+        """Return the leaving endpoints that still take requests; they are used if no others are left."""
         return [record for record in self.records if record.serving and record.leaving and record.reports.connected]
 
 

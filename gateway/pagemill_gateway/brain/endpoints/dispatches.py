@@ -1,8 +1,8 @@
-"""Which of our requests one pod has, and which of them its last report cannot count yet.
+"""Tracks our requests at one pod, and which of them its latest report does not count yet.
 
-A report names no request, so the count decides: when it shows fewer sequences than are there (ours, and those from
-elsewhere), the newest of ours are the missing ones. Time would not tell: a heartbeat of an engine in the middle of a
-long step repeats what was true before the step.
+Reports name no requests. If a report shows fewer sequences than the pod has (ours and others), the newest of ours are
+taken as missing. The time of a report does not decide, because a heartbeat during a long step repeats the state before
+the step.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 EXPIRY_S = 2.0
-"""A prefix or adapter that a request brings to its pod is expected there for this long after its first token.
+"""How long after a request's first token the pod is expected to have its prefix or adapter without reporting it.
 
-By then its prompt was computed, and the pod has sent many reports."""
+The pod sends many reports in that time."""
 
 
 class Dispatch(NamedTuple):
-    """One request as it was sent to the pod."""
+    """A request that was sent to the pod."""
 
     num_uncached_tokens: int
     num_sequences: int = 1
@@ -26,14 +26,15 @@ class Dispatch(NamedTuple):
 class Dispatches:
     def __init__(self) -> None:
         self._open: dict[int, Dispatch] = {}
-        """By decision, oldest first."""
+        """All requests at the pod by decision, oldest first."""
         self._uncomputed: dict[int, Dispatch] = {}
-        """Those without a token so far."""
+        """The requests without a token."""
         self._unreported: dict[int, Dispatch] = {}
+        """The requests that the latest report does not count, newest first after a report."""
         self.num_unreported_tokens = 0
-        """Uncached prompt tokens of requests that the last report does not count."""
+        """Uncached prompt tokens of the requests that the latest report does not count."""
         self.num_uncomputed_tokens = 0
-        """The same of all our requests without a token so far: what is known without any report."""
+        """Uncached prompt tokens of the requests without a token; known without any report."""
 
     @property
     def num_open(self) -> int:
@@ -45,7 +46,7 @@ class Dispatches:
 
     @property
     def uncomputed(self) -> frozenset[int]:
-        """Decisions of those without a token so far."""
+        """The decisions of the requests without a token."""
         return frozenset(self._uncomputed)
 
     @property
@@ -53,13 +54,11 @@ class Dispatches:
         return len(self._unreported)
 
     def unreported(self) -> list[tuple[int, Dispatch]]:
-        """With their decisions, oldest first."""
+        """Return the unreported requests with their decisions, oldest first."""
         return list(reversed(self._unreported.items()))
 
     def waiting(self, num_waiting: int) -> list[Dispatch] | None:
-        """The newest of this many sequences that the report counts as waiting, oldest first; `None`: there are not as
-        many.
-        """
+        """Return our newest reported requests with this many sequences, oldest first; `None` if we have fewer."""
         rows: list[Dispatch] = []
         if num_waiting <= 0:
             return rows
@@ -77,7 +76,7 @@ class Dispatches:
         return len(self._uncomputed)
 
     def num_answers(self, decision: int) -> int:
-        """Its running sequences: all once its first token is here, before that none."""
+        """Return the number of the decision's running sequences: none before its first token, then all."""
         dispatch = self._open.get(decision)
         return dispatch.num_sequences if dispatch is not None and decision not in self._uncomputed else 0
 
@@ -87,7 +86,7 @@ class Dispatches:
         self.num_uncomputed_tokens += dispatch.num_uncached_tokens
 
     def computed(self, decision: int) -> None:
-        """Its first token is here: its prompt is computed."""
+        """Note the first token of a decision, so its prompt is computed."""
         dispatch = self._uncomputed.pop(decision, None)
         if dispatch is not None:
             self.num_uncomputed_tokens -= dispatch.num_uncached_tokens
@@ -98,7 +97,7 @@ class Dispatches:
         self._open.pop(decision, None)
 
     def reported(self, num_missing: int) -> None:
-        """A report that lacks this many of the sequences that are there."""
+        """Apply a report that lacks this many of the pod's sequences."""
         if num_missing <= 0 and not self._unreported:
             return
         self._unreported = {}

@@ -1,4 +1,4 @@
-"""One endpoint: everything the gateway knows of it, and whether it has capacity for one more request."""
+"""The record of one endpoint, and the check for capacity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagemill_protocol.state import EngineLoad, StepTimeParams
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class EndpointRecord:
-    """Everything known of one endpoint. It lives as long as the catalogue lists the endpoint."""
+    """The state of one endpoint, which exists while the catalogue lists the endpoint."""
 
     endpoint: Endpoint
     deployment: str
@@ -27,38 +27,38 @@ class EndpointRecord:
     last_chosen: int = 0
     dispatches: Dispatches = field(default_factory=Dispatches)
     pod_report: PodReport | None = None
-    """Its latest frame as routing reads it; `None` before the first one."""
+    """The latest frame in routing's form; `None` before the first one."""
     step_time_params: StepTimeParams | None = None
     """The parameters of the model in `pod_report`."""
     seen: dict[int, Candidate] = field(default_factory=dict)
-    """Candidates that `brain.placement.candidates` made of it, while they are current."""
+    """The cache of `brain.placement.candidates`."""
     adapters: Adapters = field(default_factory=Adapters)
     ttft_estimator: TtftEstimator = field(default_factory=TtftEstimator)
     reserved: Reservations = field(default_factory=Reservations)
-    """What was sent there, in blocks and sequences."""
+    """The blocks and sequences of requests that were sent to the engine."""
     refusal_backoff: RefusalBackoff = field(default_factory=RefusalBackoff)
     phase: str = "unreachable"
-    """What its `/readyz` last answered, while it is not ready or its stream is down."""
+    """The latest phase from `/readyz`, while the engine is not ready or its stream is down."""
     detail: str = ""
 
     draining: bool = False
-    """The gateway sends it nothing more, since it declined a request or drains; until it restarts or wakes up."""
+    """Whether the gateway sends it no requests, because it declined one or drains, until it restarts or wakes up."""
     readmitted_at: int = 0
-    """The latest decision when `draining` ended: refusals of earlier ones do not count."""
+    """The latest decision when `draining` ended; refusals of earlier decisions are ignored."""
     made_token: str | None = None
-    """What the engine had made for itself when its state stream was opened; `None`: to be looked for."""
+    """The token that the engine generated for itself, read when its stream was opened; `None` if not read yet."""
     drain_acknowledged: bool = False
-    """It has confirmed the end of new requests."""
+    """Whether it has received the confirmation that this gateway sends no more requests."""
     unreachable: bool = False
-    """No process listens at its address; until its next report."""
+    """Whether no process listens at its address; false again with its next report."""
     awaiting_first_report: bool = False
-    """Discovery asks it for the first time: requests that come before its answer may wait for it."""
+    """Whether its first stream is being opened, so that requests may wait for its first report."""
 
     @property
     def usable(self) -> bool:
-        """It may take new requests: it has reported what it serves, and it is not leaving.
+        """Whether it may take new requests: it has reported what it serves, and it is not leaving.
 
-        `serving and not leaving` in one expression: every decision evaluates it for every endpoint.
+        Equal to `serving and not leaving`, in one expression because every decision evaluates it for every endpoint.
         """
         state = self.reports.latest
         if state is None or state.max_model_len <= 0 or state.sleeping or state.draining:
@@ -67,17 +67,17 @@ class EndpointRecord:
 
     @property
     def serving(self) -> bool:
-        """It would take a request, although it may be leaving."""
+        """Whether it would take a request, although it may be leaving."""
         return self.max_model_len > 0 and not self.draining and not self.unreachable and not self.sleeping
 
     @property
     def expected(self) -> bool:
-        """Its platform calls it ready, or its state is not known yet, and it has not reported here."""
+        """Whether its first report is expected soon: the platform finds it ready, or its stream is being opened."""
         unheard = self.max_model_len == 0 and not self.unreachable
         return unheard and (self.endpoint.probed_ready or self.awaiting_first_report) and not self.leaving
 
     def phase_at(self, now: float) -> str:
-        """The first that is true of: draining, sleeping, starting, stale, ready."""
+        """Return the first phase that applies of draining, sleeping, starting, stale, ready."""
         if self.leaving:
             return "draining"
         if self.sleeping:
@@ -92,31 +92,31 @@ class EndpointRecord:
 
     @property
     def drain_reported(self) -> bool:
-        """Its latest report says that it drains."""
+        """Whether its latest report says that it drains."""
         state = self.reports.latest
         return state is not None and state.draining
 
     @property
     def sleeping(self) -> bool:
-        """Its latest report says that it sleeps: it takes nothing until it is woken."""
+        """Whether its latest report says that it sleeps, so that it takes no requests until it is woken."""
         state = self.reports.latest
         return state is not None and state.sleeping
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output; 0 before its first report."""
+        """The maximum tokens of prompt and output; 0 before its first report."""
         state = self.reports.latest
         return state.max_model_len if state is not None else 0
 
     @property
     def pools(self) -> bool:
-        """It answers with vectors or scores, not with text."""
+        """Whether it answers with vectors or scores instead of text."""
         state = self.reports.latest
         return state is not None and state.pools
 
     @property
     def block_size(self) -> int:
-        """Tokens of one KV block."""
+        """The number of tokens in a KV block."""
         state = self.reports.latest
         return max(1, state.block_size) if state is not None else 1
 
@@ -132,7 +132,7 @@ class EndpointRecord:
 
     @property
     def has_link(self) -> bool:
-        """It takes requests over a link of a version that this gateway speaks."""
+        """Whether it accepts a link of this gateway's version."""
         state = self.reports.latest
         return state is not None and state.link_version == LINK_VERSION
 
@@ -141,13 +141,13 @@ class EndpointRecord:
 
 
 def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
-    """Whether the engine has capacity for one more request, by its latest report and what this gateway has sent since.
+    """Whether the engine has capacity for another request, by its latest report and the requests sent since.
 
-    Sequences: our own are counted exactly, those of others by the reports. Blocks: what is free or evictable, less what
-    the sequences there still have to compute, less what was sent and is not in a report yet, less the growth that our
-    answers there are expected to have. While reports are stale only our own reservations count, and a limit that the
-    engine never reported does not bind: the engine itself refuses in the end. An idle engine always has capacity.
-    Sequences that give way count for others of their kind only: the scheduler takes their slots for the rest.
+    Our sequences are counted exactly, others by the reports. Available blocks are the free and evictable ones, less
+    those that the engine's waiting tokens need, those of requests sent since, and the expected growth of our answers.
+    While reports are stale, only our own reservations count. Limits that the engine has not reported are ignored,
+    because the engine itself refuses requests. An idle engine always has capacity. Low-priority sequences count only
+    against other low-priority requests, because the scheduler preempts them for the others.
     """
     if not record.refusal_backoff.allows(record.in_flight, now):
         return False
@@ -172,15 +172,15 @@ def has_capacity(record: EndpointRecord, need: Need, now: float) -> bool:
 
 
 def num_blocks_left(load: EngineLoad, reserved: Reservations, block_size: int) -> int:
-    """By a report and what was sent since: what another request may still take."""
+    """Return the number of blocks that another request may take, by a report and the requests sent since."""
     growing = _num_tokens_to_come(load, reserved) + load.num_tokens_waiting
-    # A sequence's last block is seldom full, so each may need one more than its tokens say.
+    # A sequence's last block is rarely full, so each sequence may need one block more than its tokens.
     num_growing_blocks = -(-growing // block_size) + reserved.num_seen_sequences
     return load.num_blocks_free + load.num_blocks_evictable - reserved.num_unseen_blocks - num_growing_blocks
 
 
 def _num_tokens_to_come(load: EngineLoad, reserved: Reservations) -> int:
-    """Tokens of our reported requests, expected output included, that the report shows neither computed nor waiting."""
+    """Return the expected tokens of our reported requests that the report shows neither computed nor waiting."""
     if not reserved.num_seen_sequences:
         return 0
     num_rows = max(1, load.num_requests_running + load.num_requests_waiting)

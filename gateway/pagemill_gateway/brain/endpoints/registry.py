@@ -1,4 +1,4 @@
-"""The endpoints and deployments that the brain knows: records, lookup by name, and the change to a new catalogue."""
+"""The registry of endpoints and deployments: records, lookup by name, and the change to a new catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Registry:
         self._by_name: dict[str, list[DeploymentRecord]] = {}
 
     def apply(self, catalog: Catalog, now: float) -> None:
-        """Replace what is served. Records of endpoints that stay keep their counts and reports."""
+        """Apply a catalogue. The records of endpoints that stay keep their counts and reports."""
         known, known_deployments = self.endpoints, self.deployments
         self.deployments, self.endpoints, self._by_name = {}, {}, {}
         for model in catalog.models:
@@ -39,14 +39,14 @@ class Registry:
                 self._by_name.setdefault(name, []).append(deployment)
 
     def changed(self, record: EndpointRecord) -> None:
-        """As `DeploymentRecord.changed`, for the deployment of `record`."""
+        """Call `DeploymentRecord.changed` of the record's deployment."""
         deployment = self.deployments.get(record.deployment)
         if deployment is not None:
             deployment.changed()
 
     @property
     def bundle_digests(self) -> set[str]:
-        """Of the tokenizers in use; also that of a deployment without endpoints, which may get some soon."""
+        """The digests of the tokenizers in use, including those of deployments that have no endpoints now."""
         digests = {record.bundle_digest for record in self.endpoints.values()}
         return digests | {deployment.bundle_digest for deployment in self.deployments.values()}
 
@@ -57,7 +57,7 @@ class Registry:
         return list(self._by_name)
 
     def _record(self, known: EndpointRecord | None, endpoint: Endpoint, deployment: str) -> EndpointRecord:
-        # The same id at another address: nothing known of it is true any more.
+        # The same id at another address is another engine, so its state starts anew.
         if known is None or known.endpoint.data_url != endpoint.data_url or known.deployment != deployment:
             return EndpointRecord(endpoint, deployment, EndpointReports(self._stale_after_s))
         known.endpoint = endpoint
@@ -69,7 +69,7 @@ def _was_probed_ready(record: EndpointRecord | None) -> bool:
 
 
 class ChangeNotifier:
-    """Wakes waiting tasks when something that the brain knows has changed; they look up what it was."""
+    """Wakes waiting tasks after every change of the brain's state; each checks its own condition."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
@@ -81,7 +81,7 @@ class ChangeNotifier:
                 future.set_result(None)
 
     async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether `condition` became true within the time; checked now and after every change."""
+        """Wait until `condition` is true, checking it after every change. Return whether it is true."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition():

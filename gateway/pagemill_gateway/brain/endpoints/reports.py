@@ -1,8 +1,8 @@
-"""The latest report of one endpoint, and how far it can be trusted.
+"""The latest report of one endpoint and its freshness.
 
-Pure bookkeeping of one state stream (`pagemill_protocol.state`): sequence gaps, age, and the load that comes from
-elsewhere. The stream itself is read by `pagemill_gateway.discovery.state_streams`. A report that cannot be trusted
-never makes an endpoint unusable: the brain then uses its own in-flight count.
+Pure bookkeeping of one state stream (`pagemill_protocol.state`): gaps, age, and the load from elsewhere.
+`discovery.state_streams` reads the stream. A stale report does not make an endpoint unusable: the brain then uses its
+own counts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pagemill_protocol.hashes import HASH_VERSION, blocks_per_prefix_chunk
 from pagemill_protocol.state import StateFrame
 
 EXTERNAL_WINDOW = 4
-"""Load from elsewhere is the minimum over this many reports: one that our own finish overtook must not raise it."""
+"""Load from elsewhere is the minimum over this many reports, because one from before our request's end has too much."""
 NO_SCHEME = HashScheme("", "", 0, 0)
 
 
 class StateGap(Exception):
-    """A frame is missing: the following ones cannot be applied. Connect again for a snapshot."""
+    """A frame is missing, so the following ones cannot be applied. Reconnect for a snapshot."""
 
 
 class EndpointReports:
@@ -29,29 +29,30 @@ class EndpointReports:
         self._connected = False
         self._received_at = 0.0
         self.fresh_until = -math.inf
-        """The load is current until then: the engine process that has it runs and its server reports."""
+        """The time until which the report is fresh."""
         self._external: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.external = 0
-        """Requests there that are not ours, by the latest reports."""
+        """The number of requests from elsewhere, by the latest reports."""
         self._external_giving_way: deque[int] = deque(maxlen=EXTERNAL_WINDOW)
         self.latest: StateFrame | None = None
-        """Kept over reconnects: digests and limits stay true while the stream is down."""
+        """The latest frame. It is kept while the stream is down, because digests and limits stay valid."""
         self.scheme = NO_SCHEME
-        """How it hashes its blocks."""
+        """The engine's scheme of block hashes."""
         self.connected_at = 0.0
-        """When the latest stream's snapshot arrived."""
+        """The arrival of the latest stream's snapshot."""
         self.num_gaps = 0
         self.num_identities = 0
-        """Increases when its tokenizer, weights, blocks or context change."""
+        """A counter that increases when tokenizer, weights, blocks or context change."""
 
     @property
     def connected(self) -> bool:
-        """A stream is open and its snapshot has arrived."""
+        """Whether a stream is open and its snapshot has arrived."""
         return self._connected
 
     def accept(self, frame: StateFrame, in_flight: int, now: float, num_giving_way: int = 0) -> None:
-        """Apply one frame; `in_flight` is our own count at this instant, and `num_giving_way` of them give way. Raises
-        `StateGap`.
+        """Apply a frame. `in_flight` is the number of our requests, of which `num_giving_way` have low priority.
+
+        Raises `StateGap`.
         """
         before = self.latest
         follows = self._connected and before is not None and frame.sequence == before.sequence + 1
@@ -87,16 +88,16 @@ class EndpointReports:
         return now <= self.fresh_until
 
     def arriving(self, now: float) -> bool:
-        """Engines send a frame at least every second."""
+        """Whether frames arrive; engines send one at least every second."""
         return self._connected and now - self._received_at <= self._stale_after_s
 
     def external_giving_way(self) -> int:
-        """Those of `external` that give way."""
+        """Return the number of low-priority requests in `external`."""
         return min(self.external, min(self._external_giving_way, default=0))
 
 
 def _differ(one: StateFrame, other: StateFrame) -> bool:
-    """In tokenizer, weights, blocks or context."""
+    """Whether the frames differ in tokenizer, weights, blocks or context."""
     return (
         one.digests != other.digests
         or one.block_size != other.block_size
@@ -106,7 +107,7 @@ def _differ(one: StateFrame, other: StateFrame) -> bool:
 
 
 def scheme_of(frame: StateFrame) -> HashScheme:
-    """`NO_SCHEME`: the frame does not say, or the engine hashes another way than gateways do."""
+    """Return the frame's scheme; `NO_SCHEME` if it has none or one of another version."""
     if frame.block_size < 1 or not frame.digests.weights or frame.digests.hash_version != HASH_VERSION:
         return NO_SCHEME
     prefix_chunk_blocks = frame.prefix_chunk_blocks or blocks_per_prefix_chunk(frame.block_size)

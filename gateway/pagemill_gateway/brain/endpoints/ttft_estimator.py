@@ -1,9 +1,8 @@
-"""Estimates when a request that is sent to one pod now has its first token there, by simulating the pod's steps.
+"""Estimates the TTFT of a request that is sent to one pod now, by simulating the pod's steps.
 
-Every report starts the simulation anew from what the engine was doing when it was made; requests sent since are added.
-Two quantities are in no report and are learned from first tokens: how long a request takes to reach the engine, and the
-overhead on top of the steps, a constant of the pod. Which of our requests a report does not count yet is known to
-`brain.endpoints.dispatches`.
+Every report restarts the simulation from the engine's state at that time, and requests sent since are added. Two
+quantities are learned, because no report has them: the time until a request reaches the engine, and a constant overhead
+on top of the steps. `brain.endpoints.dispatches` knows which of our requests a report does not count yet.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from pagemill_protocol.state import EngineLoad
 from pagemill_protocol.step_time import StepTimeModel
 
 WINDOW = 32
-"""Values that a learned median is taken of."""
+"""The number of values of a learned median."""
 LARGEST_DRIFT = 1.5
-"""Larger than any drift that an engine reports."""
+"""The limit for reported drifts, larger than any that an engine computes."""
 MAX_TRANSFER_S = 0.1
-"""A longer transfer to the engine is an exception and not learned."""
+"""Longer transfers to the engine are exceptions and count as this."""
 
 
 LONG_AGO = float("-inf")
 
 
 class _Report(NamedTuple):
-    """A report that was not simulated from so far."""
+    """A report from which no simulation was started yet."""
 
     load: EngineLoad
     reported_s: float
@@ -45,11 +44,11 @@ class _Report(NamedTuple):
 class TtftEstimator:
     def __init__(self) -> None:
         self._report: _Report | None = None
-        """From which to simulate, when the next request asks: most reports are replaced before."""
+        """The report to simulate from at the next request; most reports are replaced before."""
         self._simulation: StepSimulation | None = None
         self._overlaps = False
         self._sent: dict[int, tuple[float, float | None]] = {}
-        """When our requests were sent, and in how many milliseconds their steps would be done."""
+        """For each decision, the time at which it was sent and the simulated milliseconds of its steps."""
         self._transfer_s = _Median(prior=0)
         self._overhead_ms = _Median(prior=3)
 
@@ -63,8 +62,9 @@ class TtftEstimator:
         unreported: Sequence[tuple[int, Dispatch]],
         now_s: float,
     ) -> None:
-        """Apply a report. `waiting`: our requests that it counts as waiting, if those are all; `unreported`: those it
-        lacks.
+        """Apply a report. `waiting`: our requests that it counts as waiting, or `None` if others wait, too.
+
+        `unreported`: our requests that it does not count.
         """
         self._simulation = self._report = None
         if model is None:
@@ -73,13 +73,13 @@ class TtftEstimator:
         self._report = _Report(load, now_s - age_ms / 1000, now_s, model, max_step_tokens, waiting, unreported)
 
     def forget(self) -> None:
-        """What the engine does is unknown from now on."""
+        """Drop the simulation, because the engine's state is unknown."""
         self._simulation = self._report = None
 
     def ttft_ms(self, decision: int, dispatch: Dispatch, now_s: float, held_ms: float = 0.0) -> float | None:
-        """Decision `decision` goes there now: milliseconds to its first token. `None`: unknown.
+        """Note a decision that is sent now; return its expected TTFT in milliseconds, or `None` if unknown.
 
-        `held_ms`: it waits this long there for something else, while the steps go on without it.
+        `held_ms`: the request waits this long at the engine, for example for its adapter, while steps go on.
         """
         at_s = now_s + self._transfer_s.value + held_ms / 1000
         steps_ms = None
@@ -95,26 +95,26 @@ class TtftEstimator:
         return max(steps_ms / 2, steps_ms + self._overhead_ms.value) if steps_ms is not None else None
 
     def accepted(self, decision: int, now_s: float) -> None:
-        """The engine has accepted it."""
+        """Note that the engine has accepted the request."""
         if decision in self._sent:
             self._transfer_s.learn(min(MAX_TRANSFER_S, max(0.0, now_s - self._sent[decision][0])))
 
     def started(self, decision: int, ttft_ms: float | None) -> None:
-        """Its first token is here, `ttft_ms` after it was sent; `None`: not measured."""
+        """Note the first token, `ttft_ms` after the request was sent; `None` if not measured."""
         _, steps_ms = self._sent.get(decision, (0.0, None))
         if steps_ms is None or ttft_ms is None:
             return
         self._overhead_ms.learn(ttft_ms - steps_ms)
 
     def ended(self, decision: int, num_answers: int) -> None:
-        """It is over; `num_answers` of its sequences were running."""
+        """Note the end of the request, of which `num_answers` sequences were running."""
         simulation = self._current() if num_answers else self._simulation
         self._sent.pop(decision, None)
         if simulation is not None:
             simulation.num_answers = max(0, simulation.num_answers - num_answers)
 
     def _current(self) -> StepSimulation | None:
-        """From the latest report on."""
+        """Return the simulation, restarted from a new report if there is one."""
         report, self._report = self._report, None
         if report is None:
             return self._simulation
@@ -139,10 +139,10 @@ class TtftEstimator:
 
 
 class _Median:
-    """Median of the latest values; 0 before the first."""
+    """The median of the latest values; 0 before the first."""
 
     def __init__(self, prior: int) -> None:
-        """`prior`: zeros to begin with, so that a single odd value changes nothing."""
+        """`prior` is the number of zeros to begin with, so that single outliers have no effect."""
         self.value = 0.0
         self._values = deque([0.0] * prior)
         self._sorted = [0.0] * prior
@@ -164,7 +164,7 @@ def _readable(drift: float) -> float:
 
 
 def _reported(load: EngineLoad, waiting: Sequence[Dispatch] | None) -> list[PendingPrompt]:
-    """What waited when the report was made. Reports count cached tokens as waiting; of ours more is known."""
+    """Return the prompts that waited in the report. Reports count cached tokens as waiting, `waiting` does not."""
     rows = []
     if load.num_tokens_prefilling:
         rows.append(

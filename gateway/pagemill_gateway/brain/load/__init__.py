@@ -1,1 +1,1 @@
-"""What the load stream publishes of each deployment: demand, queue and load of the engines."""
+"""Measures what the load stream publishes of each deployment: arrivals, queue and load of the engines."""

@@ -1,6 +1,6 @@
-"""How many requests without a hurry the engines of a model can take at this moment. Pure.
+"""Computes how many low-priority requests the engines of a model can take now. Pure functions.
 
-No engine gets more than one at a moment: a live request would wait for the prompts of all that share its step.
+An engine gets at most one at a time, because a live request would wait for the prompts of all that share its step.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from pagemill_gateway.brain.endpoints.record import EndpointRecord
 from pagemill_gateway.brain.queue.queues import Queues
 
 UNREPORTED_MAX_SEQS = 8
-"""Of engines that do not report how many sequences they run at most."""
+"""The assumed `max_num_seqs` of engines that do not report it."""
 
 
 def idle_capacity(deployments: Sequence[DeploymentRecord], queues: Queues, max_load: float, now: float) -> int:
-    """`max_load`: the share of an engine's most sequences, and of its blocks, up to which it may be filled."""
+    """Return the number of low-priority requests that the deployments' engines can take now.
+
+    `max_load` is the share of an engine's sequence slots and blocks up to which it may be filled.
+    """
     if not all(queues.is_empty(each.key) for each in deployments):
         return 0
     records = [record for each in deployments for record in each.records if record.usable]

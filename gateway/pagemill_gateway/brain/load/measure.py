@@ -1,6 +1,6 @@
-"""What this gateway publishes of each deployment to the operator (`pagemill_protocol.load`). Pure.
+"""Measures the load of each deployment for the operator (`pagemill_protocol.load`). Pure functions.
 
-All engines together, without the detail that routing needs; this gateway's own queue, arrivals and latencies.
+The load is summed over all engines, and has this gateway's own queue, arrivals and latencies.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pagemill_protocol.load import (
 from pagemill_protocol.state import EngineLoad, StateFrame
 
 BYTES_PER_TOKEN = 3
-"""Of waiting request bodies, before the model's tokenizer is known."""
+"""The assumed bytes per token of waiting bodies, before the model's tokenizer is known."""
 
 
 def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now: float) -> list[DeploymentLoad]:
-    """One entry per deployment. Stale reports do not count."""
+    """Return one entry per deployment. Stale reports do not count."""
     return [
         _of_deployment(deployment, queues.state(deployment.key), traffic, now)
         for deployment in registry.deployments.values()
@@ -38,7 +38,7 @@ def measure_load(registry: Registry, queues: Queues, traffic: TrafficMeter, now:
 
 
 def same_but_older(load: DeploymentLoad, published: DeploymentLoad) -> bool:
-    """Whether only rates and ages differ, which change all the time."""
+    """Whether only rates and ages differ, which change constantly."""
     return _ageless(load) == _ageless(published)
 
 
@@ -77,7 +77,7 @@ def _of_deployment(
 
 
 def _is_asked(deployment: DeploymentRecord) -> bool:
-    """Whether requests of ours are there: the engine's reports may not show them yet."""
+    """Whether this gateway has requests at its engines, whose reports may not show them yet."""
     return any(record.in_flight for record in deployment.records)
 
 
@@ -86,8 +86,8 @@ def _engines(records: list[EndpointRecord], now: float) -> EnginesLoad:
     fresh = [record for record in published if record.reports.fresh(now)]
     frames = [record.reports.latest for record in fresh if record.reports.latest is not None]
     if not frames:
-        # Without any engine nothing runs: that is a value. The same holds for an engine that was leaving and is silent
-        # now; an engine that never reported is unknown.
+        # No load is a known value if there are no engines, or only engines that were leaving. The load of an engine
+        # that has never reported is unknown.
         expected = [record for record in records if not (record.leaving or record.draining or record.sleeping)]
         silent = any(record.max_model_len > 0 for record in expected)
         return EnginesLoad(truth="stale" if silent else "unknown" if expected else "value")
@@ -143,11 +143,11 @@ def _pods(records: list[EndpointRecord]) -> PodsSeen:
 
 
 def _is_asleep(record: EndpointRecord) -> bool:
-    """It sleeps, or is about to: new requests cannot use it."""
+    """Whether the engine sleeps or is about to, so that it takes no new requests."""
     return record.sleeping and record.reports.connected and not record.leaving
 
 
 def _rests(record: EndpointRecord) -> bool:
-    """Nothing runs there and nothing will: it is no capacity. What still runs before it sleeps counts as load."""
+    """Whether the engine sleeps and nothing runs on it, so that it is no capacity."""
     state = record.reports.latest
     return record.sleeping and (state is None or not state.load.num_requests_running + state.load.num_requests_waiting)

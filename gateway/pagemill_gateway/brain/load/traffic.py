@@ -1,10 +1,10 @@
-"""Arrivals, latencies and lengths per deployment: what the autoscaler cannot learn from engines.
+"""Measures arrivals, latencies and lengths per deployment, which the autoscaler cannot learn from engines.
 
-Arrivals are counted when a request first asks for an engine, or for the first engine of a deployment that has none, at
-the time when it reached the gateway: requests that wait are seen by who decides on replicas, and do not look like a
-burst when an engine comes. Latencies and lengths are counted when a request
-is over (`RequestOutcome`). Requests that give way, as a batch's lines, are neither: they are served where capacity is
-left, and no reason for more of it. Time comes from outside. `brain.brain` writes it, `brain.load.measure` reads it.
+An arrival is counted when a request first needs an engine, with the time at which it reached the gateway. So the
+autoscaler sees waiting requests, and they do not look like a burst when an engine becomes ready. Latencies and lengths
+are counted at the end of a request (`RequestOutcome`). Low-priority requests, such as lines of batches, are not
+counted: they use idle capacity and are no reason for more. `brain.brain` writes the counts, and `brain.load.measure`
+reads them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pagemill_protocol.load import Arrivals, Latencies, Lengths
 
 WINDOW_S = 60
 BURST_WINDOW_S = 6
-"""A tenth of the window: twice as many within it are a burst."""
+"""The window in which bursts are measured, a tenth of `WINDOW_S`."""
 TICKS_PER_S = 10
-"""Arrivals within a tenth of a second are counted together."""
+"""The resolution of arrival times."""
 MAX_LENGTHS = 512.0
-"""Beyond this many, all counts are halved: lengths are kept over idle hours, and a changed workload is learned."""
+"""With more requests, all counts are halved: lengths survive idle hours and follow a changed workload."""
 LATENCY_SLOTS = 6
 
 
@@ -39,9 +39,9 @@ class TrafficMeter:
             self._deployments[new] = _DeploymentTraffic(self._clock())
 
     def arrived(self, deployment: str, num_tokens: int, at: float, num_requests: int = 1) -> None:
-        """A request asks for an engine for the first time; it arrived at `at` (0: now).
+        """Count a request that needs an engine for the first time and arrived at `at` (0: now).
 
-        `num_requests` is 0 for one that was counted while its tokens were not known.
+        `num_requests` is 0 for a request that was counted before its number of tokens was known.
         """
         traffic = self._deployments.get(deployment)
         if traffic is not None:
@@ -54,7 +54,7 @@ class TrafficMeter:
             traffic.record_outcome(outcome, self._clock())
 
     def arrivals(self, deployment: str, *, busy: bool = False) -> Arrivals:
-        """`busy`: requests wait or are served now, so the deployment is not idle."""
+        """Return the arrival rates. `busy`: requests wait or are served now, so the deployment is not idle."""
         traffic = self._deployments.get(deployment)
         return traffic.arrivals(self._clock(), busy) if traffic is not None else Arrivals()
 
@@ -73,9 +73,9 @@ class _DeploymentTraffic:
     def __init__(self, now: float) -> None:
         self._since = now
         self._latest = now
-        """When a request was last known to be here."""
+        """The latest time at which there was a request."""
         self._ticks: deque[tuple[int, int, int]] = deque(maxlen=(WINDOW_S + 2) * TICKS_PER_S)
-        """(tick, requests, tokens) of the ticks with arrivals, in order."""
+        """The ticks with arrivals in order, as (tick, requests, tokens)."""
         self._ttft = _LatencyWindow()
         self._tpot = _LatencyWindow()
         self._prompt, self._computed, self._output = _LengthHistogram(), _LengthHistogram(), _LengthHistogram()
@@ -136,7 +136,7 @@ class _DeploymentTraffic:
         )
 
     def _sum(self, since: float) -> tuple[int, int]:
-        """Requests and tokens of the ticks that lie for the greater part after `since`."""
+        """Return requests and tokens of the ticks whose larger part is after `since`."""
         recent = [entry for entry in self._ticks if since <= self._since or entry[0] + 0.5 > since * TICKS_PER_S]
         return sum(requests for _, requests, _ in recent), sum(tokens for _, _, tokens in recent)
 
@@ -146,7 +146,7 @@ class _DeploymentTraffic:
 
 
 class _LatencyWindow:
-    """A histogram of the last minute, in slots that are dropped as they age."""
+    """A histogram of the last minute, in slots of which old ones are dropped."""
 
     def __init__(self) -> None:
         self._slots: deque[tuple[int, Counter[int]]] = deque(maxlen=LATENCY_SLOTS + 1)
@@ -166,7 +166,7 @@ class _LatencyWindow:
 
 
 class _LengthHistogram:
-    """A histogram of the latest requests, however old they are."""
+    """A histogram of the latest requests, regardless of their age."""
 
     def __init__(self) -> None:
         self._counts: dict[int, float] = {}

@@ -1,1 +1,1 @@
-"""Where a request goes: which endpoints may take it, what it would find there, the choice and its record."""
+"""Placement of requests: eligible endpoints, their state for the routing policy, the decision and its record."""

@@ -1,8 +1,7 @@
-"""An endpoint as routing sees it: made from its record, and kept there until something of it changes.
+"""Builds the routing policy's candidates from endpoint records, and caches them in the records.
 
-Most endpoints look the same to one request as to the next, so a decision among many makes few candidates anew. Code
-that changes what they are made of clears `EndpointRecord.seen` and reports it to the `KeptCandidates` of the
-deployment; that is `brain.placement.placement`.
+Most endpoints look the same to consecutive requests, so a decision builds few candidates. When a record changes,
+`brain.placement.placement` clears `EndpointRecord.seen` and notifies the deployment's `KeptCandidates`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pagemill_gateway.routing.policy import Candidate
 from pagemill_gateway.routing.report import PodReport
 
 PLAIN, STALE = 0, -1
-"""Keys of what is kept: a fresh report, nothing of the prompt cached, no session; a stale report, no session."""
+"""Keys of cached candidates without a session: fresh report and no cached tokens, or stale report."""
 MAX_KEPT = 64
-"""Candidates kept for one endpoint: requests that find different numbers of tokens need different ones."""
+"""Limit for the cached candidates of an endpoint, one for each number of cached tokens."""
 
 
 def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0, session: bool = False) -> Candidate:
@@ -36,9 +35,9 @@ def candidate_of(record: EndpointRecord, now: float, num_cached_tokens: int = 0,
 
 
 class KeptCandidates:
-    """Those of a deployment with many endpoints, for requests that find nothing cached, with the table of their costs.
+    """The candidates of a deployment with many endpoints and the table of their costs, without cached tokens.
 
-    Only what changes is made anew: a report, a decision, an end, or reports that become stale.
+    Only candidates that changed are rebuilt: by a report, a decision, the end of a request, or a report's expiry.
     """
 
     def __init__(self, records: Sequence[EndpointRecord]) -> None:
@@ -48,7 +47,7 @@ class KeptCandidates:
         self._table = CostTable(len(records))
         self._changed: set[EndpointRecord] = set()
         self._fresh_until = -math.inf
-        """Until then no report becomes stale."""
+        """The earliest time at which a report becomes stale."""
 
     def changed(self, record: EndpointRecord) -> None:
         self._changed.add(record)
@@ -75,7 +74,7 @@ class KeptCandidates:
 def with_adapter(
     candidates: Sequence[Candidate], records: Sequence[EndpointRecord], digest: str, now: float
 ) -> list[Candidate]:
-    """`candidates`, made from `records`, for a request for that adapter."""
+    """Return the candidates with the times that a request for the adapter waits for its load."""
     waits_ms = [
         record.adapters.wait_ms(digest, now, believed=each.believed)
         for record, each in zip(records, candidates, strict=True)

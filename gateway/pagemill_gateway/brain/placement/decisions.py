@@ -1,6 +1,6 @@
-"""The last decisions with all their inputs, for people who ask why a request went where it went.
+"""The log of the latest routing decisions with all their inputs, for debugging.
 
-They are kept as they were made and rendered on request. No text and no token of any request is in here.
+Decisions are formatted when they are read. The log contains no text and no tokens of requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DecisionLog:
     def __init__(self, max_decisions: int) -> None:
         self._decisions: deque[DecisionRecord] = deque(maxlen=max_decisions)
         self._measured_ttft_ms: dict[int, float] = {}
-        """Of the decisions that are kept, and of some that are not any more."""
+        """Measured TTFTs by decision, including some of decisions that were dropped."""
 
     def note(
         self,
@@ -49,7 +49,7 @@ class DecisionLog:
         )
 
     def measured(self, number: int, ttft_ms: float) -> None:
-        """The measured time to the first token of a stream."""
+        """Note the measured time to the first token of a stream."""
         if not self._decisions or number < self._decisions[0].number:
             return
         self._measured_ttft_ms[number] = ttft_ms
@@ -58,7 +58,7 @@ class DecisionLog:
             self._measured_ttft_ms = {each: ms for each, ms in self._measured_ttft_ms.items() if each >= first}
 
     def latest(self, limit: int) -> list[dict[str, Any]]:
-        """Newest first."""
+        """Return the latest decisions, newest first."""
         chosen = list(self._decisions)[-limit:] if limit > 0 else []
         return [_describe(each, self._measured_ttft_ms.get(each.number)) for each in reversed(chosen)]
 
@@ -87,7 +87,7 @@ def _describe(record: DecisionRecord, measured_ttft_ms: float | None) -> dict[st
 def _describe_candidate(record: DecisionRecord, index: int) -> dict[str, Any]:
     candidate, decision = record.candidates[index], record.decision
     terms = dict(zip(decision.columns, decision.rows[index], strict=True)) if decision.rows else {}
-    # The last column is compared: the smallest cost is best, or the largest score.
+    # The last column is what was compared: a cost, or a score if the largest wins.
     value = decision.rows[index][-1] if decision.rows else 0.0
     return {
         "endpoint": candidate.endpoint_id,

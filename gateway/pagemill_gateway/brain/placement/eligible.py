@@ -1,7 +1,7 @@
-"""Which endpoints may get a request at all: the deployment behind a name, and those of its endpoints that qualify.
+"""Finds the endpoints that may get a request: resolves a model name to a deployment, and filters its endpoints.
 
-It goes by what is known of deployments and endpoints. Where a request then goes is decided by
-`brain.placement.placement`, capacity is checked by `brain.endpoints.record`. It waits for nothing and accounts nothing.
+It neither waits nor changes any state. `brain.placement.placement` chooses the endpoint, and `brain.endpoints.record`
+checks capacity.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pagemill_protocol.answers.registry import ParserSettings
 from pagemill_protocol.errors import PagemillError, model_not_found, unavailable
 
 _Share = tuple[DeploymentRecord, list[EndpointRecord]]
-"""A deployment and its endpoints that may get a request."""
+"""A deployment and those of its endpoints that may get a request."""
 
 LOADING_RETRY_AFTER_S = 5.0
-"""Where the time that engines take to start is unknown."""
+"""`Retry-After` if the duration of an engine's start is unknown."""
 
 
 class Eligible:
@@ -39,7 +39,7 @@ class Eligible:
         *,
         keeps_terminating: bool,
     ) -> None:
-        """`keeps_terminating`: terminating endpoints may be used while no other is available."""
+        """`keeps_terminating`: whether terminating endpoints may be used while no other is available."""
         self._registry = registry
         self._recovery = recovery
         self._poison_detection = poison_detection
@@ -48,7 +48,10 @@ class Eligible:
         self._keeps_terminating = keeps_terminating
 
     def resolve(self, model: str) -> Target:
-        """Raises `PagemillError`: 404 for an unknown name, 503 with the reason when no engine is ready yet."""
+        """Return the target for a model name.
+
+        Raises `PagemillError` 404 for an unknown name, and 503 with the reason if no engine is ready.
+        """
         deployments = self._registry.named(model)
         if not deployments:
             raise model_not_found(model, self._registry.names())
@@ -62,12 +65,12 @@ class Eligible:
         return target
 
     def settled(self, model: str) -> bool:
-        """Nothing is left to wait for: a deployment serves the name, or none has it any more."""
+        """Whether waiting for an engine is over: a deployment serves the name, or none has it."""
         deployments = self._registry.named(model)
         return not deployments or self._share(deployments) is not None
 
     def endpoints(self, target: Target) -> tuple[DeploymentRecord | None, list[EndpointRecord]]:
-        """The target's deployment, and the endpoints that understand its token ids."""
+        """Return the target's deployment and its endpoints with the target's tokenizer."""
         deployment = self._registry.deployments.get(target.deployment)
         if deployment is None:
             return None, []
@@ -77,10 +80,10 @@ class Eligible:
         return deployment, [each for each in self._departing(deployment) if each.bundle_digest == target.bundle_digest]
 
     def able(self, records: list[EndpointRecord], to_place: PlacementRequest, now: float) -> list[EndpointRecord]:
-        """Those of `records` that may take it now, whether it is new or continues what another engine did not finish.
+        """Return the records that may take the request or its continuation now.
 
-        Raises `PagemillError` when none serves adapters and it is for one, and (`OTHER_WEIGHTS`) when only engines with
-        other weights are left to continue it.
+        Raises `PagemillError` if the request needs an adapter and none serves adapters, and with code `OTHER_WEIGHTS`
+        if no engine has the weights that the answer was begun with.
         """
         if to_place.request.adapter_digest:
             records = [record for record in records if record.adapters.served]
@@ -98,7 +101,7 @@ class Eligible:
         return self._poison_detection.allowed(records, to_place.probe, now)
 
     def best(self, records: list[EndpointRecord], tried: frozenset[str], now: float) -> list[EndpointRecord]:
-        """Healthy endpoints not tried before; if there are none, untried ones; if there are none either, all."""
+        """Return the healthy and untried endpoints; if there are none, the untried ones; if there are none, all."""
         out = self._recovery.out(records, now)
         if not out and not tried:
             return records
@@ -120,9 +123,7 @@ class Eligible:
         return [each for each in departing if self._keeps_terminating or not each.endpoint.terminating]
 
     def _share(self, deployments: list[DeploymentRecord]) -> _Share | None:
-        """One of the deployments that can serve, drawn by weight: of those with staying endpoints, else of those with
-        leaving ones.
-        """
+        """Draw a deployment by weight, of those with usable endpoints, else of those with leaving ones."""
         wanted = [deployment for deployment in deployments if deployment.model.weight > 0]
         ready = [(each, usable) for each in wanted if (usable := each.usable())]
         if not ready:
@@ -174,10 +175,9 @@ def _nothing_ready(model: str, deployments: list[DeploymentRecord], now: float) 
 
 
 def common_scheme(schemes: Iterable[HashScheme]) -> HashScheme:
-    """The scheme of most of them: during a rollout prompts are looked up among the others in vain, which is correct
-    there.
+    """Return the most common scheme; with it, lookups find nothing on endpoints with another scheme, as in a rollout.
 
-    A scheme without prefix chunks: no engine has reported how it hashes, or none hashes as gateways do.
+    Return `NO_SCHEME` if no engine has reported a scheme that gateways can compute.
     """
     counts = Counter(schemes)
     del counts[NO_SCHEME]

@@ -1,8 +1,8 @@
-"""Where a request goes among the eligible endpoints, and what is known of them for that.
+"""Places requests on eligible endpoints.
 
-It keeps the prefix index, the predictions, sessions and per-endpoint accounts up to date, passes the policy its
-candidates, accounts the choice at once and records the reason. Which endpoints are eligible is decided by
-`brain.placement.eligible`.
+It maintains the prefix index, the predictions, the sessions and the counts of each endpoint. For a request it gives the
+policy the candidates, counts the choice at once, and records the decision. `brain.placement.eligible` finds the
+eligible endpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_SESSIONS = 65536
 
 class PlacementResult(NamedTuple):
     number: int
-    """Of the decision."""
+    """The number of the decision."""
     record: EndpointRecord
     candidate: Candidate
     policy: str
@@ -46,7 +46,7 @@ class Placement:
         self.predictions = Predictions()
         self.decisions = DecisionLog(max_decisions)
         self._kept: dict[str, KeptCandidates] = {}
-        """By deployment, of those with many endpoints."""
+        """The kept candidates of deployments with many endpoints."""
 
     def place(
         self,
@@ -59,7 +59,7 @@ class Placement:
         fits: Fits,
         now: float,
     ) -> PlacementResult | None:
-        """Choose one of `records` and account decision `number` there; None when the request fits nowhere."""
+        """Choose one of `records`, and count decision `number` there; None if no endpoint has capacity."""
         self.predictions.expire(now)
         candidates = self._candidates(request, deployment, records, now)
         if request.adapter_digest:
@@ -74,7 +74,7 @@ class Placement:
         decision = policy.choose(view, candidates)
         index = _place_of(decision.chosen, candidates)
         if not fits(records[index], decision.chosen.num_cached_tokens):
-            # Engines are rarely full, so only now all are checked.
+            # All endpoints are checked only if the chosen one is full, which is rare.
             pairs = zip(records, candidates, strict=True)
             fitting = [(record, each) for record, each in pairs if fits(record, each.num_cached_tokens)]
             if not fitting:
@@ -95,22 +95,22 @@ class Placement:
         return PlacementResult(number, records[index], chosen, policy.name, predicted_ttft_ms)
 
     def changed(self, record: EndpointRecord) -> None:
-        """What its candidates are made of has changed."""
+        """Drop the cached candidates of a record that has changed."""
         record.seen.clear()
         kept = self._kept.get(record.deployment)
         if kept is not None:
             kept.changed(record)
 
     def keep(self, deployments: set[str]) -> None:
-        """Forget the others."""
+        """Drop the kept candidates of all other deployments."""
         self._kept = {key: kept for key, kept in self._kept.items() if key in deployments}
 
     def most_cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> int:
-        """Cached prompt tokens on the endpoint that has most of them."""
+        """Return the largest number of cached prompt tokens on an endpoint."""
         return max(self._cached_tokens(request, records, now).values(), default=0)
 
     def observe(self, record: EndpointRecord, frame: StateFrame, now: float) -> None:
-        """Apply what an accepted frame says of prefixes and load. The caller has called `changed`."""
+        """Apply the prefixes and the load of an accepted frame. The caller has called `changed`."""
         endpoint_id = record.endpoint.id
         if frame.snapshot:
             self.forget(endpoint_id)
@@ -129,12 +129,12 @@ class Placement:
         self._update_estimator(record, frame, now)
 
     def forget(self, endpoint_id: str) -> None:
-        """What the endpoint has cached is unknown from now on."""
+        """Forget the endpoint's cached prefixes."""
         self.predictions.forget(self.index.bit(endpoint_id))
         self.index.forget(endpoint_id)
 
     def computed(self, number: int, record: EndpointRecord, now: float, ttft_ms: float | None) -> None:
-        """The first token of decision `number` is here."""
+        """Note the first token of decision `number`."""
         record.dispatches.computed(number)
         self.changed(record)
         record.ttft_estimator.started(number, ttft_ms)
@@ -149,7 +149,7 @@ class Placement:
         self.changed(record)
         record.ttft_estimator.ended(number, num_answers)
         if not num_answers:
-            # It failed, or its client left before its prompt was computed: the rest of the prompt will not be.
+            # The prompt was not computed completely, because the request failed or its client disconnected.
             self.predictions.drop(number)
             record.adapters.drop(number, now)
         else:
@@ -175,7 +175,7 @@ class Placement:
         cached = self._cached_tokens(request, records, now)
         session = self._sessions.endpoint(deployment.key, request.session) if request.session else None
         kept = self._kept_of(deployment, records) if len(records) >= LEAST_PODS else None
-        # For most requests: kept candidates, without a call for each.
+        # Inlined, because most requests use cached candidates and a call for each is slow.
         candidates: list[Candidate] = (
             kept.current(now)
             if kept is not None
@@ -203,8 +203,8 @@ class Placement:
         return kept
 
     def _cached_tokens(self, request: RoutingRequest, records: Sequence[EndpointRecord], now: float) -> dict[str, int]:
-        """Cached prompt tokens on each endpoint that has some and whose report is fresh."""
-        # The last token is always computed, so a prompt is never found as a whole.
+        """Return the numbers of cached prompt tokens of the endpoints that have some and a fresh report."""
+        # The last token is always computed, so the whole prompt is never found.
         num_findable = (request.num_prompt_tokens - 1) // request.prefix_chunk_tokens if request.prefix_chunks else 0
         if num_findable <= 0 or not self.index.knows(request.prefix_chunks[0], self.predictions.pods):
             return {}
@@ -236,7 +236,7 @@ def _place_of(chosen: Candidate, candidates: Sequence[Candidate]) -> int:
 def _predicted_ttft_ms(
     decision: RoutingDecision, index: int, record: EndpointRecord, number: int, dispatch: Dispatch, now: float
 ) -> float | None:
-    """Where the policy predicts it: simulated for the chosen endpoint, which would cost too much for all candidates."""
+    """Return the TTFT in milliseconds, simulated for the chosen endpoint only; None if the policy predicts none."""
     if "ttft_ms" not in decision.columns:
         return None
     chosen, ttft_ms = decision.chosen, None
@@ -249,7 +249,7 @@ def _predicted_ttft_ms(
 
 
 class Sessions:
-    """Which endpoint a session was on last. Bounded: the sessions that are longest unused are forgotten first."""
+    """The last endpoint of each session. The least recently used sessions are dropped."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_sessions = max_sessions

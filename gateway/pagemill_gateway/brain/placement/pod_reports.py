@@ -1,4 +1,4 @@
-"""An engine's state frame as routing reads it."""
+"""Converts an engine's state frame to the report that routing uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("pagemill.gateway.brain")
 
 
 def read_report(frame: StateFrame, before: PodReport | None, params_before: StepTimeParams | None) -> PodReport:
-    """`before`: the report of the frame before, whose model is kept while its parameters are the same."""
+    """Return the report of a frame. The step-time model of `before` is reused if its parameters are the same."""
     load = frame.load
     is_same = frame.step_time is params_before or frame.step_time == params_before
     model = _model_of(before) if is_same else _model(frame.step_time)
@@ -36,7 +36,7 @@ def read_report(frame: StateFrame, before: PodReport | None, params_before: Step
 
 
 def with_own_counts(report: PodReport, num_running: int) -> PodReport:
-    """A stale report: the pod's limits stay true, its load is replaced by this gateway's own counts."""
+    """Return a stale report's limits with this gateway's own counts as its load."""
     model = _model_of(report)
     return report._replace(
         step_time=take_snapshot(model, report.max_step_tokens, num_running, 0) if model is not None else None,
@@ -56,7 +56,7 @@ def _model_of(report: PodReport | None) -> StepTimeModel | None:
 
 
 def _model(params: StepTimeParams) -> StepTimeModel | None:
-    """`None`: the engine has not measured anything, or reports invalid parameters."""
+    """Return the step-time model; `None` if the engine has not measured any step or the parameters are invalid."""
     try:
         model = StepTimeModel.from_params(params)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Prefixes that pods do not report yet and will have: those of requests that were dispatched to them.
+"""Predicts the prefix chunks that pods will have, from the requests that were dispatched to them.
 
-Each belongs to the decision that brings it about. It ends at once when the request failed or when the pod has reported
-the prefix chunk itself, and in any case a while after the first token. It is never mixed into
-`brain.placement.prefix_index`.
+A prediction belongs to the decision that causes it. It ends when the request fails, when the pod reports the prefix
+chunk, or at the latest `EXPIRY_S` after the first token. `brain.placement.prefix_index` has only reported prefix
+chunks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Predictions:
 
     @property
     def pods(self) -> Mapping[bytes, int]:
-        """Prefix chunk -> bits of the pods that will have it."""
+        """The bits of the pods that will have each prefix chunk."""
         return self._pods
 
     def expect(self, decision: int, bit: int, prefix_chunks: Iterable[bytes]) -> None:
-        """Those of `prefix_chunks` that are not expected there yet are tagged with `decision`."""
+        """Add predictions for the prefix chunks that are not expected at the pod yet; they belong to `decision`."""
         pods = self._pods
         new = [chunk for chunk in prefix_chunks if not pods.get(chunk, 0) & bit]
         if not new:
@@ -45,12 +45,12 @@ class Predictions:
         self._decisions[decision] = _Expected(bit, new)
 
     def reported(self, bit: int, prefix_chunks: Iterable[bytes]) -> None:
-        """The pod itself has reported these, added or removed: its report counts."""
+        """End the predictions of prefix chunks that the pod reported as added or removed."""
         if self._pods:
             clear(self._pods, bit, prefix_chunks)
 
     def computed(self, decision: int, now: float) -> None:
-        """The request's prompt is computed: what the pod does not report soon, it does not have."""
+        """Let the decision's predictions expire, because the prompt is computed and the pod will report it soon."""
         if decision in self._decisions:
             self._expiring.append((now + EXPIRY_S, decision))
 
@@ -60,7 +60,7 @@ class Predictions:
             clear(self._pods, *expected)
 
     def forget(self, bit: int) -> None:
-        """The pod is gone, or sends a new snapshot; another one may get its bit."""
+        """End all predictions for a pod that is gone or sends a new snapshot; its bit may be reused."""
         for decision in [each for each, expected in self._decisions.items() if expected.bit == bit]:
             self.drop(decision)
 

@@ -1,9 +1,9 @@
-"""Which pods have which prefix: one table from the hash of a prefix chunk to a set of pods, written by frames only.
+"""The index of reported prefixes: a table from the hash of a prefix chunk to the set of pods that have it.
 
-A set of pods is an int with one bit per pod (its slot), so a lookup costs one dict access per prefix chunk however many
-pods there are. A pod that leaves, or sends a new snapshot, just loses its slot; its bit is swept out of the table
-later, a few entries with every frame that brings some, and only then is the slot used again. What the gateway merely
-expects to be cached is kept apart (`brain.placement.predictions`).
+A set of pods is an int with one bit per pod, so a lookup takes one dict access per prefix chunk regardless of the
+number of pods. A pod that leaves or sends a new snapshot loses its bit at once. The bit is removed from the table
+later, a few entries with every frame that adds some, and is reused after that. `brain.placement.predictions` has the
+prefixes that the gateway only expects.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 SWEEP_STEP = 1024
-"""Entries swept with every frame that brings prefix chunks."""
+"""Number of entries that are swept with every frame that adds prefix chunks."""
 
 
 class PrefixIndex:
@@ -19,23 +19,23 @@ class PrefixIndex:
         self._pods: dict[bytes, int] = {}
         self._bits: dict[str, int] = {}
         self._free: list[int] = []
-        """Bits that no entry of the table has any more."""
+        """Bits that are in no entry of the table."""
         self._num_bits = 0
         self._retired = 0
-        """Bits of pods that are gone, waiting for the next sweep."""
+        """Bits of removed pods, for the next sweep."""
         self._sweeping = 0
         self._unswept: list[bytes] = []
 
     def __len__(self) -> int:
-        """Prefix chunks known of any pod."""
+        """The number of prefix chunks in the table."""
         return len(self._pods)
 
     def bit(self, endpoint_id: str) -> int:
-        """The pod's bit; 0 before its first snapshot."""
+        """Return the pod's bit; 0 before its first snapshot."""
         return self._bits.get(endpoint_id, 0)
 
     def snapshot(self, endpoint_id: str, prefix_chunks: Iterable[bytes]) -> None:
-        """The pod has exactly these."""
+        """Replace the pod's prefix chunks."""
         self.forget(endpoint_id)
         self._bits[endpoint_id] = self._new_bit()
         self.add(endpoint_id, prefix_chunks)
@@ -44,7 +44,7 @@ class PrefixIndex:
         bit, pods = self._bits[endpoint_id], self._pods
         for chunk in prefix_chunks:
             mask = pods.get(chunk)
-            # The pod's own int is stored where it is the only one, so most entries share a few objects.
+            # Entries with one pod share the pod's int object, which saves memory.
             pods[chunk] = bit if mask is None else mask | bit
         self._sweep()
 
@@ -52,17 +52,17 @@ class PrefixIndex:
         clear(self._pods, self._bits[endpoint_id], prefix_chunks)
 
     def forget(self, endpoint_id: str) -> None:
-        """The pod is gone, or sends a new snapshot."""
+        """Remove a pod that is gone or sends a new snapshot."""
         self._retired |= self._bits.pop(endpoint_id, 0)
 
     def knows(self, chunk: bytes, expected: Mapping[bytes, int]) -> bool:
-        """Whether any pod has it, or will by `expected`."""
+        """Whether any pod has the prefix chunk, or is expected to have it."""
         return chunk in self._pods or chunk in expected
 
     def depths(self, prefix_chunks: Sequence[bytes], pods: int, expected: Mapping[bytes, int]) -> dict[int, int]:
-        """How many leading prefix chunks each pod has, by its bit; pods without the first one are left out.
+        """Return the number of leading prefix chunks that each pod has, by its bit, without pods that have none.
 
-        `pods`: the bits to look for. `expected`: further prefix chunks with their pods.
+        `pods` are the bits to look for, and `expected` has further prefix chunks with their pods.
         """
         found: dict[int, int] = {}
         known, alive = self._pods, pods
@@ -80,7 +80,7 @@ class PrefixIndex:
         return self._pods.get(chunk, 0) & bit != 0
 
     def prefix_chunks_of(self, endpoint_id: str) -> set[bytes]:
-        """Everything the pod has. O(table): for tests and people."""
+        """Return all prefix chunks of a pod, for tests and debugging. O(table)."""
         bit = self.bit(endpoint_id)
         return {chunk for chunk, mask in self._pods.items() if mask & bit}
 
@@ -91,7 +91,7 @@ class PrefixIndex:
         return 1 << (self._num_bits - 1)
 
     def _sweep(self) -> None:
-        """Remove the bits of departed pods from a part of the table."""
+        """Remove the bits of removed pods from a part of the table."""
         if not self._sweeping:
             if not self._retired:
                 return
@@ -115,7 +115,7 @@ class PrefixIndex:
 
 
 def clear(pods: dict[bytes, int], bit: int, prefix_chunks: Iterable[bytes]) -> None:
-    """Take the pod's bit from these prefix chunks; one without any pod leaves the table."""
+    """Remove a pod's bit from prefix chunks, and the chunks that no pod has any more."""
     for chunk in prefix_chunks:
         mask = pods.get(chunk, 0)
         if not mask & bit:
@@ -127,7 +127,7 @@ def clear(pods: dict[bytes, int], bit: int, prefix_chunks: Iterable[bytes]) -> N
 
 
 def _each(mask: int) -> list[int]:
-    """The single bits of a mask."""
+    """Return the single bits of a mask."""
     bits = []
     while mask:
         bit = mask & -mask

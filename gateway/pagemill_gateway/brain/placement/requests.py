@@ -1,4 +1,4 @@
-"""One request inside the brain: what is to be placed, and what is at an engine. Plain values, no decisions."""
+"""The values that describe a request inside the brain: one to be placed, and one at an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_gateway.brain.interface import Probe, QueueTicket, RetryContext, R
 
 
 class PlacementRequest(NamedTuple):
-    """A request that is to be placed."""
+    """A request to be placed."""
 
     target: Target
     tried: frozenset[str]
@@ -19,30 +19,30 @@ class PlacementRequest(NamedTuple):
     ticket: QueueTicket
     retry: RetryContext | None
     need: Need
-    """As if nothing of the prompt were cached."""
+    """The need without cached prompt tokens."""
     probe: Probe = "none"
     charged_tokens: int | None = None
-    """Cost of its turn in the queue; None: it has not waited."""
+    """The cost of its turn in the queue; None if it has not waited."""
 
     @property
     def work(self) -> RoutingRequest:
-        """What an engine has to compute before its next token: of a continued answer, also all tokens so far."""
+        """The request as the engine must compute it: the prompt of a continuation includes the generated tokens."""
         if self.retry is None or not self.retry.num_tokens:
             return self.request
         return self.request._replace(num_prompt_tokens=self.request.num_prompt_tokens + self.retry.num_tokens)
 
     @property
     def queue_key(self) -> str:
-        """The key under which it waits.
+        """The key under which the request waits.
 
-        A request that continues an answer has paid for its turn, and may wait for engines that others do not need: it
-        waits under a key of its own, is due at once, and delays no other request.
+        A continuation has paid for its turn and may need certain engines. It waits under a key of its own, so that it
+        is due at once and delays no other request.
         """
         return f"{self.ticket.key} {self._constraints}" if self._constraints else self.ticket.key
 
     @property
     def group(self) -> str:
-        """Requests of one group wait for the same engines."""
+        """The name of the group of requests that need the same engines."""
         engines = f"{self.target.bundle_digest} adapters" if self.request.adapter_digest else self.target.bundle_digest
         return f"{engines} {self._constraints}" if self._constraints else engines
 
@@ -54,14 +54,14 @@ class PlacementRequest(NamedTuple):
 
 
 class InFlightRequest(NamedTuple):
-    """A request that is at an engine."""
+    """A request at an engine."""
 
     record: EndpointRecord
     need: Need
     key: str
     priority: int
     charged_tokens: int
-    """Cost of its turn; the expected cost here if it did not wait."""
+    """The cost of its turn, or its expected cost at the engine if it did not wait."""
 
 
 def make_placement_request(
@@ -73,8 +73,9 @@ def make_placement_request(
     retry: RetryContext | None,
     probe: Probe = "none",
 ) -> PlacementRequest:
-    """The expected output is learned from the deployment's answers and bounded by its context; it includes existing
-    tokens.
+    """Return the placement request. Its expected output is estimated from the deployment's answers.
+
+    The expected output includes the tokens of a continuation, and is limited by the context.
     """
     num_output_tokens = 1
     if deployment is not None:

@@ -1,1 +1,1 @@
-"""Where requests wait: for capacity on an engine, or for an engine at all."""
+"""Queues of requests that wait for capacity on an engine, or for an engine at all."""

@@ -1,7 +1,6 @@
-"""The queue of one deployment: its waiting requests, how fast it empties, and the errors its clients get.
+"""The queue of one deployment: its waiting requests, its rate, and the errors for clients.
 
-The order and the bounds are `admission.fair_queue`'s; waking requests is `brain.queue.queues`'s. Time comes from
-outside.
+`admission.fair_queue` defines order and bounds, and `brain.queue.queues` wakes requests.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ from pagemill_protocol.errors import PagemillError, unavailable
 
 HALF_LIFE_S = 20.0
 LEAST_SECONDS = 0.5
-"""Waiting time that must be observed before the rate is used."""
+"""Seconds with waiting requests that must be observed before the rate is used."""
 UNKNOWN_WAIT_S = 5.0
 MAX_WAIT_S = 120.0
 
 
 class DrainRate:
-    """How fast the queue empties while requests wait: the source of `Retry-After` and of the chances of a deadline.
+    """The tokens that are served per second while requests wait, for `Retry-After` and for deadlines.
 
-    Tokens served per second of waiting. Both fade with a half-life, so the rate follows a deployment that grows or
-    shrinks.
+    Tokens and seconds decay with a half-life, so the rate follows a deployment that is scaled.
     """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
         self._since: float | None = None
-        """Up to when waiting is counted; `None` while no request waits."""
+        """The time up to which waiting is counted; `None` while no request waits."""
 
     def watch(self, now: float, waiting: bool) -> None:
         """Count the time since the previous call, if requests waited then; `waiting`: whether requests wait now."""
@@ -46,7 +44,7 @@ class DrainRate:
         self._since = now if waiting else None
 
     def served(self, cost_tokens: int) -> None:
-        """One waiting request got its turn."""
+        """Count a waiting request that got its turn."""
         self._tokens += cost_tokens
 
     @property
@@ -56,12 +54,12 @@ class DrainRate:
         return self._tokens / self._seconds
 
     def wait_s(self, num_tokens: int) -> float | None:
-        """Until this many tokens are served; `None` while the rate is unknown."""
+        """Return the time until this many tokens are served; `None` while the rate is unknown."""
         rate = self.tokens_per_s
         return num_tokens / rate if rate is not None else None
 
     def retry_after_s(self, num_tokens: int, start_s: float | None = None) -> float:
-        """When to come back to a queue of this many tokens, whose engine first has to start in `start_s`."""
+        """Return `Retry-After` for a queue of this many tokens, whose engine starts in `start_s` if it is not None."""
         wait_s = self.wait_s(num_tokens)
         if wait_s is None and start_s is None:
             return UNKNOWN_WAIT_S
@@ -70,7 +68,7 @@ class DrainRate:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueueEntry(Waiter):
-    """One waiting request, with the attempt to place it and the future that gets its result."""
+    """A waiting request, with the function that tries to place it and the future for its result."""
 
     attempt: Callable[[], object | None]
     future: asyncio.Future[Any]
@@ -90,7 +88,7 @@ class DeploymentQueue:
         self.waiting.max_requests, self.waiting.max_bytes = limits.max_requests, limits.max_bytes
 
     def hopeless_wait_s(self, entry: QueueEntry) -> float | None:
-        """How long it would wait, if that is longer than its deadline allows."""
+        """Return the time that the request would wait, if it would miss its deadline, otherwise `None`."""
         if entry.deadline_at == math.inf or not len(self.waiting):
             return None
         num_tokens = self.waiting.tokens_before(entry.key, entry.priority, entry.cost_tokens)
@@ -101,7 +99,7 @@ class DeploymentQueue:
         return self.drain.retry_after_s(self.waiting.num_tokens, self._start_left_s())
 
     def full(self) -> PagemillError:
-        """429: the queue's bounds."""
+        """Return the error 429 for a full queue."""
         return PagemillError(
             f"All engines of this model are busy and {len(self.waiting)} requests wait already, with "
             f"{self.waiting.num_bytes} bytes; at most {self.waiting.max_requests} and {self.waiting.max_bytes} may. "
@@ -113,7 +111,7 @@ class DeploymentQueue:
         )
 
     def timed_out(self, waited_s: float) -> PagemillError:
-        """503: no capacity became free in time."""
+        """Return the error 503 for a request that waited too long."""
         return unavailable(
             f"All engines of this model are busy: the request waited {waited_s:.0f} s for its turn, the longest that "
             "is allowed. Try again later.",

@@ -1,4 +1,4 @@
-"""How long requests wait for an engine while their deployment has none, and when its start is timed."""
+"""Decides how long requests wait for an engine while their deployment has none, and starts timing its start."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_protocol.catalog import QueueLimits
 
 WAIT_FACTOR = 2.0
-"""A returning engine may take this many times as long as it usually does."""
+"""Requests wait this many times the usual duration of an engine's restart."""
 
 
 class Outage:
-    """The outage of a deployment as one request sees it."""
+    """The wait of one request during an outage of its deployment."""
 
     def __init__(self) -> None:
         self._until: float | None = None
 
     def is_over(self, now: float, wait_left_s: float) -> bool:
-        """Whether the request has waited enough: `wait_left_s`, as it was when the outage was first seen."""
+        """Whether the request has waited as long as `wait_left_s` was at the first call."""
         if self._until is None:
             self._until = now + wait_left_s
         return now >= self._until
 
     def ended(self) -> None:
-        """There is an engine again; the next outage is a new one."""
+        """Note that there is an engine again; the next outage is a new one."""
         self._until = None
 
 
 class Outages:
-    """The outages of all deployments. `wait_s`: the least wait for an engine that was lost a moment ago."""
+    """The outages of all deployments. `wait_s` is the minimum wait for an engine that was just lost."""
 
     def __init__(
         self, registry: Registry, limits: Callable[[str], QueueLimits], wait_s: float, clock: Callable[[], float]
@@ -44,13 +44,11 @@ class Outages:
         return [each for each in self._registry.named(model) if each.model.weight > 0]
 
     def waits_left_s(self, model: str) -> dict[str, float]:
-        """How much longer requests may wait for an engine of each deployment with that name."""
+        """Return the remaining time that requests may wait for an engine, for each deployment with the name."""
         return {each.key: self.wait_left_s(each) for each in self.wanted(model)}
 
     def wait_left_s(self, deployment: DeploymentRecord) -> float:
-        """How much longer requests may wait for an engine: one that was lost a moment ago, or that its platform calls
-        ready.
-        """
+        """Return the remaining time that requests may wait for an engine that was just lost or will report soon."""
         if deployment.model.wakes:
             return self._limits(deployment.key).timeout_s
         wait_s = self._wait_s
@@ -63,9 +61,9 @@ class Outages:
         return max(0.0, deployment.last_served_at + wait_s - self._clock())
 
     def note_demand(self, deployments: list[DeploymentRecord]) -> None:
-        """A request waits for an engine of deployments that have none: their starts are timed from now on.
+        """Begin to time the starts of deployments without an engine, because a request waits for one.
 
-        An engine that is up and has not reported yet does not start: the time to its report says nothing of a start.
+        An engine that is expected to report soon is not starting, so its deployment's start is not timed.
         """
         for each in deployments:
             if not any(record.expected for record in each.records):

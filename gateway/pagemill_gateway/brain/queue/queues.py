@@ -1,9 +1,9 @@
-"""The one place where requests wait: a fair queue per deployment, for capacity on an engine or for any engine at all.
+"""The queues of all deployments, in which requests wait for capacity on an engine or for any engine at all.
 
-A waiting request has an attempt: called when it is its turn, it returns the result, or None to go on waiting, or raises
-the error for the client. The order, the bounds and which request is shed are `admission.fair_queue`'s; here are the
-futures, the clock and the errors. Code that changes what attempts depend on calls `pump`; while requests wait, a tick
-handles what only time changes.
+A waiting request has an attempt, which is called at its turn. It returns the result, or None to continue waiting, or
+raises the error for the client. `admission.fair_queue` defines the order, the bounds and shedding; this module has the
+futures, the clock and the errors. Code that changes what attempts depend on calls `pump`. A periodic tick handles
+timeouts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger("pagemill.gateway.brain")
 TICK_S = 0.1
 Outcome = Literal["served", "shed", "full", "timeout", "deadline", "failed", "left"]
 OUTCOMES: tuple[Outcome, ...] = ("served", "shed", "full", "timeout", "deadline", "failed", "left")
-"""`shed`: another request needed its place more. `full`: it found no place. `deadline`: it could not have met its
-deadline, or did not. `failed`: what it waited for cannot come any more. `left`: its client left.
+"""`shed`: overload removed the request. `full`: the queue did not accept it. `deadline`: it missed its deadline, or
+would miss it. `failed`: its attempt raised an error. `left`: its client disconnected.
 """
 Found = TypeVar("Found")
 
@@ -34,9 +34,9 @@ class QueueState(NamedTuple):
     num_requests: int = 0
     num_bytes: int = 0
     num_tokens: int = 0
-    """Expected cost of their turns; 0 for those that cannot be tokenized yet."""
+    """The expected cost of their turns; 0 for requests that cannot be tokenized yet."""
     oldest_age_s: float = 0.0
-    """How long the request that waits longest has been at the gateway."""
+    """Time since the arrival of the oldest waiting request at the gateway."""
 
 
 class Queues:
@@ -46,8 +46,9 @@ class Queues:
         is_serving: Callable[[str], bool],
         start_left_s: Callable[[str], float | None] = lambda _: None,
     ) -> None:
-        """`is_serving`: whether a deployment has an engine that serves; only then its speed can be learned.
-        `start_left_s`: time until it has one again, if it has none and that is known.
+        """`is_serving`: whether a deployment has a serving engine; the queue's rate is measured only then.
+
+        `start_left_s`: the time until a deployment has an engine again, or `None` if it has one or that is unknown.
         """
         self._clock = clock
         self._is_serving = is_serving
@@ -55,7 +56,7 @@ class Queues:
         self._queues: dict[str, DeploymentQueue] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self.outcomes: Counter[tuple[str, Outcome]] = Counter()
-        """By deployment, since the start."""
+        """The outcomes of waiting requests by deployment, since the start."""
         self._watchers: set[asyncio.Future[None]] = set()
 
     def is_empty(self, deployment: str) -> bool:
@@ -71,7 +72,7 @@ class Queues:
         return QueueState(len(waiting), waiting.num_bytes, waiting.num_tokens, max(0.0, self._clock() - oldest))
 
     def left_s(self, deployment: str, ticket: QueueTicket) -> float | None:
-        """How much longer the request of `ticket` will wait here, an engine's start included; `None`: unknown."""
+        """Return how much longer the ticket's request will wait, including an engine's start; `None` if unknown."""
         queue = self._queues.get(deployment)
         start_left_s = self._start_left_s(deployment)
         if queue is None or (start_left_s is None and not self._is_serving(deployment)):
@@ -80,14 +81,14 @@ class Queues:
         return start_left_s if turn_s is None else (start_left_s or 0.0) + turn_s
 
     def first_waiter(self) -> asyncio.Future[None]:
-        """Done when a request waits for a deployment whose queue was empty. Cancel it when it is not needed."""
+        """Return a future that is done when a request enters an empty queue; cancel it if it is not needed."""
         watcher = asyncio.get_running_loop().create_future()
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return watcher
 
     def settle(self, deployment: str, key: str, priority: int, num_tokens: int) -> None:
-        """A turn cost this many tokens more than was expected, or fewer."""
+        """Charge a key the difference to the expected cost of a turn, which may be negative."""
         queue = self._queues.get(deployment)
         if queue is not None:
             queue.waiting.settle(key, priority, num_tokens)
@@ -104,10 +105,10 @@ class Queues:
         undo: Callable[[Found], None],
         kept: bool = False,
     ) -> tuple[Found, float]:
-        """What `attempt` returned, and how long the request waited. Raises `PagemillError`.
+        """Wait until `attempt` returns a result; return it and the waiting time in seconds. Raises `PagemillError`.
 
-        `group`: requests of one group wait for the same; `undo` takes back a result that came too late for a client
-        that left; `kept`: it may wait however many do.
+        Requests of one `group` need the same endpoints. `undo` is called with a result for a caller that was cancelled.
+        `kept`: overload must not shed the request.
         """
         queue = self._queues.get(deployment)
         if queue is None:
@@ -130,7 +131,7 @@ class Queues:
         )
         self._admit(deployment, queue, entry)
         try:
-            # One that was refused everywhere waits for a change: what is known has just been tried.
+            # A request that was refused everywhere has just tried all endpoints and waits for a change.
             if ticket.num_refusals == 0:
                 self.pump(deployment)
             found: Found = await entry.future
@@ -144,7 +145,7 @@ class Queues:
             if entry in queue.waiting:
                 queue.waiting.remove(entry)
                 self.pump(deployment)
-            # A refusal that was set on its future holds this frame, which would hold it and the request's body.
+            # An error on its future references this frame: break the cycle, which would keep the request's body.
             del entry
         return found, self._clock() - now
 
@@ -166,7 +167,7 @@ class Queues:
                 self._fail(deployment, queue, entry, error, "failed")
                 continue
             except Exception:
-                # The caller handles another request, or a report, which must not fail.
+                # The caller handles another request or a report, which must not fail.
                 logger.exception("a request of %s cannot be placed", deployment)
                 self._fail(deployment, queue, entry, internal_error(), "failed")
                 continue
@@ -185,7 +186,7 @@ class Queues:
             self.pump(deployment)
 
     def tick(self) -> None:
-        """What only time changes: some requests have waited too long, pauses are over."""
+        """End the requests that have waited too long, and try the others, because pauses may be over."""
         for deployment, queue in list(self._queues.items()):
             for entry in queue.waiting.expired(self._clock()):
                 late = entry.deadline_at <= entry.expires_at
@@ -194,7 +195,7 @@ class Queues:
             self.pump(deployment)
 
     def forget(self, deployments: set[str]) -> None:
-        """These deployments are gone; no request waits for them any more, since their attempts have failed."""
+        """Remove the empty queues and the outcomes of deployments that are gone."""
         for deployment in deployments:
             if self.is_empty(deployment):
                 self._queues.pop(deployment, None)
@@ -202,7 +203,7 @@ class Queues:
                     self.outcomes.pop((deployment, outcome), None)
 
     def _admit(self, deployment: str, queue: DeploymentQueue, entry: QueueEntry) -> None:
-        """Raises `PagemillError` when the request must not wait."""
+        """Add an entry to its queue. Raises `PagemillError` if the request must not wait."""
         if self._is_serving(deployment) and (wait_s := queue.hopeless_wait_s(entry)) is not None:
             self.outcomes[deployment, "deadline"] += 1
             raise unavailable(

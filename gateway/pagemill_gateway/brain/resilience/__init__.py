@@ -1,1 +1,1 @@
-"""What follows from failures: which endpoints are ejected, which requests may retry, and which request is the cause."""
+"""The handling of failures: ejection of endpoints, retries of requests, and detection of poison requests."""

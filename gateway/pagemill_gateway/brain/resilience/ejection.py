@@ -1,7 +1,7 @@
-"""The circuit breaker of one endpoint: a failure ejects it for a short while, then one request at a time probes it.
+"""The circuit breaker of one endpoint: a failure ejects it for a while, then one request at a time probes it.
 
-Pure: time comes in as seconds of a monotonic clock, requests as the numbers of their decisions. It never considers
-other endpoints; `brain.resilience.recovery` does, and bounds how many of a deployment are out.
+Pure: the caller passes the time of a monotonic clock and the numbers of decisions. `brain.resilience.recovery` limits
+how many endpoints of a deployment are ejected.
 """
 
 from __future__ import annotations
@@ -15,56 +15,56 @@ class Ejection:
         self._ejected = False
         self._until = 0.0
         self._since = 0
-        """Number of the newest decision at the latest ejection."""
+        """The newest decision at the latest ejection."""
         self._probe: int | None = None
 
     @property
     def num_failures(self) -> int:
-        """Failures since it last served a request to its end."""
+        """The failures since the endpoint last completed a request."""
         return self._num_failures
 
     @property
     def ejected(self) -> bool:
-        """Nothing has shown since the latest failure that it works again."""
+        """Whether no sign since the latest failure has shown that the endpoint works."""
         return self._ejected
 
     def allows(self, now: float) -> bool:
-        """Whether a request may go there: it is healthy, or due for a probe and has none."""
+        """Whether a request may be sent: the endpoint is healthy, or due for a probe that is not running yet."""
         if not self._ejected:
             return True
         return now >= self._until and self._probe is None
 
     def covers(self, decision: int) -> bool:
-        """Whether `decision` was made before the latest ejection: its failure belongs to the same incident."""
+        """Whether the decision is older than the latest ejection, so that its failure is part of the same incident."""
         return decision <= self._since
 
     def chosen(self, decision: int, now: float) -> None:
-        """`decision` goes there; it is the probe when the endpoint was ejected and is due."""
+        """Note a decision for this endpoint; it becomes the probe if one is due."""
         if self._ejected and now >= self._until and self._probe is None:
             self._probe = decision
 
     def released(self, decision: int) -> None:
-        """`decision` ended without saying anything of the endpoint."""
+        """Note the end of a decision that shows nothing about the endpoint."""
         if self._probe == decision:
             self._probe = None
 
     def answered(self, decision: int) -> None:
-        """`decision` got its first frame. Decisions from before the ejection prove nothing."""
+        """Note the first frame of a decision. Decisions from before the ejection show nothing."""
         if self._ejected and not self.covers(decision):
             self._ejected = False
             self._probe = None
 
     def succeeded(self, decision: int) -> None:
-        """`decision` was served to its end, or in a way that shows that the endpoint works: the next pause is short."""
+        """Note a decision that shows that the endpoint works; the next ejection is short again."""
         if not self.covers(decision):
             self._ejected = False
             self._probe = None
             self._num_failures = 0
 
     def failed(self, now: float, newest_decision: int, *, factor: float = 1.0) -> None:
-        """Eject, for `factor` times as long as after a plain failure.
+        """Eject the endpoint, for `factor` times the usual time.
 
-        Failures of requests that were already there when it was ejected do not lengthen the pause.
+        Failures of requests during an ejection do not lengthen it.
         """
         self._probe = None
         if self._ejected and now < self._until:
@@ -75,5 +75,5 @@ class Ejection:
         self._since = newest_decision
 
     def probe_now(self) -> None:
-        """Another sign shows that the endpoint is back: the next request may probe it."""
+        """Let the next request probe the endpoint, because another sign shows that it is back."""
         self._until = 0.0

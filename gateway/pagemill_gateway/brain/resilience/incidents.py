@@ -1,7 +1,7 @@
-"""Records how engines ended: which requests were there, and whether that points at a request or at chance.
+"""Records how engines ended and which requests they had, to tell a poison request from chance.
 
-The end of an engine is one incident, however many requests report it. What it says of a request is decided by
-`brain.resilience.poison_requests`.
+The end of an engine is one incident, regardless of the number of requests that report it.
+`brain.resilience.poison_requests` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pagemill_gateway.brain.interface import EngineFailure, EngineFailureKind
 
 MAX_INCIDENTS = 256
 SAME_INCIDENT_S = 30.0
-"""All requests of one incident report it within this time, or before the engine has connected anew."""
+"""The requests of an incident report it within this time, or before the engine reconnects."""
 CHANCE_WINDOW_S = 10.0
-"""A cause that ends several engines at once need not begin with the engine that a request was at."""
+"""Incidents this long before the first failure count as well: a common cause may end other engines first."""
 
 
 class Incident(NamedTuple):
@@ -26,13 +26,13 @@ class Incident(NamedTuple):
     endpoint_id: str
     kind: EngineFailureKind
     present: frozenset[int]
-    """Decisions of this gateway's requests that were there."""
+    """The decisions of this gateway's requests at the engine."""
     unstarted: frozenset[int]
-    """Those of them without a token so far."""
+    """The decisions of those without a token."""
     had_probe: bool
-    """A probed request was among the unstarted ones."""
+    """Whether a probed request was among the unstarted ones."""
     num_elsewhere: int
-    """Requests that were not ours, by its latest report."""
+    """The number of requests of other gateways, by the engine's latest report."""
 
 
 class Incidents:
@@ -40,7 +40,7 @@ class Incidents:
         self._incidents: deque[Incident] = deque(maxlen=MAX_INCIDENTS)
 
     def note(self, record: EndpointRecord, kind: EngineFailureKind | None, probes: frozenset[int], now: float) -> None:
-        """The endpoint's engine ended; `probes` are the decisions of all probes. `None`: how it ended is unknown."""
+        """Note the end of the endpoint's engine. `kind` is `None` if unknown; `probes` has the decisions of probes."""
         since = max(record.reports.connected_at, now - SAME_INCIDENT_S)
         for place, known in enumerate(self._incidents):
             if known.endpoint_id == record.endpoint.id and known.at >= since:
@@ -62,24 +62,24 @@ class Incidents:
         )
 
     def had(self, failure: EngineFailure) -> bool:
-        """Whether the request was there when the engine ended; else it came too late, or the incident is forgotten."""
+        """Whether the engine of a recorded incident had the request."""
         return self._of(failure.decision) is not None
 
     def was_only_one(self, failure: EngineFailure) -> bool:
-        """No other request of this gateway waited for its first token there."""
+        """Whether no other request of this gateway waited for its first token at the engine."""
         incident = self._of(failure.decision)
         return incident is not None and incident.unstarted == {failure.decision}
 
     def was_shared(self, failure: EngineFailure) -> bool:
-        """Other gateways had requests there as well."""
+        """Whether the engine had requests of other gateways as well."""
         incident = self._of(failure.decision)
         return incident is not None and incident.num_elsewhere > 0
 
     def is_chance(self, deployment: str, failures: Sequence[EngineFailure]) -> bool:
         """Whether engines of the deployment end in the same way without the request of these failures.
 
-        Incidents count from shortly before the first failure on. One that the probe of another request explains does
-        not count. Where the first failure is forgotten, it may have been chance.
+        Incidents count from `CHANCE_WINDOW_S` before the first failure on, except those that a probe of another request
+        explains. Return true if the incident of the first failure is no longer recorded.
         """
         first = self._of(failures[0].decision)
         if first is None:

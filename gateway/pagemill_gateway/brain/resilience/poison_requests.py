@@ -1,29 +1,29 @@
-"""Poison-request detection: which requests may bring down engines, how that is tested, and when it is proven.
+"""Poison-request detection: which requests may bring down engines, how they are probed, and when they are blamed.
 
-Engines end for many reasons, and most requests that were there are not the cause. What the end of an engine says of a
-request:
+Engines end for many reasons, and most of their requests are not the cause. The end of an engine is evidence against its
+requests, depending on its kind:
 
-- The engine was ended from outside, and its server reports that (`killed`): nothing.
-- Its connections just ended (`lost`; a pod was killed, its node failed, or its server died of its own work): little.
-  Only the second loss in a row, without a token in between, leads to a probe.
-- Its own work failed, and its server reports that (`crashed`): one of the requests there is the cause. All are probed.
+- `killed` (the server reports that the engine was ended from outside): no evidence.
+- `lost` (the connections ended, because a pod was killed, its node failed, or its server died): little evidence. Only
+  the second loss in a row, without a token in between, leads to a probe.
+- `crashed` (the server reports that the engine's own work failed): one of its requests is the cause. All are probed.
 
 A poison request brings down its engine whenever it is computed, before its next token. So a token clears a request, and
-what happened before is forgotten. A probe lasts until the first token at the next engine. The first probe is `shared`:
-no other probe runs on that engine, and other requests may come and go, since an engine that crashed with many requests
-leaves many to probe, and none of them shall wait long. The next ones are `alone`: the request goes where no request
-waits for a first token, and none may follow; the relay pauses longer before each of them, so that a cause that ends
-engines by chance is over or has shown itself.
+earlier failures are forgotten. A probe lasts until the first token at the next engine. The first probe is `shared`: no
+other probe runs on that engine, but other requests do, because an engine that crashed with many requests leaves many to
+probe, and none of them should wait long. Later probes are `alone`: the request is sent to an engine where no request
+waits for its first token, and no other request is sent there. The relay pauses longer before each of them, so that
+other causes are over or have shown themselves.
 
 A request is blamed when an engine ended under its probe, no other request there was without a token, and
 
 - the probe was `alone`; or the engine crashed, and no other gateway had a request there; and
-- engines of the deployment do not end without it as well: none did, in the same way, from shortly before its first one
-  on (`brain.resilience.incidents`). Those that end under the probe of another request are explained by that one.
+- no engine of the deployment ended in the same way without the request, from shortly before its first failure on
+  (`brain.resilience.incidents`). Engines that end under the probe of another request do not count.
 
-So a request that crashes engines costs two or three of them, one that ends the whole pod four, while no others end; if
-others do, it is retried until `admission.attempts` ends it without blame. One that gets tokens between its crashes is
-never blamed, and is bounded there too.
+So a request that crashes engines brings down two or three of them, and one that ends the whole pod four, if no others
+end. If others do, it is retried until `admission.attempts` ends it without blame. A request that gets tokens between
+its crashes is never blamed; `admission.attempts` limits it, too.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from pagemill_gateway.brain.resilience.incidents import Incidents
 from pagemill_protocol.errors import request_crashed_engine
 
 TOLERATED_LOSSES = 2
-"""Engines in a row that are lost, before that counts as more than chance."""
+"""The number of losses in a row that leads to a probe."""
 HOLD_S = 1.0
-"""An engine takes no new requests this long before a probe `alone`; extended while the request waits."""
+"""How long an engine takes no new requests before a probe `alone`; extended while the request waits."""
 ALONE_S = 15.0
-"""No other request starts there for this long; an answer that comes as a whole at its end may take minutes."""
+"""How long no other request starts during a probe `alone`; it is limited, because a first token may take minutes."""
 Outcome = Literal["cleared", "ended", "blamed", "left"]
 OUTCOMES: tuple[Outcome, ...] = ("cleared", "ended", "blamed", "left")
-"""`ended`: its engine ended, which may have been chance. `left`: its client left, or the engine refused it."""
+"""`ended`: the probe's engine ended, perhaps by chance. `left`: the client disconnected, or the engine refused it."""
 
 
 class _RunningProbe(NamedTuple):
@@ -58,18 +58,18 @@ class PoisonDetection:
     def __init__(self) -> None:
         self._incidents = Incidents()
         self._probes: dict[int, _RunningProbe] = {}
-        """By decision."""
+        """The running probes by decision."""
         self._held: dict[str, float] = {}
-        """Endpoints that take no new requests before a probe `alone`, and until when."""
+        """The endpoints that take no new requests before a probe `alone`, and the times until which they do not."""
         self.outcomes: Counter[tuple[str, Outcome]] = Counter()
-        """Of probes, by deployment, since the start."""
+        """The outcomes of probes by deployment, since the start."""
 
     def keep(self, deployments: set[str]) -> None:
         for key in [key for key in self.outcomes if key[0] not in deployments]:
             del self.outcomes[key]
 
     def next_probe(self, deployment: str, failures: Sequence[EngineFailure]) -> Probe:
-        """How a request with these failures is tried next. Raises `PagemillError` 500 when it is blamed."""
+        """Return how a request with these failures is probed next. Raises `PagemillError` 500 if it is blamed."""
         if failures and self._blames(deployment, failures):
             self.outcomes[deployment, "blamed"] += 1
             raise request_crashed_engine()
@@ -83,12 +83,12 @@ class PoisonDetection:
     # Which endpoints a probe may use.
 
     def allowed(self, records: list[EndpointRecord], probe: Probe, now: float) -> list[EndpointRecord]:
-        """Those of `records` that may get a request with this probe now."""
+        """Return the records that may get a request with this probe now."""
         if probe == "none":
             return self._open(records, now)
         busy = {each.endpoint_id for each in self._probes.values()}
         free = [record for record in records if record.endpoint.id not in busy]
-        # An endpoint that is gone already, unnoticed so far, would prove nothing.
+        # The loss of an endpoint that is gone already would be no evidence, so fresh reports are preferred.
         free = [record for record in free if record.reports.fresh(now)] or free
         if probe == "shared":
             return self._open(free, now)
@@ -104,20 +104,20 @@ class PoisonDetection:
             self._held.pop(record.endpoint.id, None)
 
     def cleared(self, decision: int) -> bool:
-        """Its first token is here. Whether it was a probe, for whose end other requests may wait."""
+        """Note the first token of a decision. Return whether it was a probe, so that other requests may now start."""
         return self._close(decision, "cleared")
 
     def released(self, decision: int) -> None:
-        """It left its engine, for whatever reason."""
+        """Note that a decision's request left its engine, for any reason."""
         self._close(decision, "left")
 
     def engine_failed(self, decision: int, record: EndpointRecord, kind: EngineFailureKind, now: float) -> None:
-        """The engine of `decision` is reported to have ended; call it before any request there is released."""
+        """Note the end of a decision's engine. It must be called before requests of the engine are released."""
         self._note(record, kind, now)
         self._close(decision, "ended")
 
     def stream_lost(self, record: EndpointRecord, now: float) -> None:
-        """The endpoint's own stream broke off."""
+        """Note that the endpoint's state stream ended."""
         self._note(record, None, now)
 
     def _note(self, record: EndpointRecord, kind: EngineFailureKind | None, now: float) -> None:
@@ -131,11 +131,11 @@ class PoisonDetection:
         return proven and self._incidents.was_only_one(last) and not self._incidents.is_chance(deployment, failures)
 
     def _num_before(self, record: EndpointRecord) -> tuple[bool, int]:
-        """Requests that must get a token before a probe `alone`; an endpoint that is held already comes first."""
+        """Return the sort key of endpoints for a probe `alone`: held ones first, then by requests without a token."""
         return record.endpoint.id not in self._held, record.dispatches.num_uncomputed
 
     def _open(self, records: list[EndpointRecord], now: float) -> list[EndpointRecord]:
-        """Endpoints that no probe has to itself, or is about to have."""
+        """Return the records that no probe `alone` uses or waits for."""
         if not self._probes and not self._held:
             return records
         self._held = {endpoint_id: until for endpoint_id, until in self._held.items() if until > now}
@@ -151,7 +151,7 @@ class PoisonDetection:
 
 
 def _since_last_token(failures: Sequence[EngineFailure]) -> Sequence[EngineFailure]:
-    """Failures before a token are forgotten. A crash after a token may still be caused by the request's next token."""
+    """Return the failures since the last token. A crash after a token counts: the next token may be its cause."""
     for place in reversed(range(len(failures))):
         if failures[place].progressed:
             return failures[place:] if failures[place].kind == "crashed" else failures[place + 1 :]

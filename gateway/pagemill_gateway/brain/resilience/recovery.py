@@ -1,8 +1,7 @@
-"""After a failure: which endpoints are ejected, and which requests may be tried again.
+"""Decides, after failures, which endpoints are ejected and which requests may be retried.
 
-It keeps the circuit breakers (`brain.resilience.ejection`), the retry budget and slowness for the brain, which decides
-where requests go. Pure bookkeeping of decisions. Whether a request is the cause is decided by
-`brain.resilience.poison_requests`.
+It has the circuit breakers (`brain.resilience.ejection`), the retry budgets and the slowness of endpoints. Pure
+bookkeeping. `brain.resilience.poison_requests` decides whether a request is the cause.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from pagemill_gateway.brain.resilience.slowness import Slowness
 from pagemill_protocol.errors import unavailable
 
 SLOW_EJECTION_FACTOR = 20.0
-"""A slow endpoint is ejected this many times longer than one that failed: judging it takes many requests."""
+"""A slow endpoint is ejected this many times longer than one that failed, because detecting it takes many requests."""
 EJECTING: frozenset[FailureKind] = frozenset({"unreachable", "broken", "lost", "killed", "stalled", "crashed"})
 BUDGETED: frozenset[FailureKind] = frozenset({"request", "broken"})
-"""Retries after these may repeat work that fails again. Others are free: a refusal costs an engine nothing, and the
-work of an engine that ended has to be done elsewhere.
+"""The failures whose retries use the budget, because they may fail again. Other retries are free: a refusal costs an
+engine nothing, and the work of an engine that ended must be done elsewhere.
 """
 WINDOW_S = 10.0
 FREE_RETRIES = 10
-"""Retries in a window that are always allowed."""
+"""The number of retries in a window that are always allowed."""
 
 
 class Recovery:
@@ -40,12 +39,12 @@ class Recovery:
         self._budgets: dict[str, RetryBudget] = {}
         self._slowness = Slowness()
         self._ejections: WeakKeyDictionary[EndpointRecord, Ejection] = WeakKeyDictionary()
-        """By record: an endpoint that takes over the id of another one has a record of its own."""
+        """The ejections by record, because an endpoint that takes over another one's id has a record of its own."""
         self._failed: set[str] = set()
-        """Endpoints that failed and may be ejected: mostly none is, and decisions need not check all of them."""
+        """The endpoints that failed and may be ejected, so that decisions need not check all endpoints."""
 
     def know(self, deployments: Iterable[str], endpoint_ids: Iterable[str]) -> None:
-        """The catalogue changed: forget all others."""
+        """Forget all deployments and endpoints but these, after a change of the catalogue."""
         known, known_endpoints = set(deployments), set(endpoint_ids)
         self._budgets = {key: budget for key, budget in self._budgets.items() if key in known}
         self._slowness.keep_only(known_endpoints)
@@ -60,7 +59,7 @@ class Recovery:
     # Retries.
 
     def admit(self, deployment: str, retry: RetryContext | None, failed_at: EndpointRecord | None, now: float) -> None:
-        """Count one try of a request. Raises `PagemillError` 503 when it is a retry beyond the budget."""
+        """Count an attempt of a request. Raises `PagemillError` 503 for a retry beyond the budget."""
         budget = self._budgets.get(deployment)
         if budget is None:
             budget = self._budgets[deployment] = RetryBudget(self._retry_share)
@@ -79,11 +78,11 @@ class Recovery:
     # Ejected endpoints.
 
     def out(self, records: Sequence[EndpointRecord], now: float) -> set[str]:
-        """Endpoints of one deployment that should get nothing now.
+        """Return the ids of the deployment's endpoints that are ejected now.
 
-        Of those whose reports are fresh, at most a share and at least one: if more seem to fail, the cause may lie
-        elsewhere. An endpoint without fresh reports is taken as lost: while others report, no request probes it before
-        it does. If all are ejected, none is.
+        Of endpoints with fresh reports at most a share is ejected, but at least one: if more fail, the cause may be
+        elsewhere. An ejected endpoint without fresh reports is not probed while others report. If all endpoints would
+        be ejected, none is.
         """
         if not self._failed:
             return set()
@@ -105,7 +104,7 @@ class Recovery:
         return {record.endpoint.id for record in ejected} - {record.endpoint.id for record in reporting[most:]}
 
     def failed(self, record: EndpointRecord, decision: int, kind: FailureKind, newest: int, now: float) -> None:
-        """`decision` was not served there."""
+        """Note a decision that failed at the endpoint."""
         if kind in EJECTING:
             self._eject(record, now, newest)
         elif kind in ("refused", "request"):
@@ -120,7 +119,7 @@ class Recovery:
         newest: int,
         now: float,
     ) -> None:
-        """`decision` was served to its end; `siblings`, the endpoints of the deployment, are read only when needed."""
+        """Note a completed decision. `siblings`, the deployment's endpoints, are iterated only if needed."""
         endpoint_id = record.endpoint.id
         self.ejection(record).succeeded(decision)
         if served.ms_per_token is None or self.ejection(record).covers(decision):
@@ -136,9 +135,9 @@ class Recovery:
 
 
 class RetryBudget:
-    """How many retries a deployment's requests may have together, so that retries never become the load.
+    """Limits the retries of a deployment to a share of its recent requests, but at least `FREE_RETRIES`.
 
-    A share of the requests that began in the last seconds, and a few in any case.
+    So retries never become the main load.
     """
 
     def __init__(self, share: float) -> None:
@@ -150,7 +149,7 @@ class RetryBudget:
         self._requests.add(now)
 
     def take(self, now: float) -> bool:
-        """Whether the budget allows one more retry; it is taken then."""
+        """Take a retry from the budget. Return whether there was one."""
         if self._retries.count(now) >= max(FREE_RETRIES, self._share * self._requests.count(now)):
             return False
         self._retries.add(now)
@@ -158,7 +157,7 @@ class RetryBudget:
 
 
 class _EventWindow:
-    """Events of the last `WINDOW_S`, counted by tenths of it, so that memory does not grow with the load."""
+    """Counts the events of the last `WINDOW_S` in ten slots, so that memory does not grow with the load."""
 
     def __init__(self) -> None:
         self._slots: deque[tuple[int, int]] = deque()

@@ -1,8 +1,7 @@
-"""Endpoints that decode far slower than their siblings, judged by many requests and never by one.
+"""Detects endpoints that decode far slower than their siblings.
 
-Pure: time comes in. Each endpoint is represented by the median of its latest requests' time per token; one whose median
-is several times that of the median sibling is slow. How many may be ejected for it is bounded by
-`brain.resilience.recovery`.
+An endpoint is compared by the median time per token of its latest requests. It is slow if that is several times the
+median of its siblings. Pure; `brain.resilience.recovery` limits how many are ejected.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import NamedTuple
 MAX_AGE_S = 60.0
 NUM_SAMPLES = 16
 LEAST_SAMPLES = 8
-"""Of an endpoint, before it is judged or compared with."""
+"""The number of samples that an endpoint needs to be compared."""
 SLOW_FACTOR = 4.0
 LEAST_EXCESS_MS = 20.0
-"""Per token; a smaller difference ejects no endpoint."""
+"""The smallest difference per token that counts as slow."""
 
 
 class _Sample(NamedTuple):
@@ -30,7 +29,7 @@ class Slowness:
     def __init__(self) -> None:
         self._samples: dict[str, deque[_Sample]] = {}
         self._typical: dict[str, _Sample] = {}
-        """Of endpoints with enough samples, as of the latest one."""
+        """The medians of endpoints with enough samples, with the time of the latest sample."""
 
     def note(self, endpoint_id: str, ms_per_token: float, now: float) -> None:
         samples = self._samples.setdefault(endpoint_id, deque(maxlen=NUM_SAMPLES))
@@ -43,7 +42,7 @@ class Slowness:
             self._typical.pop(endpoint_id, None)
 
     def forget(self, endpoint_id: str) -> None:
-        """Its earlier samples say nothing of it after it is back."""
+        """Drop an endpoint's samples."""
         self._samples.pop(endpoint_id, None)
         self._typical.pop(endpoint_id, None)
 
@@ -52,7 +51,7 @@ class Slowness:
             self.forget(gone)
 
     def is_slow(self, endpoint_id: str, siblings: Iterable[str], now: float) -> bool:
-        """`siblings` is read only when the endpoint's time per token is long enough to matter."""
+        """Whether the endpoint is slow. `siblings` are iterated only if its time per token is long enough to matter."""
         mine = self._typical_ms(endpoint_id, now)
         if mine is None or mine <= LEAST_EXCESS_MS:
             return False

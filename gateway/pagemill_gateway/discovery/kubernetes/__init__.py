@@ -1,1 +1,1 @@
-"""The catalogue from a cluster's objects: watched LLMDeployments, EndpointSlices and the Secret of the keys."""
+"""Builds the catalogue from a cluster's objects: LLMDeployments, EndpointSlices and the Secret with the keys."""

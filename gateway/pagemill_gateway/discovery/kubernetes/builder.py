@@ -1,8 +1,8 @@
-"""From watched objects to the catalogue. Pure; equal objects give an equal catalogue, in whatever order they came.
+"""Builds the catalogue from watched objects. Pure; the result does not depend on the order of the objects.
 
 A deployment whose spec the operator refused (condition Planned is False for this generation) is left out unless pods of
-an earlier spec still run; one that lost its name to an older deployment is left out in any case. The operator applies
-the same rule of names, but until it has, a gateway must not send an older deployment's requests to the younger one.
+an earlier spec still run. A deployment whose name belongs to an older one is always left out. The operator applies the
+same rule, but until then a gateway must not send the older deployment's requests to the younger one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ DEPLOYMENT_LABEL = "pagemill.dev/deployment"
 DATA_PORT, CONTROL_PORT = "data", "control"
 DEFAULT_WEIGHT = 100
 SCALED_ON_DEMAND = ("Active", "External")
-"""Modes of autoscaling in which waiting requests start an engine: by the operator, or by a scaler that reads the queue.
-"""
+"""The autoscaling modes in which waiting requests start an engine, by the operator or by another autoscaler."""
 _ADDRESS_PREFERENCE = {"IPv4": 0, "IPv6": 1}
-# Kubernetes quantities and durations, by the rules of `pagemill_crds.quantities`, which gateways do not carry; a test
-# holds the two together.
+# Kubernetes quantities and durations, as in `pagemill_crds.quantities`, which is not installed with the gateway. A test
+# compares the two.
 _MEMORY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
 _DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|s|m|h))+")
 _DURATION_PART = re.compile(r"([0-9.]+)(ms|s|m|h)")
@@ -38,7 +37,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 def build_catalog(
     deployments: Iterable[LLMDeployment], slices: Iterable[EndpointSlice], keys: EngineKeys | None
 ) -> Catalog:
-    """`keys`: `None` while they are unknown; without them no engine can be asked."""
+    """Return the catalogue. `keys` is `None` while they are unknown; engines refuse requests without a token."""
     endpoints = _endpoints_by_deployment(slices)
     oldest_first = sorted(deployments, key=_age)
     models = []
@@ -59,7 +58,7 @@ def _is_served(deployment: LLMDeployment, has_pods: bool) -> bool:
 
 
 def _without_conflicts(oldest_first: list[LLMDeployment]) -> Iterator[LLMDeployment]:
-    """Those that hold their names, alone or by shares."""
+    """Yield the deployments that own their names, alone or shared by weights."""
     holders: dict[str, LLMDeployment] = {}
     for deployment in oldest_first:
         if deployment.metadata.deletion_timestamp is not None:
@@ -82,7 +81,7 @@ def _model_name(deployment: LLMDeployment) -> str:
 
 
 def _age(deployment: LLMDeployment) -> tuple[str, str, str]:
-    """RFC 3339 in UTC sorts as text."""
+    """Return the sort key for age; times in RFC 3339 and UTC sort as text."""
     metadata = deployment.metadata
     return metadata.creation_timestamp, metadata.namespace, metadata.name
 
@@ -109,7 +108,7 @@ def _model(deployment: LLMDeployment, endpoints: list[Endpoint], keys: EngineKey
 
 
 def _queue_limits(queue: Queue | None) -> QueueLimits | None:
-    """None, for the gateway's own limits, also for values that an API server with our definition would refuse."""
+    """Return the queue's limits; None, for the gateway's own, if they are missing or invalid."""
     if queue is None:
         return None
     max_bytes, timeout_s = memory_bytes(queue.max_bytes), duration_seconds(queue.timeout)
@@ -119,7 +118,7 @@ def _queue_limits(queue: Queue | None) -> QueueLimits | None:
 
 
 class _Found(NamedTuple):
-    """One pod as one slice shows it."""
+    """A pod in one EndpointSlice."""
 
     address_type: str
     address: str
@@ -156,7 +155,7 @@ def _found(address_type: str, endpoint: SliceEndpoint, ports: tuple[int, int]) -
 
 
 def _endpoint(uid: str, found: list[_Found]) -> Endpoint:
-    """A pod can be in several slices: one per address family, and twice for a moment when it moves."""
+    """Return the endpoint of a pod, which may be in several slices: one per address family, and briefly in two."""
     first = min(found, key=lambda each: (_ADDRESS_PREFERENCE[each.address_type], each.address))
     data_port, control_port = first.ports
     terminating = any(each.terminating for each in found)
@@ -170,7 +169,7 @@ def _endpoint(uid: str, found: list[_Found]) -> Endpoint:
 
 
 def memory_bytes(quantity: int | str) -> int | None:
-    """`"256Mi"` -> 268435456; None for an invalid quantity."""
+    """Parse a quantity: `"256Mi"` is 268435456. Return None if it is invalid."""
     if isinstance(quantity, int):
         return quantity
     match = _MEMORY.fullmatch(quantity)
@@ -178,7 +177,7 @@ def memory_bytes(quantity: int | str) -> int | None:
 
 
 def duration_seconds(duration: str) -> float | None:
-    """`"1m30s"` -> 90.0; None for an invalid duration."""
+    """Parse a duration: `"1m30s"` is 90.0. Return None if it is invalid."""
     if not _DURATION.fullmatch(duration):
         return None
     return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(duration))

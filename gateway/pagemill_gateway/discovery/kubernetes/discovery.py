@@ -1,8 +1,7 @@
-"""Keeps a gateway's catalogue equal to the cluster's objects: reads watches, applies catalogues, stores the latest.
+"""Keeps a gateway's catalogue equal to the cluster's objects: watches them, applies catalogues, stores the latest one.
 
-A burst of changes becomes one new catalogue. Until every watch has been answered once, the catalogue is the last known
-one, or none; afterwards an API server that becomes unreachable changes nothing. A namespace that stays refused is left
-out.
+A burst of changes leads to one new catalogue. Until every watch has listed its objects, the catalogue is the last known
+one, or none. Later, an unreachable API server changes nothing. Namespaces that refuse access are left out.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from pagemill_protocol.engine_token import CURRENT, GATEWAY_CONTROL, MIN_KEY_BYT
 
 logger = logging.getLogger("pagemill.gateway.kubernetes")
 
-# `pagemill_crds.STORED_VERSION`, which gateways do not carry; a test holds the two together.
+# `pagemill_crds.STORED_VERSION`, which is not installed with the gateway. A test compares the two.
 LLM_DEPLOYMENTS = Kind("LLMDeployment", "pagemill.dev", "v1alpha1", "llmdeployments")
 ENDPOINT_SLICES = Kind("EndpointSlice", "discovery.k8s.io", "v1", "endpointslices")
 SECRETS = Kind("Secret", "", "v1", "secrets")
 SLICES = {"labelSelector": "app.kubernetes.io/name=pagemill-engine"}
 MIN_INTERVAL_S = 0.05
-"""Between two catalogues, at least this and `REST` times what the last one took."""
+"""The pause between two catalogues is at least this and at least `REST` times the duration of the last build."""
 REST = 10.0
 
 
@@ -43,11 +42,11 @@ class KubernetesDiscovery:
     def __init__(
         self, config: KubernetesConfig, credentials: Credentials, apply_catalog: Callable[[Catalog], None]
     ) -> None:
-        """Use inside a running event loop. `start` begins the watches."""
+        """Create it inside a running event loop; `start` begins the watches."""
         self.control_tokens: tuple[str, ...] = ()
-        """What the control port accepts; nothing before the keys are known."""
+        """The tokens that the control port accepts; empty before the keys are known."""
         self.known = False
-        """There is a catalogue, the current or the last known one."""
+        """Whether there is a catalogue, the current or the last known one."""
         self._config = config
         self._apply_catalog = apply_catalog
         self._client = Client(credentials)
@@ -77,7 +76,7 @@ class KubernetesDiscovery:
 
     @property
     def detail(self) -> str:
-        """What it waits for, or what is out of date, for people; empty when all is current."""
+        """The fault for status messages; empty if all objects are up to date."""
         faults = [f"{watch.path}: {watch.fault}" for watch in self._watches() if watch.fault is not None]
         return (faults[0] if faults else "") or self._keys_fault
 
@@ -127,11 +126,11 @@ class KubernetesDiscovery:
 
     @property
     def _settled(self) -> bool:
-        """Every watch has been answered or refused. One missing namespace must not hide the others."""
+        """Whether every watch was listed or refused. A refused namespace must not block the others."""
         return self._secrets.listed and all(_answered(watches) for watches in (self._deployments, self._slices))
 
     def _write(self, known: Known) -> None:
-        """A failed write is tried again with the next change."""
+        """Write the last known catalogue. A failed write is retried with the next change."""
         path = Path(self._config.last_known_file)
         try:
             write_last_known(path, known)
@@ -148,7 +147,7 @@ class KubernetesDiscovery:
         self.known = True
 
     def _read_keys(self) -> None:
-        """A Secret that was deleted or is invalid changes nothing: the previous keys are still accepted."""
+        """Read the keys from the Secret. If it is deleted or invalid, the previous keys stay in use."""
         secret = next(iter(self._secrets.objects.values()), None)
         wanted = self._config.keys_secret
         if secret is None:
@@ -164,16 +163,16 @@ class KubernetesDiscovery:
 
 
 def _answered(watches: Sequence[ListWatch[Any]]) -> bool:
-    """If the server answers none, the whole kind is missing or forbidden."""
+    """Whether all watches were listed or refused, and not all were refused: then the kind is missing or forbidden."""
     return any(watch.listed for watch in watches) and all(watch.listed or watch.refused for watch in watches)
 
 
 class KeysError(ValueError):
-    """The Secret does not hold valid keys; the message never shows what it holds."""
+    """The Secret has no valid keys. The message never shows its contents."""
 
 
 def keys_of(secret: Secret) -> EngineKeys:
-    """Raises `KeysError`. Where only `current` exists, it stands for all three."""
+    """Return the keys in the Secret; a missing next or previous key is the current one. Raises `KeysError`."""
     data = secret.data or {}
     current = _key(data, CURRENT)
     if current is None:

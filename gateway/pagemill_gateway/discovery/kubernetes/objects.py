@@ -1,7 +1,7 @@
-"""The few fields of Kubernetes objects that the gateway reads, as values that compare by content.
+"""The fields of Kubernetes objects that the gateway reads, as values that compare by content.
 
-All other fields, above all the status that changes all the time, are skipped while decoding: a change that leaves these
-values equal is no change. Defaults are those of the API.
+Decoding skips all other fields, such as most of the often changing status; a change to those is not a change here. The
+defaults are those of the API.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NO_NAMESPACE = ""
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Fields in Python's case, keys in the API's."""
+    """The base of all objects: fields in snake case, keys in camel case."""
 
 
 class Metadata(Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class LLMDeployment(Struct, frozen=True, kw_only=True):
 
     @property
     def planned(self) -> Condition | None:
-        """The operator's condition for the present spec; `None` while there is none."""
+        """The operator's condition Planned for the current generation; `None` if there is none yet."""
         for condition in self.status.conditions:
             if condition.type == "Planned" and condition.observed_generation >= self.metadata.generation:
                 return condition
@@ -120,4 +120,4 @@ class EndpointSlice(Struct, frozen=True, kw_only=True):
 class Secret(Struct, frozen=True, kw_only=True):
     metadata: Metadata
     data: dict[str, str] | None = None
-    """Base64."""
+    """The values in base64."""

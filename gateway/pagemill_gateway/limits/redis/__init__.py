@@ -1,1 +1,1 @@
-"""Limits shared by several gateways through Redis, and what each does while Redis is away."""
+"""Limits that several gateways share through Redis, and their fallback while Redis is unavailable."""

@@ -1,6 +1,6 @@
-"""Whether Redis may be asked: open after a few failures in a row, closed again by a probe that no request waits for.
+"""The circuit breaker of Redis: it opens after a few failures in a row, and a probe in the background closes it.
 
-While it is open no request spends a moment on Redis.
+While it is open, requests do not call Redis.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_FAILURES = 3
 class Breaker:
     def __init__(self) -> None:
         self.closed = False
-        """Requests may ask. At the start only a probe may: it is not known yet whether Redis is there."""
+        """Whether requests may call Redis. At the start only a probe may, because Redis may be unavailable."""
         self.num_openings = 0
         self._num_failures = 0
         self._announced: bool | None = None
@@ -24,7 +24,7 @@ class Breaker:
         self._num_failures = 0
 
     def failed(self, why: str, *, certain: bool) -> None:
-        """`certain`: no server is there; no more failures are needed to know."""
+        """Count a failure. `certain`: there is no server, so the breaker opens at the first failure."""
         self._num_failures += 1
         if (certain or self._num_failures >= MAX_FAILURES) and self.closed:
             self.closed = False
@@ -34,7 +34,7 @@ class Breaker:
             logger.warning("Redis cannot be used (%s); this gateway goes on with its own share of every limit", why)
 
     def probed(self) -> bool:
-        """The probe came through; whether that closed the breaker."""
+        """Note a successful probe. Return whether it closed the breaker."""
         self._num_failures = 0
         if self.closed:
             return False

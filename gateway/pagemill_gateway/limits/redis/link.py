@@ -1,6 +1,6 @@
-"""The connection to Redis: scripts run within a deadline, or `Away` is raised at once. No retries, no waiting for it.
+"""The connection to Redis: runs scripts and commands within a deadline, or raises `Away`. It does not retry.
 
-What is counted is `store`'s, who may call is `shared_keys`'s.
+`store` counts limits with it, and `shared_keys` reads API keys.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ logger = logging.getLogger("pagemill.gateway.limits")
 
 MAX_CONNECTIONS = 32
 CONNECT_TIMEOUT_S = 1.0
-"""Of probes, which no request waits for."""
+"""The timeout of probes, which no request waits for."""
 
 SOCKET_TIMEOUT_S = 15.0
-"""A connection that says nothing for this long is given up; whoever asked has long stopped waiting."""
+"""A connection without a reply for this long is closed; its caller has stopped waiting long before."""
 
 Result = TypeVar("Result")
 
 
 class Away(Exception):
-    """Redis did not answer. `in_doubt`: it may have done what it was asked."""
+    """Redis is unavailable. `in_doubt`: it may have executed the command."""
 
     def __init__(self, *, in_doubt: bool) -> None:
         super().__init__("Redis did not answer")
@@ -43,7 +43,7 @@ class Away(Exception):
 
 
 class Script:
-    """A Lua script of this folder, run by its digest."""
+    """A Lua script of this folder, which is run by its digest."""
 
     def __init__(self, name: str) -> None:
         self.text = resources.files(__package__).joinpath(f"{name}.lua").read_text()
@@ -52,17 +52,17 @@ class Script:
 
 class Link:
     def __init__(self, config: RedisConfig) -> None:
-        """Does not connect yet. Raises `SettingsError`."""
+        """Create the client without connecting. Raises `SettingsError`."""
         self._timeout_s = config.timeout_ms / 1000
         self.breaker = Breaker()
         self.prefix = config.prefix
         self._odd = ""
         self._abandoned: set[asyncio.Task[Any]] = set()
-        """Calls that no request waits for any more, until they end."""
+        """Calls that are past their deadline and have not ended."""
         self._client = _client(config)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-        """What the script returned. Raises `Away`."""
+        """Run a script, and return its result. Raises `Away`."""
 
         async def evaluate() -> Any:
             try:
@@ -73,7 +73,7 @@ class Link:
         return await self._ask(evaluate)
 
     async def run_all(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[str | int]]]) -> list[Any]:
-        """What the script returned for each of `calls`, sent together. Raises `Away`."""
+        """Run a script for each of `calls` in one pipeline, and return the results. Raises `Away`."""
 
         async def evaluate() -> list[Any]:
             async with self._client.pipeline(transaction=False) as pipeline:
@@ -86,11 +86,11 @@ class Link:
         return await self._ask(evaluate)
 
     async def call(self, command: Callable[[Redis], Any]) -> Any:
-        """The reply to a command. Raises `Away`."""
+        """Run a command, and return its reply. Raises `Away`."""
         return await self._ask(lambda: _reply(command(self._client)))
 
     async def call_or_probe(self, command: Callable[[Redis], Any]) -> Any:
-        """As `call`; while the breaker is open, it probes first. For callers that no request waits for for long."""
+        """Run a command like `call`; while the breaker is open, probe first. For callers that may take longer."""
         if not self.breaker.closed:
             await self._within(lambda: _reply(self._client.ping()), CONNECT_TIMEOUT_S)
             self.breaker.probed()
@@ -109,15 +109,15 @@ class Link:
         await self._ask(add_all)
 
     async def remove(self, key: str, members: Sequence[str]) -> None:
-        """Of a sorted set. Raises `Away`."""
+        """Remove members of a sorted set. Raises `Away`."""
         await self._ask(lambda: _reply(self._client.zrem(key, *members)))
 
     async def hash_of(self, key: str) -> dict[bytes, bytes]:
-        """Raises `Away`."""
+        """Return the fields of a hash. Raises `Away`."""
         return dict(await self._ask(lambda: _reply(self._client.hgetall(key))))
 
     async def probe(self, script: Script, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-        """As `run`, also while the breaker is open, and closes it. A connection may take longer than an answer."""
+        """Run a script like `run`, also while the breaker is open; connecting may then take `CONNECT_TIMEOUT_S`."""
         if not self.breaker.closed:
             await self._within(lambda: _reply(self._client.ping()), CONNECT_TIMEOUT_S)
         return await self._within(
@@ -126,7 +126,7 @@ class Link:
 
     async def close(self) -> None:
         await self._client.aclose()
-        await self._client.connection_pool.aclose()  # a pool of its own is not the client's to close
+        await self._client.connection_pool.aclose()  # the client does not close a pool that it was given
         if self._abandoned:
             await asyncio.wait(set(self._abandoned), timeout=CONNECT_TIMEOUT_S)
 
@@ -138,7 +138,10 @@ class Link:
         return result
 
     def _result(self, result: Any) -> Any:
-        """One account whose counters another program wrote to must not keep the others from being published."""
+        """Return a script's result, or None if it failed because another program wrote to the account's counters.
+
+        The other accounts must still be published.
+        """
         if type(result) is ResponseError:
             self._note_odd(result)
             return None
@@ -154,7 +157,7 @@ class Link:
             )
 
     async def _within(self, call: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float) -> Result:
-        """The deadline holds, and a cancellation gets through, whatever redis-py makes of being cancelled."""
+        """Run a call with a deadline. It runs in a task, because redis-py may ignore that it is cancelled."""
         task = asyncio.create_task(call())
         try:
             await asyncio.wait({task}, timeout=timeout_s)
@@ -169,10 +172,10 @@ class Link:
         except ResponseError as error:
             if type(error) is ResponseError:
                 self._note_odd(error)
-            else:  # read-only, out of memory: it serves no request
+            else:  # the server is read-only or out of memory, so that no call can succeed
                 self.breaker.failed(_shown(error), certain=False)
             raise Away(in_doubt=False) from error
-        except Exception as error:  # whatever a client library comes up with, no request fails of it
+        except Exception as error:  # no error of the client library may fail a request
             if not isinstance(error, RedisError | OSError):
                 logger.exception("Redis's client failed")
             self.breaker.failed(_shown(error), certain=isinstance(error, RedisConnectionError))
@@ -186,21 +189,21 @@ class Link:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._abandoned.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: no request waits for it
+            task.exception()  # retrieved, or asyncio logs it
 
 
 async def _reply(call: Any) -> Any:
-    """redis-py declares the answers of both its clients as one; of this one they are awaited."""
+    """Await a reply; redis-py declares the same types for its synchronous and its asynchronous client."""
     return await call
 
 
 def _shown(error: BaseException) -> str:
-    """The error without the URL or the user's name; servers do not repeat passwords."""
+    """Return the error's text, without the URL and the user's name."""
     return "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"[:200]
 
 
 class _PasswordFile(CredentialProvider):
-    """Read anew for every connection: passwords are turned while gateways run."""
+    """Reads the password for every connection, because it may be rotated while the gateway runs."""
 
     def __init__(self, path: str, user: str | None) -> None:
         self._file = SecretFile(Path(path))
@@ -216,7 +219,7 @@ def _client(config: RedisConfig) -> Redis:
     try:
         if config.url_file is not None:
             url = next(iter(SecretFile(Path(config.url_file)).lines()), "")
-        # A pool that waits: one request more than connections is no failure of Redis.
+        # A blocking pool: more calls than connections must not count as failures of Redis.
         pool = BlockingConnectionPool.from_url(
             url,
             max_connections=MAX_CONNECTIONS,

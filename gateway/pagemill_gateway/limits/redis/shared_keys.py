@@ -1,7 +1,7 @@
-"""API keys kept in Redis: read twice a second for the gateway's rings of keys, so that no request waits for Redis.
+"""Reads API keys from Redis twice a second into the gateway's key rings, so that no request waits for Redis.
 
 The hash `PREFIX:keys` has the SHA-256 of each key as a field and the rest of its entry as the value. While Redis is
-away the keys that were known go on to count.
+unavailable, the last known keys stay valid.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pagemill_protocol.keys.entries import EntryError, parse_entry
 logger = logging.getLogger("pagemill.gateway.limits")
 
 READ_INTERVAL_S = 0.5
-"""A revoked key is refused within a second; more rarely where so many are read that it takes a fiftieth of the time."""
+"""A revoked key is refused within a second. The interval grows if reading takes more than `MAX_READ_SHARE` of it."""
 MAX_READ_SHARE = 0.02
 RETRY_S = 0.25
-"""While nothing was read yet."""
+"""The interval until the first successful read."""
 
 
 class SharedKeys:
     def __init__(self, link: Link, publish: Callable[[list[Caller]], None]) -> None:
-        """`publish` takes all of them, at first and after every change."""
+        """`publish` is called with all keys, at first and after every change."""
         self._link = link
         self._publish = publish
         self._known: dict[bytes, bytes] | None = None
@@ -66,6 +66,6 @@ def _callers(entries: dict[bytes, bytes]) -> list[Caller]:
         except EntryError as error:
             faults.append(str(error))
     if faults:
-        # Never which: a field that is no hash may be a key.
+        # Fields are not logged: one that is not a hash may be a key in plain text.
         logger.warning("%d of the keys in Redis are ignored; one of them %s", len(faults), faults[0])
     return callers

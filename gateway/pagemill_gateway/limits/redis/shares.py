@@ -1,4 +1,4 @@
-"""What one of several gateways lets through while none can ask the others: its share of every limit, rounded up."""
+"""The share of every limit that each of several gateways applies while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pagemill_protocol.keys.caller import Limits
 
 
 def share_of(limits: Limits, num_gateways: int) -> Limits:
-    """At least 1 of each: a limit must not become a closed door."""
+    """Return the limits divided by the number of gateways, rounded up, so that each is at least 1."""
     return Limits(*(None if each is None else -(-each // num_gateways) for each in limits))
 
 
 def with_whole_limits(answer: Answer, limits: Limits) -> Answer:
-    """Clients see the limit they know; what remains is what this gateway can give."""
+    """Return the answer with the whole limits for clients; the remaining amounts stay those of this gateway."""
     return answer._replace(
         requests=_whole(answer.requests, limits.requests_per_minute),
         tokens=_whole(answer.tokens, limits.tokens_per_minute),

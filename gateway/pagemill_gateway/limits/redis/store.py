@@ -1,8 +1,8 @@
-"""The store of several gateways: Redis decides, atomically; without it each gateway goes on with its own share.
+"""The store of several gateways: Redis decides atomically; while it is unavailable, each gateway applies its share.
 
-Every reservation is also recorded in a memory store, so that a gateway that loses Redis knows what it has used itself.
-What ends while Redis is away is published later. A gateway that dies gives its places back when its leases run out.
-Budgets of requests that began without Redis are charged when it is back; a reply lost then may charge them twice.
+Every reservation is also recorded in a memory store, so that a gateway without Redis knows its own use. Settlements
+that Redis missed are published later. The leases of a gateway that died expire. Requests that began without Redis are
+charged to budgets when it is back; if the reply to that is lost, they may be charged twice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LEASE_S = 30
 RENEW_S = 10.0
 BEAT_S = 2.0
 ALIVE_S = 15
-"""A gateway silent for this long has no share any more."""
+"""A gateway without a heartbeat for this long gets no share."""
 PROBE_S = 0.25
-"""Between probes while Redis is away."""
+"""Interval of probes while Redis is unavailable."""
 MAX_BATCH = 128
 BUDGET_EXPIRE_S = 32 * 24 * 3600
 CLOSE_TIMEOUT_S = 1.0
@@ -42,11 +42,11 @@ RESERVE, EXTEND, SETTLE, RENEW, BEAT = (Script(name) for name in NAMES)
 class _Open(NamedTuple):
     account: str
     running: str
-    """Its name among the running leases."""
+    """The reservation's member in the account's sorted set of running leases."""
     periods: Periods
-    """In which what is open of it was booked."""
+    """The periods in which its open tokens are counted."""
     known: bool
-    """Redis holds the reservation, or may hold it where `in_doubt`."""
+    """Whether Redis has the reservation or, if `in_doubt`, may have it."""
     in_doubt: bool = False
 
 
@@ -57,7 +57,7 @@ class _Ended(NamedTuple):
 
 
 class RedisStore:
-    """Create inside a running event loop; `start` before use."""
+    """The store. Create it inside a running event loop, and call `start` before use."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class RedisStore:
         now_ms: Callable[[], int] | None = None,  # None outside tests: the server's clock
         now_unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """`num_gateways` counts until Redis reports how many there are."""
+        """`num_gateways` applies until Redis reports the number of gateways."""
         self._link = link
         self._name = secrets.token_hex(8)
-        """This gateway's, for as long as it runs."""
+        """The random name of this gateway process."""
         self._on_fallback = on_fallback
         self._now_ms = now_ms
         self._calendar = Calendar(now_unix_s)
@@ -80,7 +80,7 @@ class RedisStore:
         self._open: dict[str, _Open] = {}
         self._ended: deque[_Ended] = deque()
         self._owed: defaultdict[str, int] = defaultdict(int)
-        """Tokens by budget counter, of requests that Redis never knew."""
+        """The tokens of requests unknown to Redis, by budget counter."""
         self._num_telling = 0
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,12 +91,12 @@ class RedisStore:
 
     @property
     def num_openings(self) -> int:
-        """Of the breaker, so far."""
+        """How often the breaker has opened."""
         return self._link.breaker.num_openings
 
     @property
     def num_unpublished(self) -> int:
-        """What Redis does not know yet of requests that are over."""
+        """The number of settlements and charges that Redis does not know yet."""
         return self._num_telling + len(self._ended) + len(self._owed)
 
     def start(self) -> None:
@@ -116,7 +116,7 @@ class RedisStore:
             logger.warning("the gateway stops, and Redis does not know that %d requests have ended", len(self._ended))
         await self._link.close()
 
-    # -- what the store is asked ---------------------------------------------------------------------------------------
+    # -- methods of `Store` --------------------------------------------------------------------------------------------
 
     async def reserve(self, ask: Ask) -> Answer:
         reservation = self._opened(ask)
@@ -190,7 +190,7 @@ class RedisStore:
                 self._owed[key] += tokens
             self._wake.set()
 
-    # -- what is published -------------------------------------------------------------------------------------------
+    # -- publication to Redis ----------------------------------------------------------------------------------------
 
     def _end(self, ended: _Ended) -> None:
         self._ended.append(ended)
@@ -203,10 +203,10 @@ class RedisStore:
             try:
                 await self.flush()
             except Away:
-                continue  # the next beat that comes through wakes this task again
+                continue  # the next successful heartbeat wakes this task
 
     async def flush(self) -> None:
-        """Publish what has ended. Raises `Away`; what was not published stays."""
+        """Publish all settlements and charges. Raises `Away`; unpublished ones are kept."""
         while self._ended or self._owed:
             batch = [self._ended.popleft() for _ in range(min(MAX_BATCH, len(self._ended)))]
             owed, self._owed = self._owed, defaultdict(int)
@@ -217,7 +217,7 @@ class RedisStore:
                 self._num_telling -= len(batch) + len(owed)
 
     async def _tell_of(self, batch: list[_Ended], owed: dict[str, int]) -> None:
-        """What was not published is noted again."""
+        """Publish a batch, and put back what could not be published."""
         try:
             settled = await self._link.run_all(SETTLE, [self._settlement(each) for each in batch]) if batch else []
             batch, published = [], batch
@@ -247,7 +247,7 @@ class RedisStore:
                 continue
 
     async def _renew(self) -> None:
-        """Also what Redis does not know: requests that began without it take places all the same."""
+        """Renew all leases, including those unknown to Redis, whose requests count for the concurrency too."""
         by_account: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for lease, reservation in self._open.items():
             by_account[reservation.account][lease] = reservation.running
@@ -255,7 +255,7 @@ class RedisStore:
             keys = [self._account_key(account, name) for name in ("running", "open")]
             await self._link.run(RENEW, keys, [LEASE_S * 1000, *running.values()])
             gone = [name for lease, name in running.items() if lease not in self._open]
-            if gone:  # they ended meanwhile, and may have been renewed after that
+            if gone:  # they ended during the call, which may have added them again
                 await self._link.remove(keys[0], gone)
 
     async def _beat_for_ever(self) -> None:
@@ -275,7 +275,7 @@ class RedisStore:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def _keys(self, reservation: _Open) -> list[str]:
-        """All of one account lie in one slot of a Redis cluster: the braces."""
+        """Return the keys of a reservation. The tag in braces puts an account in one slot of a Redis cluster."""
         periods = reservation.periods
         names = ("requests", "tokens", "running", "open", f"day:{periods.day}", f"month:{periods.month}")
         return [self._account_key(reservation.account, name) for name in names]
