@@ -1,6 +1,7 @@
 """The recording rules: headroom, forecast, goodput, waste, cost and burn rates, each for one model.
 
-Recorded names say what they are by: `model:pagemill_headroom:ratio`. `alerts` and `dashboards` read them.
+Recorded names begin with the labels that they keep: `model:pagemill_headroom:ratio`. `alerts` and `dashboards` use
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import yaml
 from observability.promql import by_model, rate, serving
 
 SATURATED = 0.9
-"""Share of the KV cache from which requests wait or are preempted."""
+"""Share of the KV cache above which requests wait or are preempted."""
 TARGET = 0.8
 """Share of the KV cache for which `replicas_needed` counts replicas."""
 TREND = "30m"
@@ -22,7 +23,7 @@ LINEAR, GROWTH = "45m", "60m"
 FIRST_TOKEN_WITHIN_S = "2.5"
 """A bound of `pagemill_gateway_time_to_first_token_seconds`: the objective of deployments that declare none."""
 BUDGETS = {"availability": 0.005, "first_token": 0.05}
-"""Share of requests that may miss each objective; that of first tokens where a deployment declares none."""
+"""Share of requests that may miss each objective; for first tokens only if a deployment declares none."""
 FIRST_TOKENS = "pagemill_gateway_time_to_first_token_seconds"
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 MAX_FORECAST_MINUTES = 1440
@@ -62,7 +63,7 @@ def burn(window: str) -> str:
 
 
 def within_objective(window: str) -> str:
-    """First tokens per second of each model that came within the objective of their deployment."""
+    """Return each model's first tokens per second that were within the objective of their deployment."""
     return f"sum by (model) ({rate(f'{FIRST_TOKENS}_bucket', window)} and on (model, variant, le) {OBJECTIVE})"
 
 
@@ -99,9 +100,12 @@ def capacity_rules() -> list[Rule]:
 
 
 def _minutes_until_saturation() -> str:
-    """By the trend that explains more of the variance of the last `GROWTH`: a line, or a line through the logarithms.
+    """Return the minutes by the trend that explains more of the variance of the last `GROWTH`: a line, or a line
+    through
+    the logarithms.
 
-    The share explained is the squared slope times the variance of time over that of the values; time's is the same.
+    The explained share is the squared slope times the variance of time, divided by that of the values; the variance of
+    time is the same for both.
     """
     linear = f"({SATURATED} * {CEILING} - predict_linear({KV_USED}[{LINEAR}], 0)) / (deriv({KV_USED}[{LINEAR}]) > 0)"
     target = f"ln({SATURATED} * {CEILING})"
@@ -114,7 +118,7 @@ def _explained(series: str) -> str:
 
 
 def work_rules() -> list[Rule]:
-    """What users got for the work and the money."""
+    """Return the rules of what users got for the work and the money."""
     served = 'pagemill_gateway_tokens_total{kind=~"prompt|completion"}'
     got = "sum by (model) (" + rate('pagemill_gateway_tokens_total{kind="completion"}', "15m") + ")"
     generated = by_model(rate("vllm:generation_tokens_total", "15m"))
@@ -172,7 +176,7 @@ def recording_groups() -> dict[str, list[Rule]]:
 
 
 def rules_file(alerts: list[dict[str, Any]]) -> str:
-    """A file of Prometheus; `alerts` form its last group."""
+    """Return a rules file for Prometheus; `alerts` form its last group."""
     groups = [
         {"name": name, "interval": "30s", "rules": [each.document() for each in rules]}
         for name, rules in recording_groups().items()

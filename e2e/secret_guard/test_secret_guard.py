@@ -13,7 +13,7 @@ from support.release import Release
 from support.waiting import until
 
 DENIED = "writes only token Secrets that it made itself"
-PODS_DENIED = "changes only annotations of the engines that it made"
+PODS_DENIED = "may change only annotations of its engine pods"
 COST = "controller.kubernetes.io/pod-deletion-cost"
 
 

@@ -99,8 +99,8 @@ def termination_cause(ended: dict[str, Any]) -> Cause:
         return Cause(
             "ProbeFailing",
             f"the container was ended from outside (exit code {code}), as the kubelet does when its startup or "
-            "liveness probe fails: check that spec.engine.image is an engine of this version and that spec.template does "
-            f"not change its probes, see kubectl describe pod, and {_LOGS}",
+            "liveness probe fails: check that spec.engine.image is an engine of this version and that spec.template "
+            f"does not change its probes, see kubectl describe pod, and {_LOGS}",
         )
     detail = f": {quote(str(ended['message']))}" if ended.get("message") else ""
     return Cause("CrashLoop", f"the container keeps ending with exit code {code}{detail}; {_LOGS}")
