@@ -1,9 +1,9 @@
-"""Pagemill beside vLLM, OpenVINO GenAI, llama.cpp and Hugging Face: the same model, work and two threads, in one run.
+"""Pagemill compared with vLLM, OpenVINO GenAI, llama.cpp and Hugging Face: the same model, work and two threads.
 
-Installs each peer into an environment of its own, writes the weights in each one's format, and measures every row in
-turns: one run of each peer, then the next run. `--rows`, `--peers` and `--first-run` measure a part; `--json` keeps it,
-and `--render` puts parts together. What cannot be installed or fails is shown with its cause. Ends with exit code 1 if
-one of our own rows has failed.
+Installs each peer into an environment of its own, writes the weights in each one's format, and measures every row
+alternately: one run of each peer, then the next run. `--rows`, `--peers` and `--first-run` measure a part; `--json`
+stores it, and `--render` merges parts. A peer that cannot be installed or fails is shown with its cause. Exits with 1
+if a row of Pagemill failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> None:
     args = _arguments(list(known))
     if args.render:
         return report(merge(load(path) for path in args.render), list(known.values()))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers are ended and what is done is kept
+    # so that the peers are ended and the finished results are stored
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     runs = range(args.first_run, args.first_run + args.runs)
     session = Session(QUICK if args.quick else FULL, runs, args.timeout_s, args.quick)
     try:
