@@ -157,7 +157,7 @@ def test_at_zero_the_condition_says_how_it_comes_back(plan: MakePlan) -> None:
     )
     fixed = replace(world.seen, plan=replace(world.plan, autoscaling=None))
     (ready,) = [each for each in find_conditions(fixed) if each.type == "Ready"]
-    assert "raise spec.replicas" in ready.message
+    assert "spec.replicas is 0: raise it" in ready.message
 
 
 def test_cold_starts_are_learned_from_those_that_were_seen_from_the_beginning() -> None:

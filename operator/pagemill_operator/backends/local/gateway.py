@@ -105,8 +105,8 @@ class Gateway:
         return self._up_to_date()
 
     async def end(self, timeout_s: float) -> None:
-        self._teller.cancel()
-        await asyncio.gather(self._teller, return_exceptions=True)
+        self._sender.cancel()
+        await asyncio.gather(self._sender, return_exceptions=True)
         await self.supervisor.end(timeout_s)
 
     def _prepare(self) -> Launch:
