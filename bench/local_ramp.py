@@ -174,8 +174,10 @@ def table_rows(records: Sequence[Record], phases: Sequence[Phase]) -> list[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=float, default=2.0, help="seconds from one more client to the next")
-    parser.add_argument("--hold", type=float, default=30.0, help="seconds of one client; of all with three replicas")
-    parser.add_argument("--window", type=int, default=20, help="seconds that fewer replicas must do before they go")
+    parser.add_argument(
+        "--hold", type=float, default=30.0, help="seconds with one client, and with all clients on three replicas"
+    )
+    parser.add_argument("--window", type=int, default=20, help="stabilization window for fewer replicas in seconds")
     parser.add_argument("--limit", type=float, default=360.0, help="seconds for all of it")
     args = parser.parse_args()
     document = DEPLOYMENT.format(name=NAME, model=MODEL, most=MOST_REPLICAS, window_s=args.window)

@@ -186,7 +186,7 @@ def write_pair(source: Path, folder: Path, settings: dict[str, Any], pack: Calla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window", type=int, default=512, help="tokens that see one another")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     args = parser.parse_args()
     path = resolve_source(MODEL)

@@ -193,11 +193,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each band")
-    parser.add_argument("--calibrate", type=float, default=20.0, help="seconds with all seats taken, to find the rate")
-    parser.add_argument("--at-once", type=int, default=8, help="requests under way on each replica meanwhile")
+    parser.add_argument(
+        "--calibrate", type=float, default=20.0, help="seconds with all sequence slots taken, to find the rate"
+    )
+    parser.add_argument("--at-once", type=int, default=8, help="requests in flight on each replica meanwhile")
     parser.add_argument("--limit", type=float, default=0.10, help="largest median error of a band")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where every request's prediction goes")
+    parser.add_argument("--json", type=Path, help="file for every request's prediction")
     args = parser.parse_args()
     with serving(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=args.replicas), args.replicas) as (up, _):
         _give_cores(up)

@@ -175,7 +175,7 @@ def measure(model: str, token_ids: list[int], size: int, settings: dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window", type=int, default=512, help="tokens that see one another")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     slow = set() if torch.cpu._is_avx512_bf16_supported() else {"bfloat16"}
     every = [*ROWS, *FILE_ROWS]
     parser.add_argument("--rows", nargs="+", default=[row for row in every if row not in slow], choices=every)

@@ -156,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="CSV file of Azure's LLM inference traces")
     parser.add_argument(
-        "--exact", action="store_true", help="every step by the real scheduler, in place of fast-forward"
+        "--exact", action="store_true", help="every step by the real scheduler, instead of fast-forward"
     )
     parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
     parser.add_argument("--seed", type=int, default=1)

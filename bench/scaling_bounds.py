@@ -158,10 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--policies", nargs="+", default=[], help="in place of all")
+    parser.add_argument("--policies", nargs="+", default=[], help="instead of all")
     parser.add_argument("--cold-start", type=float, default=COLD_START.total_s, help="seconds")
     parser.add_argument(
-        "--changes", type=int, default=16, help="that the search tries out; 0: informed alone; -1: no bounds"
+        "--changes", type=int, default=16, help="changes that the search tries; 0: informed alone; -1: no bounds"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")

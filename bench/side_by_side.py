@@ -74,8 +74,8 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--first-run", type=int, default=0, help="its number; each run has prompts of its own")
     parser.add_argument("--quick", action="store_true", help="little work, to see that everything runs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one run of one row by one peer")
-    parser.add_argument("--json", type=Path, help="keep the samples in this file")
-    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show what these files hold")
+    parser.add_argument("--json", type=Path, help="store the samples in this file")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show the results in these files")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     return parser.parse_args()
 

@@ -156,7 +156,7 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=60, help="of real processes")
+    parser.add_argument("--cycles", type=int, default=60, help="cycles of real processes")
     parser.add_argument("--simulated", type=int, metavar="N", help="so many cycles in the simulator instead")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()

@@ -32,7 +32,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bench/gpu", description=__doc__)
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME",
                         help=f"of {', '.join(SECTIONS)}; default: all")  # fmt: skip
-    parser.add_argument("--sizes", choices=["full", "tiny"], default="full", help="tiny: only that everything runs")
+    parser.add_argument(
+        "--sizes", choices=["full", "tiny"], default="full", help="tiny: only check that everything runs"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="folder of results.md and results.json")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
