@@ -27,7 +27,7 @@ class Row(NamedTuple):
     title: str
     form: Form
     clients: int = 0
-    """For an online row: requests in flight at any time."""
+    """Requests in flight at any time of an online row."""
 
 
 ROWS = {

@@ -26,7 +26,7 @@ DURATIONS = {
     "first_token": "first_token_s",
     "warming": "warm_s",
 }
-"""What the time after each moment is spent on."""
+"""The name of the duration that begins at each moment."""
 
 
 def of_new_pod(deployed: Deployed, known: set[str], started_s: float, timeout_s: float = 240) -> dict[str, float]:

@@ -37,7 +37,7 @@ class Story:
     shown_s: dict[str, float] = field(default_factory=dict)
     """Time of its first pod or ReplicaSet with a fault."""
     reported_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By name and reason of condition Ready."""
+    """Time of the report by name and reason of condition Ready."""
 
     def lag_s(self, name: str, reason: str, *, is_own_fault: bool) -> float:
         """Return the seconds from the first sign of the fault to the status with `reason`.

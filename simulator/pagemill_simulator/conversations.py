@@ -16,7 +16,7 @@ VOCAB_SIZE = 32000
 
 class Turn(NamedTuple):
     token_ids: list[int]
-    """What the user adds."""
+    """Tokens that the user adds."""
     num_output_tokens: int
     pause_s: float
     """Seconds between the previous answer and this turn."""

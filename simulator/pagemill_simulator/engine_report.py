@@ -30,7 +30,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     refusals: dict[str, int]
     """Number of refusals by error code."""
     ttft_s: Percentiles
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     tpot_ms: Percentiles
     """Mean time between the tokens of a request."""
     e2e_s: Percentiles

@@ -107,7 +107,7 @@ class Scaler:
         before = scaled.memory
         decision, scaled.memory = ask(scaled.policy, settings, signals, before)
         record = Record(key, self._now().strftime("%Y-%m-%dT%H:%M:%SZ"), settings, signals, before, decision)
-        return record if self._is_news(scaled, record) else None
+        return record if self._store(scaled, record) else None
 
     def _of(self, key: str, settings: ScalingSettings, start: int) -> _Scaled:
         """Return the deployment's state; a change of the policy starts with an empty memory."""
@@ -122,22 +122,22 @@ class Scaler:
             scaled.wanted = start
         return scaled
 
-    def _is_news(self, scaled: _Scaled, record: Record) -> bool:
+    def _store(self, scaled: _Scaled, record: Record) -> bool:
         """Store the decision; return whether it is worth a record."""
         settings, signals, decision = record.settings, record.signals, record.decision
         was_missing = scaled.missing_is_reported
         _note_missing(scaled, decision, signals.at_s)
-        is_news = scaled.decision is None or _news(scaled.decision) != _news(decision)
-        is_news = is_news or was_missing != scaled.missing_is_reported
-        is_news = is_news or (decision.changes and settings.mode == "Active")
+        is_recorded = scaled.decision is None or _recorded_parts(scaled.decision) != _recorded_parts(decision)
+        is_recorded = is_recorded or was_missing != scaled.missing_is_reported
+        is_recorded = is_recorded or (decision.changes and settings.mode == "Active")
         scaled.settings, scaled.signals, scaled.decision = settings, signals, decision
         if settings.mode == "Active":
             scaled.wanted = decision.replicas
         if decision.changes:
             scaled.changed = decision
-        if is_news:
+        if is_recorded:
             scaled.records.append(record)
-        return is_news
+        return is_recorded
 
     def records(self, keys: Iterable[str] = ()) -> list[Record]:
         """Return the records of these deployments, or of all without `keys`; oldest first."""
@@ -174,8 +174,8 @@ def _note_missing(scaled: _Scaled, decision: Decision, now: float) -> None:
     scaled.missing_is_reported = scaled.missing_is_reported or now - scaled.missing_since_s >= PATIENCE_S
 
 
-def _news(decision: Decision) -> tuple[object, ...]:
-    """Return what makes a decision news, without measured numbers and pending removals, which change all the time."""
+def _recorded_parts(decision: Decision) -> tuple[object, ...]:
+    """Return the parts of a decision whose change is recorded: no measured numbers and no pending removals."""
     reason = "Steady" if decision.reason == "Stabilizing" else decision.reason
     return reason, decision.replicas, decision.missing, bool(decision.unreachable)
 

@@ -96,7 +96,7 @@ class Reconciler:
             has_written = await self._carry_out(key, owner)
         except (ApiError, Unreachable):
             if self._cluster.has_apply_errors(key):
-                await self._write_news(key)
+                await self._write_status_and_events(key)
             raise
         if has_written:
             self._applied_at[key] = self._clock()
@@ -107,7 +107,7 @@ class Reconciler:
         self._unshown_since.pop(key, None)
         if self._progress:
             await self._progress.look(key, self._cluster.snapshot(key).pods)
-        written_again_s = await self._write_news(key)
+        written_again_s = await self._write_status_and_events(key)
         return soonest_s(written_again_s, self._cluster.observe(key).look_again_s)
 
     def has_lasting_errors(self, key: str) -> bool:
@@ -145,7 +145,7 @@ class Reconciler:
             known = self._plans[key] = (version, *read_plan(owner))
         return known[1], known[2]
 
-    async def _write_news(self, key: str) -> float | None:
+    async def _write_status_and_events(self, key: str) -> float | None:
         """Write the status and the events if they are due; return the seconds until there may be more to write."""
         snapshot, now = self._cluster.snapshot(key), self._now()
         text = now.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -34,7 +34,7 @@ from pagemill_protocol.http.tls import EngineTrust
 
 logger = logging.getLogger("pagemill.operator.standby")
 
-BELIEVED_S = 10.0
+ASSUMED_S = 10.0
 """Seconds for which a pod counts as in the ordered phase after a call: gateways and kubelet notice it a little later.
 """
 RETRY_S = 10.0
@@ -75,7 +75,7 @@ class Standby:
         self._on_write = on_write
         self._session: aiohttp.ClientSession | None = None
         self._ordered: dict[str, _Ordered] = {}
-        """By uid."""
+        """Orders by pod uid."""
         self._calls: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -146,7 +146,7 @@ class Standby:
                 logger.warning("%s: %s: %s", where, CALLS[rest], fault)
             if not refused:
                 logger.info("%s: %s", where, CALLS[rest])
-                ordered = _Ordered(rest, _now_s() + BELIEVED_S)
+                ordered = _Ordered(rest, _now_s() + ASSUMED_S)
         finally:
             self._ordered[_uid(pod)] = ordered
 

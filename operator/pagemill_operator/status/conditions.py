@@ -68,7 +68,7 @@ def _merge(before: dict[str, Condition], findings: list[Finding], generation: in
             continue
         same = known is not None and known.status == finding.status
         message = finding.message[:MAX_MESSAGE_CHARS]
-        if known and same and _says_the_same(known, finding, generation):
+        if known and same and _differs_only_in_digits(known, finding, generation):
             message = known.message
         yield Condition.model_validate(
             {
@@ -82,7 +82,7 @@ def _merge(before: dict[str, Condition], findings: list[Finding], generation: in
         )
 
 
-def _says_the_same(known: Condition, finding: Finding, generation: int) -> bool:
+def _differs_only_in_digits(known: Condition, finding: Finding, generation: int) -> bool:
     """Whether a fault differs only in digits: one that recurs has other free bytes and ports each time."""
     if not finding.is_fault or (known.reason, known.observed_generation) != (finding.reason, generation):
         return False
@@ -158,7 +158,7 @@ def _serving(seen: Observation) -> Finding:
     if seen.ready():
         return Finding("Serving", "True", "Serving", "ready replicas take requests")
     if seen.plan is not None and seen.plan.replicas == 0:
-        return Finding("Serving", "False", "ScaledToZero", _zero(seen))
+        return Finding("Serving", "False", "ScaledToZero", _zero_message(seen))
     return Finding("Serving", "False", "NoReadyReplica", "no replica takes requests")
 
 
@@ -195,7 +195,7 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     causes += [(fault.reason, fault.message) for fault in _faults(seen)]
     if not causes and seen.plan is not None:
         if seen.plan.replicas == 0:
-            return Finding("Ready", "False", "ScaledToZero", _zero(seen))
+            return Finding("Ready", "False", "ScaledToZero", _zero_message(seen))
         num_ready = len(seen.ready_current())
         message = f"{min(num_ready, seen.plan.replicas)} of {seen.plan.replicas} replicas are ready"
         if num_ready >= seen.plan.replicas:
@@ -207,7 +207,7 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if older_serve else message)
 
 
-def _zero(seen: Observation) -> str:
+def _zero_message(seen: Observation) -> str:
     if seen.plan is not None and seen.plan.autoscaling is not None and seen.plan.autoscaling.mode == "Active":
         verb = "wakes" if seen.asleep() else "starts"
         return f"there are no requests; the next one {verb} a replica"

@@ -66,7 +66,7 @@ class Scaling:
     advisory: bool
     """Whether the autoscaler only recommends."""
     message: str
-    """Without values that change by themselves."""
+    """The condition's message, without values that change by themselves."""
     why: str = ""
     """The reason of the latest change."""
     slo_met: bool | None = None

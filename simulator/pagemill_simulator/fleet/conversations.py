@@ -27,9 +27,9 @@ class Conversations:
         self._vocab_size = vocab_size
         self._num_to_come = Counter(each.session for each in requests if each.session is not None)
         self._said: dict[int, list[int]] = {}
-        """By session: the latest prompt with its answer."""
+        """The latest prompt with its answer, by session."""
         self._busy: dict[int, deque[int]] = {}
-        """By session with an unanswered turn: the turns that wait for that answer."""
+        """Waiting turns by session with an unanswered turn."""
 
     def arrives(self, index: int) -> bool:
         """Return whether the turn may be sent now; otherwise `ended` returns it later."""

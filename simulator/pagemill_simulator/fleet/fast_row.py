@@ -35,11 +35,11 @@ class Row:
     """Tokens still to be sampled, as of `as_of_step`."""
     priority: int = 0
     choice: int = 0
-    """With `priority`, for the ranks of `pagemill_engine.scheduler.policies`."""
+    """Used with `priority` by the ranks of `pagemill_engine.scheduler.policies`."""
     num_tokens: int = 0
     """Known tokens and those known to come, as of `as_of_step`."""
     num_computed_tokens: int = 0
-    """As of `as_of_step`."""
+    """Computed tokens as of `as_of_step`."""
     num_unread_tokens: int = 0
     """Computed tokens of the latest step that had the row, as of `as_of_step`."""
     as_of_step: int = 0

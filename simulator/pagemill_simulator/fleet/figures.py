@@ -35,7 +35,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     num_refused: int
     num_lost: int
     ttft_ms: Quantiles
-    """Of requests that had a first token."""
+    """Quantiles over the requests that had a first token."""
     tpot_ms: Quantiles
     slo_attained: float | None
     """Share of all requests that were served within the SLO; None without an SLO or a request."""

@@ -86,7 +86,7 @@ class Platform:
         self._num_made = 0
         self.wanted = 0
         self.pods: dict[str, Pod] = {}
-        """By name, in the order of creation, including draining pods."""
+        """Pods by name in the order of creation, including draining ones."""
 
     def begin(self) -> None:
         """Begin with the first replicas ready."""

@@ -44,13 +44,13 @@ class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
     """Median seconds of the phases of a start."""
 
     schedule_s: float = 1.0
-    """Until the pod is scheduled; it costs nothing before."""
+    """Seconds until the pod is scheduled; it costs nothing before."""
     pull_s: float = 4.0
-    """Image and container."""
+    """Seconds to pull the image and start the container."""
     load_s: float = 30.0
-    """Weights."""
+    """Seconds to load the weights."""
     warm_s: float = 5.0
-    """Calibration and the first token."""
+    """Seconds of calibration and the first token."""
     spread: float = 0.1
     """Standard deviation of a phase's logarithm: 0.1 puts two of three within a tenth of the median."""
 

@@ -88,7 +88,7 @@ class WvaMemory(msgspec.Struct, frozen=True):
     scraped_at_s: float | None = None
     decided_at_s: float | None = None
     peaks: dict[str, Peaks] = {}
-    """By id of the reporting engines."""
+    """Peaks by id of the reporting engine."""
 
 
 class WvaSaturation:

@@ -37,7 +37,7 @@ class Agentic(Generator, frozen=True, kw_only=True):
     sessions_per_s: Positive = 0.1
     """Sessions that begin per second."""
     duration_s: Positive = 1800.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
     turns: Factor = 4.0
     """Turns of a session, mean."""
     calls: Factor = 8.0

@@ -25,7 +25,7 @@ class BesideBatch(Sine, frozen=True, kw_only=True):
     num_lines: Count = 1000
     """Lines of the batch."""
     submitted_s: NotNegative = 60.0
-    """When the batch arrives."""
+    """Second at which the batch arrives."""
     line_prompt_tokens: Positive = 600.0
     """Prompt tokens of a line, mean."""
     line_output_tokens: Positive = 150.0

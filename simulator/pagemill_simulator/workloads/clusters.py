@@ -30,7 +30,7 @@ class Clusters(Steady, frozen=True, kw_only=True):
     alone: Share = 0.3
     """Share of all requests that belong to no cluster."""
     duration_s: Positive = 3600.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
     prompt_tokens: Positive = 4000.0
     prompt_sigma: Sigma = 0.35
     longest_prompt: Count = 7000

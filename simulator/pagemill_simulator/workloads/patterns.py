@@ -39,13 +39,13 @@ class FlashCrowd(Rated, frozen=True, kw_only=True):
     factor: Factor = 6.0
     """Multiple of the rate at the peak."""
     at_s: NotNegative = 240.0
-    """When it begins."""
+    """Second at which the crowd begins to arrive."""
     rises_s: Positive = 30.0
     """Seconds until the peak."""
     halves_s: Positive = 180.0
     """Seconds in which the part above the rate halves."""
     duration_s: Positive = 1200.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:

@@ -28,7 +28,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """For the report: the file, or the generator with its parameters and seed."""
     requests: Sequence[SimRequest]
-    """By arrival."""
+    """Sorted by arrival."""
     lines: Sequence[SimRequest] = ()
     """Lines of batches, which start in order when capacity is idle, after their `arrival_s`."""
     duration_s: float

@@ -28,7 +28,7 @@ class Steady(Rated, frozen=True, kw_only=True):
     rate: Positive = 5.0
     """Requests per second."""
     duration_s: Positive = 900.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -82,9 +82,9 @@ class Step(Rated, frozen=True, kw_only=True):
     to_rate: NotNegative = 10.0
     """Requests per second at the end."""
     at_s: NotNegative = 300.0
-    """When the rate changes."""
+    """Second at which the rate changes."""
     duration_s: Positive = 900.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -107,11 +107,11 @@ class Burst(Rated, frozen=True, kw_only=True):
     factor: Factor = 10.0
     """Multiple of the rate during the burst."""
     at_s: NotNegative = 300.0
-    """When the burst begins."""
+    """Second at which the burst begins."""
     for_s: Positive = 120.0
-    """How long it lasts."""
+    """Seconds that the burst lasts."""
     duration_s: Positive = 1200.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -136,7 +136,7 @@ class Sine(Rated, frozen=True, kw_only=True):
     period_s: Positive = 600.0
     """Seconds of one oscillation."""
     duration_s: Positive = 3600.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:

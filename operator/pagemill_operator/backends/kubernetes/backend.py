@@ -27,7 +27,13 @@ from pagemill_operator.backends.kubernetes.differences import (
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded, outdated_jobs
 from pagemill_operator.backends.kubernetes.observe import observe
-from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, own_children, own_pods, strangers
+from pagemill_operator.backends.kubernetes.ownership import (
+    Children,
+    is_ending,
+    namesake_children,
+    own_children,
+    own_pods,
+)
 from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
 from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, awake_note, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
@@ -160,7 +166,7 @@ class KubernetesCluster(Cluster):
             raise KeyError(key)
         writes = Writes(self._client, self._known, owner, self._answers[key], self._on_write)
         live = own_children(self._known.children(key), owner)
-        in_the_way = strangers(self._known.children(key), owner)
+        in_the_way = namesake_children(self._known.children(key), owner)
         wanted = self._render(plan, owner, live) if plan else self._kept(owner, live)
         await writes.delete(child for child in in_the_way.values() if not is_ending(child))
         if not any(_at(manifest) in in_the_way for manifest in wanted):

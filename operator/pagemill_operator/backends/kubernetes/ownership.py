@@ -25,7 +25,7 @@ def own_children(children: Children, owner: Manifest) -> dict[tuple[str, str], M
     return {at: child for at, child in children.items() if is_own(child, owner)}
 
 
-def strangers(children: Children, owner: Manifest) -> dict[tuple[str, str], Manifest]:
+def namesake_children(children: Children, owner: Manifest) -> dict[tuple[str, str], Manifest]:
     """Return the children of an earlier deployment of the same name that the cluster has not deleted yet."""
     return {at: child for at, child in children.items() if _is_of_namesake(child, owner)}
 

@@ -93,7 +93,7 @@ class Writes:
         try:
             await writing
         except ApiError as error:
-            self._met(kind, name, error)
+            self._add_error(kind, name, error)
         except Unreachable as error:
             self.passing = error
             self.passing_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_passing=True))
@@ -104,7 +104,7 @@ class Writes:
             )
             self.errors.append(ApplyError(kind, name, 409, "AlreadyExists", message))
 
-    def _met(self, kind: str, name: str, error: ApiError) -> None:
+    def _add_error(self, kind: str, name: str, error: ApiError) -> None:
         met = ApplyError(kind, name, error.status, error.reason, error.message, is_passing=error.is_passing)
         if error.is_passing:
             self.passing = error

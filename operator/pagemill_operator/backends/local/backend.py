@@ -121,13 +121,13 @@ class LocalBackend(Cluster):
         for plan in plans:
             deployment = self._deployments.setdefault(plan.key, Deployment(plan))
             deployment.plan, deployment.wanted = plan, True
-        self._settle()
+        self._resolve_conflicts()
 
     async def forget(self, keys: Collection[str]) -> None:
         """Drain these deployments and forget them."""
         for key in keys:
             self._deployments[key].wanted = False
-        self._settle()
+        self._resolve_conflicts()
 
     def observe(self, key: str) -> Observation:
         deployment = self._deployments[key]
@@ -184,7 +184,7 @@ class LocalBackend(Cluster):
         for supervisor in (self.gateway.supervisor, *(replica.supervisor for replica in self._all_replicas())):
             supervisor.kill()
 
-    def _settle(self) -> None:
+    def _resolve_conflicts(self) -> None:
         """Find conflicting model names again and reconcile, after the wanted deployments have changed."""
         conflicts = name_conflicts([deployment.plan for deployment in self._deployments.values() if deployment.wanted])
         for key, deployment in self._deployments.items():

@@ -115,7 +115,7 @@ def explain_exit(returncode: int, log_path: Path) -> Exit:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
             return Exit(str(message["reason"]), str(message["message"]))
-    last = f": {' | '.join(_words(line)[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
+    last = f": {' | '.join(_log_message(line)[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " (the machine may be out of memory)" if name == "SIGKILL" else ""
@@ -133,7 +133,7 @@ def _set_aside(log_path: Path) -> None:
         log_path.rename(older(log_path))
 
 
-def _words(line: str) -> str:
+def _log_message(line: str) -> str:
     """Return the message of a log line; for JSON, the message field or the last line of its exception."""
     try:
         fields = json.loads(line)

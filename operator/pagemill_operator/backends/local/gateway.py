@@ -59,8 +59,8 @@ class Gateway:
         """The process that has received a catalogue, and that catalogue."""
         self._refused: tuple[int | None, Catalog] | None = None
         """The process that has refused a catalogue for good, and that catalogue."""
-        self._complaint = ""
-        self._news = asyncio.Condition()
+        self._reported_refusal = ""
+        self._sent_changed = asyncio.Condition()
         self._changed = asyncio.Event()
         self._on_change = on_change
         self.supervisor = Supervisor(
@@ -100,8 +100,8 @@ class Gateway:
     async def informed(self, timeout_s: float) -> bool:
         """Wait until the gateway has the wanted catalogue; return False if that took longer than `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._news:
-                await self._news.wait_for(self._up_to_date)
+            async with asyncio.timeout(timeout_s), self._sent_changed:
+                await self._sent_changed.wait_for(self._up_to_date)
         return self._up_to_date()
 
     async def end(self, timeout_s: float) -> None:
@@ -171,27 +171,27 @@ class Gateway:
             url = f"{launch.control_url}/catalog"
             async with self._session.put(url, data=body, headers=headers, timeout=TIMEOUT) as response:
                 if response.status >= 300:
-                    self._complain(response.status, await response.content.read(500))
+                    self._report_refusal(response.status, await response.content.read(500))
                     if response.status in LASTING_STATUSES:
                         self._refused = (pid, catalog)
                     return False
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
-        self._complaint = ""
-        async with self._news:
+        self._reported_refusal = ""
+        async with self._sent_changed:
             self._sent = (pid, catalog)
-            self._news.notify_all()
+            self._sent_changed.notify_all()
         self._on_change()
         return True
 
-    def _complain(self, status: int, body: bytes) -> None:
+    def _report_refusal(self, status: int, body: bytes) -> None:
         """Report a refused catalogue once, however often it is tried."""
-        complaint = (
+        message = (
             f"refused the new catalogue with {status} and serves the previous one: {body.decode(errors='replace')}"
         )
-        if complaint != self._complaint:
-            self._complaint = complaint
-            self.supervisor.warn(complaint)
+        if message != self._reported_refusal:
+            self._reported_refusal = message
+            self.supervisor.warn(message)
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}", **protocol_headers()}

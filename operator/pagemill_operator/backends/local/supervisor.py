@@ -75,7 +75,7 @@ class Supervisor:
         self._prepare = prepare
         self._readiness = readiness
         self._liveness = liveness
-        self._silence = ""
+        self._unresponsive = ""
         """Why the process was ended as unresponsive; empty if it was not."""
         self._settings = settings
         self._state_dir = state_dir
@@ -156,7 +156,7 @@ class Supervisor:
         """Run the process once; return the reason and message of its end, and the seconds that it was ready."""
         self._started_s = time.monotonic()
         self._ready_s = float("inf")
-        self._silence = ""
+        self._unresponsive = ""
         self._set("starting", "Starting", "starting")
         try:
             launch = self._prepare()
@@ -176,8 +176,8 @@ class Supervisor:
             await asyncio.gather(*followers, return_exceptions=True)
             self.launch = None
         ready_for_s = time.monotonic() - self._ready_s
-        if self._silence:
-            return "Unresponsive", self._silence, ready_for_s
+        if self._unresponsive:
+            return "Unresponsive", self._unresponsive, ready_for_s
         return ended.reason, ended.message, ready_for_s
 
     async def _follow(self, launch: Launch) -> None:
@@ -191,8 +191,8 @@ class Supervisor:
             if self.phase == "ready" and self._readiness and num_silent >= self._readiness.failure_threshold:
                 self._set("loading", "Unresponsive", "does not answer")
                 self.warn("does not answer")
-            is_calm = self.phase in ("ready", "asleep")
-            await asyncio.sleep(self._settings.watch_interval_s if is_calm else self._settings.readyz_interval_s)
+            is_stable = self.phase in ("ready", "asleep")
+            await asyncio.sleep(self._settings.watch_interval_s if is_stable else self._settings.readyz_interval_s)
 
     async def _ask(self, launch: Launch) -> Answer | None:
         async with self._asking:
@@ -215,7 +215,7 @@ class Supervisor:
             num_silent = 0 if alive else num_silent + 1
         if self._ending.is_set():
             return
-        self._silence = f"did not answer {probe.path} {num_silent} times, {probe.period_s:g} s apart"
+        self._unresponsive = f"did not answer {probe.path} {num_silent} times, {probe.period_s:g} s apart"
         await child.end(self._settings.stop_timeout_s)
 
     def _note(self, answer: Answer) -> None:

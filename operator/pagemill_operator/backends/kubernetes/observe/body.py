@@ -35,7 +35,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "url": url,
         "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
         "load": _json(next_load(old.load, _measured(snapshot, now))),
-        "lastScaling": _last_scaling(old, desired, now, _why(observation)),
+        "lastScaling": _last_scaling(old, desired, now, _scaling_reason(observation)),
         "lastStart": _last_start(old, observation),
         "conditions": [
             _json(condition)
@@ -85,7 +85,7 @@ def _measured(snapshot: Snapshot, now: str) -> LoadSummary | None:
     return summarize(load.kv_cache_usage, load.running, load.waiting, now)
 
 
-def _why(observation: Observation) -> str:
+def _scaling_reason(observation: Observation) -> str:
     """Return what changed the number of replicas, as far as it is known."""
     plan, scaling = observation.plan, observation.scaling
     if plan is None or plan.autoscaling is None or plan.autoscaling.mode != "Active" or scaling is None:

@@ -92,11 +92,11 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
         return "loading", lost_node_cause(pod["spec"]["nodeName"])
     for status in _container_statuses(pod):
         if cause := waiting_cause(status, _mounted_images(pod)):
-            return "starting", _of(status, main, cause)
+            return "starting", _with_container_name(status, main, cause)
     for status in _container_statuses(pod):
         # An init container that has finished its work has ended well.
         if not status.get("ready") and (cause := ended_cause(status)):
-            return "crashed", _of(status, main, cause)
+            return "crashed", _with_container_name(status, main, cause)
     status = next((each for each in _container_statuses(pod) if each["name"] == main), {})
     if "running" not in status.get("state", {}):
         return "starting", None
@@ -133,7 +133,7 @@ def _was_ready(pod: Manifest, status: dict[str, Any]) -> bool:
     return datetime.fromisoformat(unready_since) > datetime.fromisoformat(running_since) + CLOCK_STEP
 
 
-def _of(status: dict[str, Any], main: str, cause: Cause) -> Cause:
+def _with_container_name(status: dict[str, Any], main: str, cause: Cause) -> Cause:
     """Name the container in the cause if it is one that the user has added."""
     if status["name"] == main:
         return cause
