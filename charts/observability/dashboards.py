@@ -16,7 +16,7 @@ GATEWAYS = "label_values(pagemill_gateway_endpoints, model)"
 
 
 def fleet() -> Page:
-    about = "How much of the fleet is free, for how long it suffices, and what it costs."
+    about = "Free capacity of the fleet, how long it suffices, and its cost."
     rows = {"Now": _now(), "Capacity": _capacity(), "Work and cost": _work()}
     return Page("pagemill-fleet", "Pagemill / Fleet capacity", about, "pagemill_engine_ready", ENGINES, rows)
 
@@ -117,7 +117,7 @@ def _work() -> list[Panel]:
         ]),
         Panel(
             "Error budget burn",
-            "How many times faster than allowed the budget of 30 days is used up, over the last hour.",
+            "Rate at which the budget of 30 days is used up, as a multiple of the allowed rate, over the last hour.",
             "none",
             [(recorded(rules.burn("1h")), "{{model}} {{slo}}")],
         ),

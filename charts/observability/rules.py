@@ -73,25 +73,25 @@ def capacity_rules() -> list[Rule]:
     usage = by_model(serving("vllm:kv_cache_usage_perc"))
     return [
         Rule(READY, by_model("pagemill_engine_ready"), "Engines that accept requests."),
-        Rule(KV_USED, usage, "KV cache that requests hold, in caches of whole replicas."),
+        Rule(KV_USED, usage, "KV cache that requests hold, in units of one replica's cache."),
         Rule(
-            KV_USED_LOG, f"ln(clamp_min({KV_USED}, 0.001))", "Its natural logarithm: a line where growth is a factor."
+            KV_USED_LOG, f"ln(clamp_min({KV_USED}, 0.001))", "Its natural logarithm: linear if growth is exponential."
         ),
         Rule(USAGE, f"{KV_USED} / ({READY} > 0)", "Share of the KV cache in use.", {"resource": "kv"}),
-        Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequences that may run.", {"resource": "sequences"}),
-        Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "What is free of the scarcer of KV cache and sequences."),
-        Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Replicas that there may be."),
+        Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequence slots in use.", {"resource": "sequences"}),
+        Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "Free share of the scarcer of KV cache and sequence slots."),
+        Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Maximum of replicas."),
         Rule(
             SATURATION,
             f"clamp({_minutes_until_saturation()}, 0, {MAX_FORECAST_MINUTES})",
-            f"Until {SATURATED:.0%} of the KV cache of all replicas that there may be is used, at the better fitting "
+            f"Minutes until {SATURATED:.0%} of the KV cache of the maximum of replicas is used, at the better fitting "
             f"of a linear trend of {LINEAR} and an exponential one of {GROWTH}; absent while it falls.",
         ),
         *(
             Rule(
                 NEEDED,
                 f"ceil(clamp_min(predict_linear({KV_USED}[{TREND}], {minutes_ahead * 60}), 0) / {TARGET})",
-                f"Replicas that hold the KV cache at {TARGET:.0%}.",
+                f"Replicas at which the KV cache is {TARGET:.0%} full.",
                 {"horizon": f"{minutes_ahead}m"},
             )
             for minutes_ahead in (0, 5, 30)
@@ -136,7 +136,7 @@ def work_rules() -> list[Rule]:
             f"clamp_min(1 - {got} / ({generated} > 0), 0)",
             "Share of the generated tokens that no client of a gateway got.",
         ),
-        Rule(COST, f"sum by (model) ({spent})", "Price of the GPUs that are held."),
+        Rule(COST, f"sum by (model) ({spent})", "Price of all GPUs of the model's pods."),
         Rule(IDLE_COST, f"{COST} * {HEADROOM}", "Price of the headroom."),
         Rule(TOKEN_COST, f"1e6 * {COST} / ({hourly})", "Price of a million tokens served in the last hour."),
     ]
@@ -149,7 +149,7 @@ def objective_rule() -> Rule:
     return Rule(
         OBJECTIVE,
         f"{declared} or on (model, variant) {default}",
-        "Share of the first tokens that may come after more than `le` seconds.",
+        "Share of the requests whose first token may take more than `le` seconds.",
     )
 
 
@@ -157,7 +157,7 @@ def slo_rules() -> Iterator[Rule]:
     requests = 'pagemill_gateway_requests_total{model!=""}'
     failed = 'pagemill_gateway_requests_total{model!="",status=~"5.."}'
     budget = f"on (model) min by (model) ({OBJECTIVE})"
-    about = "How many times faster than allowed the error budget is used up."
+    about = "Rate at which the error budget is used up, as a multiple of the allowed rate."
     for window in WINDOWS:
         total = f"sum by (model) ({rate(requests, window)})"
         errors = f"(sum by (model) ({rate(failed, window)}) or 0 * {total}) / ({total} > 0)"
