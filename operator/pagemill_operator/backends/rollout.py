@@ -1,7 +1,8 @@
 """Decides which replicas to start and which to drain next. A pure function of what is wanted and what runs.
 
 A replacement starts first and is ready before an old replica drains; replicas that are not ready go first. The rules
-are those of Kubernetes's rolling update: at most `replicas + surge` live, and at least `replicas - unavailable` ready.
+are those of Kubernetes's rolling update: at most `replicas + surge` live, and at least `replicas - unavailable` ready
+if so many were ready before.
 """
 
 from __future__ import annotations
