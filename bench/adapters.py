@@ -1,8 +1,8 @@
-"""What weighing the loads of LoRA adapters does to users, over many seeds, on a virtual clock.
+"""Measures the effect of weighing LoRA adapter loads in routing, over many seeds, in virtual time.
 
-Four pods as in `bench/routing.py`, each with a few slots for adapters; every conversation is for one adapter out of
-some of unequal popularity. Loads take a fixed time and stop no running request (`pagemill_simulator.adapters`). `Cost`
-without its term is the same policy on pods that do not tell what a load takes.
+Four pods as in `bench/routing.py`, each with a few adapter slots; every conversation uses one of several adapters of
+unequal popularity. Loads take a fixed time and stop no running request (`pagemill_simulator.adapters`). The policy
+`Cost` without its load term is the same policy on pods that do not report how long a load takes.
 """
 
 from __future__ import annotations

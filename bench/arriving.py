@@ -1,8 +1,8 @@
-"""Time until a model of several files from a bucket is ready: loaded while it is fetched, and fetched whole first.
+"""Time until a model of several files in a bucket is ready: loaded while it is fetched, or fetched whole first.
 
-A random Llama behind a real S3 server (SeaweedFS), over a line of `--mib-s` in all. Both ways are `LLM(...)` in a
-process of its own, in turns, each with an empty cache; the second one calls `resolve_source` before it. The third is a
-model that is there: what loading alone takes. The servers share the machine's cores.
+A random Llama behind a real S3 server (SeaweedFS), over a connection of `--mib-s` in total. Each run is `LLM(...)` in a
+process of its own with an empty cache, alternating; the second way calls `resolve_source` first. A third way loads a
+model from the cache, which is the time of loading alone. The servers share the machine's cores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from report import ROOT, emit
 
-sys.path.insert(0, str(ROOT / "tests" / "shared"))  # `s3_server`, `light_model`
+sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `s3_server`, `light_model`
 
 from light_model import CONFIG, write_light_model
 from s3_server import KEY, SECRET, CuttingProxy, running_s3_server
@@ -36,7 +36,7 @@ WAYS = TOGETHER, WHOLE_FIRST, THERE = "loaded while fetched", "fetched whole fir
 
 
 def write_model(folder: Path) -> int:
-    """A gibibyte of bfloat16, a file for each layer; returns its bytes."""
+    """Write a gibibyte of bfloat16 in one file per layer; return the number of bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -59,7 +59,7 @@ def write_model(folder: Path) -> int:
 
 
 def work(model: str, dtype: str, *, whole_first: bool) -> None:
-    """In a process of its own: say how long it takes when all that it needs is imported."""
+    """Load the model in a process of its own; print the seconds and CPU seconds that it takes after the imports."""
     from pagemill import LLM
     from pagemill_protocol.sources import resolve_source
 
@@ -71,7 +71,7 @@ def work(model: str, dtype: str, *, whole_first: bool) -> None:
 
 
 def timed(way: str, dtype: str) -> tuple[float, float]:
-    """Seconds and CPU seconds."""
+    """Return seconds and CPU seconds."""
     command = [sys.executable, __file__, "--worker", way, "--dtype", dtype]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     seconds, cpu_s = json.loads(said.splitlines()[-1])

@@ -1,9 +1,9 @@
-"""What a batch costs live requests, and how much of the capacity that they leave idle it uses.
+"""Measures what a batch costs live requests, and how much of the capacity that they leave idle it uses.
 
-Two simulated engines (all real but the device, whose step times are given) behind a real gateway. First the capacity is
-measured: as many streams at once as the engines run sequences. Then live streams arrive at random at 80 % of it, in
-rounds with and without a batch that is never done, the same arrivals in both. Compared: the 95th percentile of the time
-to the first token; and the batch's tokens as a share of the capacity less the live tokens of the same time.
+Two simulated engines (real but for the device, whose step times are given) are behind a real gateway. First the
+capacity is measured, with as many concurrent streams as the engines can run. Then live streams arrive at random at
+80 % of it, in rounds with and without an endless batch, with the same arrivals in both. Reported are the 95th
+percentile of the time to the first token, and the batch's tokens as a share of the capacity minus the live tokens.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ async def measured(max_load: float, step_ms: float, seconds: float, rounds: int)
 
 @contextlib.asynccontextmanager
 async def platform(max_load: float, step_ms: float) -> AsyncIterator[str]:
-    """The gateway's URL."""
+    """Start engines and gateway; yield the gateway's URL."""
     with tempfile.TemporaryDirectory() as folder:
         engines = [(free_port(), free_port()) for _ in range(NUM_ENGINES)]
         engine = {
@@ -140,7 +140,7 @@ async def ready(url: str) -> None:
 
 
 async def live(session: aiohttp.ClientSession) -> float:
-    """Milliseconds to the first token. No prompt was there before: nothing of it is cached."""
+    """Return the milliseconds to the first token of a new prompt, of which nothing is cached."""
     body = {**BODY, "prompt": f"{random.random()} {PROMPT}", "stream": True}
     began_s = time.perf_counter()
     ttft_ms = 0.0
@@ -153,7 +153,7 @@ async def live(session: aiohttp.ClientSession) -> float:
 
 
 async def closed_loop(session: aiohttp.ClientSession, seconds: float) -> float:
-    """Requests a second with all sequences of the engines busy."""
+    """Return the requests per second while all sequence slots of the engines are busy."""
     until = time.perf_counter() + seconds
     num_done = 0
 
@@ -179,7 +179,7 @@ async def open_loop(session: aiohttp.ClientSession, rate: float, seconds: float,
 
 
 async def begin_batch(session: aiohttp.ClientSession) -> str:
-    """A batch that outlasts the round, once its first lines are done."""
+    """Start a batch that outlasts the round; return its id once its first lines are done."""
     line = {"method": "POST", "url": "/v1/completions"}
     bodies = ({**BODY, "prompt": f"{random.random()} {PROMPT}"} for _ in range(5000))
     lines = (json.dumps({**line, "custom_id": str(number), "body": body}) for number, body in enumerate(bodies))

@@ -1,10 +1,10 @@
-"""What lines of a batch cost live requests, in virtual time: the machine's load has no part in it.
+"""Measures what lines of a batch cost live requests, in virtual time: the machine's load has no effect.
 
-Two engines behind the gateway's real brain (placement, queue, and its rule of when a line may start), each with the
+Two engines behind the gateway's real brain (placement, queue, and the rule of when a line may start), each with the
 real scheduler and given step times; the network takes a millisecond each way, and there is no HTTP. Live requests
-arrive at random at 80 % of the capacity measured first. Compared with the same arrivals without a batch: the 95th
-percentile of the time to the first token; and the batch's tokens as a share of the capacity less the live tokens.
-`bench/batch_effect.py` measures the whole, on a machine that is idle.
+arrive at random at 80 % of the capacity, which is measured first. Reported against the same arrivals without a batch
+are the 95th percentile of the time to the first token, and the batch's tokens as a share of the capacity minus the
+live tokens. `bench/batch_effect.py` measures the whole system on an idle machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCH_PRIORITY = Caller(is_batch=True).priority(0)
 
 
 class Lines(NamedTuple):
-    """How lines are scheduled: the priorities by which gateway and engines know that they give way."""
+    """How lines are scheduled: the priorities that mark them as low-priority at the gateway and at the engines."""
 
     name: str
     at_gateway: int
@@ -51,8 +51,8 @@ class Lines(NamedTuple):
 
 KEEP, HALF, FULL = (
     Lines("lines keep their slots", UNHURRIED_PRIORITY - 1, UNHURRIED_PRIORITY - 1),
-    Lines("engines alone know that they give way", UNHURRIED_PRIORITY - 1, BATCH_PRIORITY),
-    Lines("gateway and engines know it", BATCH_PRIORITY, BATCH_PRIORITY),
+    Lines("low priority at engines only", UNHURRIED_PRIORITY - 1, BATCH_PRIORITY),
+    Lines("low priority at gateway and engines", BATCH_PRIORITY, BATCH_PRIORITY),
 )
 
 
@@ -72,10 +72,10 @@ class Running:
 
 
 class Fleet:
-    """Engines and their gateway in virtual time. `max_load` 0: no batch."""
+    """Engines and their gateway in virtual time. `max_load` 0 means no batch."""
 
     def __init__(self, max_load: float, lines: Lines, rate: float | None, seed: int) -> None:
-        """`rate`: live requests a second; `None`: all sequence slots are always busy."""
+        """`rate`: live requests per second; None: all sequence slots are always busy."""
         self._events = Events()
         self._loop = EventsLoop(self._events)
         self._max_load, self._lines, self._rate = max_load, lines, rate

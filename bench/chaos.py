@@ -1,9 +1,9 @@
-"""SIGKILL for one of three local replicas again and again, under whole and streamed answers: no client notices.
+"""Kills one of three local replicas with SIGKILL repeatedly, under whole and streamed answers; no client may notice.
 
-`pagemill up` serves the embedded model in float32 with `deterministic`, so that every text can be compared with the one
-that came before anything was killed. The first kill measures how long a replica takes to be ready again, under the
-same load; from then on, for `--seconds`, the next replica in turn is killed every two such times, or several at once.
-Exits with 1 when an answer failed, a stream was cut or a text is another one.
+`pagemill up` serves the embedded model in float32 with `deterministic`, so that every text can be compared with that of
+the undisturbed engine. The first kill measures how long a replica takes to be ready again under the same load; from
+then on, for `--seconds`, the next replica in turn is killed every two such times, or several at once. Exits with 1 if
+an answer failed, a stream was cut or a text differs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ POLL_S = 0.05
 
 @dataclass
 class Kills:
-    """Of replicas, in turn."""
+    """Kills of replicas, in turn."""
 
     up: Up
     restarts_s: list[float] = field(default_factory=list)
-    """From a kill until the same replica is ready again."""
+    """Seconds from each kill until the same replica was ready again."""
     num: int = 0
     num_missed: int = 0
-    """The one whose turn it was did not run yet again."""
+    """Kills that were skipped because the replica was not ready yet."""
     _watchers: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def kill(self, num_at_once: int) -> None:
@@ -44,7 +44,7 @@ class Kills:
             await self._kill_next(replicas)
 
     async def _kill_next(self, replicas: dict[str, Replica]) -> None:
-        """Kill the replica whose turn it is, if it is ready; how long its restart takes is found out meanwhile."""
+        """Kill the next replica if it is ready, and measure its restart in the background."""
         name = f"{NAME}-{(self.num + self.num_missed) % NUM_REPLICAS}"
         replica = replicas.get(name)
         if replica is None or not await asyncio.to_thread(lambda: replica.ready):
@@ -56,7 +56,7 @@ class Kills:
         self._watchers.append(asyncio.create_task(self._watch(replica)))
 
     async def restarted(self) -> None:
-        """Until all that were killed are ready again."""
+        """Wait until all killed replicas are ready again."""
         await asyncio.gather(*self._watchers)
 
     async def _watch(self, killed: Replica) -> None:
@@ -126,7 +126,7 @@ def report(load: ExactLoad, kills: Kills, continued: dict[str, float]) -> None:
 
 
 def _continued(up: Up) -> dict[str, float]:
-    """The gateway's counters of answers that went on elsewhere."""
+    """Return the gateway's counters of retries and migrations."""
     found = re.findall(r"^pagemill_gateway_(\w*(?:migrat|retr)\w*_total)(\{.*\})? (\S+)$", up.metrics(), re.MULTILINE)
     return {f"{name}{labels}": float(value) for name, labels, value in found}
 

@@ -1,4 +1,4 @@
-"""What Hugging Face's `config.json` says of a Llama whose weights a benchmark writes out again."""
+"""Builds Hugging Face's `config.json` for a Llama whose weights a benchmark writes to a new folder."""
 
 from __future__ import annotations
 

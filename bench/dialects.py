@@ -1,8 +1,8 @@
-"""CPU of a request by dialect, beside chat completions: of a gateway, and of a simulated engine with its HTTP process.
+"""CPU time per request by dialect compared with chat completions, for a gateway and a simulated engine with its server.
 
-Each dialect asks for the same number of streamed tokens, one request after another; rounds take the dialects in turn.
+Each dialect requests the same number of streamed tokens, one request after another; rounds alternate between dialects.
 The ratio is to a chat with the same features: TGI's events have log probabilities, so it is compared with such a chat.
-Exits with 1 beyond the goal.
+Exits with 1 if a ratio exceeds the goal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_LIMIT_S = 180.0
 
 
 def bodies(num_tokens: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By dialect, path and body."""
+    """Return path and body by dialect."""
     spoken = {"model": "m", "stream": True, "max_tokens": num_tokens, "seed": 1}
     chat = {**spoken, "messages": MESSAGES}
     respond = {"model": "m", "stream": True, "max_output_tokens": num_tokens}
@@ -54,7 +54,7 @@ BESIDE = {"tgi": "chat, log probabilities"}
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=40, help="of each dialect in a round")
     parser.add_argument("--rounds", type=int, default=5)
@@ -88,7 +88,7 @@ def _ratio(figures: dict[str, dict[str, float]], name: str) -> float:
 
 
 def _start(folder: Path) -> tuple[subprocess.Popen[str], subprocess.Popen[str], str]:
-    """Engine and gateway that are ready, and the gateway's URL."""
+    """Start engine and gateway; return their processes and the gateway's URL once both are ready."""
     engine = {"model": MODEL, "null_runner": True, "num_kv_blocks": 256, "max_model_len": 1024, "served_names": ["m"]}
     server = {"port": 0, "control_port": 0, "internal_token": TOKEN}
     first, ports = _server("pagemill_engine.server", folder, {"engine": engine, "server": server})
@@ -120,7 +120,7 @@ def _server(module: str, folder: Path, settings: dict[str, Any]) -> tuple[subpro
 
 
 def _round(pids: list[int], url: str, body: dict[str, Any], count: int) -> list[float]:
-    """Milliseconds of CPU of a request, for each process tree."""
+    """Return the milliseconds of CPU time per request of each process tree."""
     before = [tree_cpu_s(pid) for pid in pids]
     for _ in range(count):
         _ask(url, json.dumps(body).encode())

@@ -1,8 +1,10 @@
-"""Embeddings per second beside sentence-transformers, one type on both sides, the same random weights and texts.
+"""Embeddings per second compared with sentence-transformers: the same data type, random weights and texts on both
+sides.
 
-An encoder of MiniLM's shape (6 layers, 384 wide) and, with `--shapes`, one of BERT's (12 layers, 768 wide); 64 texts at
-once. Each engine has a process of its own, both are asked in turns, and the ratio is that of the CPU times of each
-pair: other work on the machine does not count. The largest difference between their vectors is printed beside it.
+The models are an encoder of MiniLM's shape (6 layers, 384 wide) and, with `--shapes`, one of BERT's (12 layers, 768
+wide); each call has 64 texts. Each engine has a process of its own, both are measured alternately, and the ratio is
+that of the CPU times of each pair, so other work on the machine does not count. The largest difference between their
+vectors is printed too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 from peers import sentence_transformers as peer
 from report import ROOT, emit
 
-sys.path.insert(0, str(ROOT / "tests" / "shared"))  # `encoder_models`
+sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `encoder_models`
 THREADS = 2
 SHAPES: dict[str, dict[str, int]] = {
     "minilm-l6": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536},
@@ -71,7 +73,7 @@ def write(shape: str, folder: Path) -> None:
 
 
 def texts_of(number: int, least: int, most: int) -> list[str]:
-    """Words that are one token each; two more tokens are the tokenizer's own."""
+    """Return texts of words that are one token each; the tokenizer adds two more tokens."""
     draw = random.Random(3)
     words = ["paris", "berlin", "is", "the", "capital", "of", "france", "germany", "cats", "sleep"]
     counts = [draw.randint(least, most) - 2 for _ in range(number)]
@@ -82,7 +84,7 @@ def compare(folder: str, dtype: str, texts: list[str], rounds: int) -> dict[str,
     names = ["pagemill", "sentence-transformers"]
     workers = {name: start(name, folder, dtype) for name in names}
     try:
-        vectors = {name: ask(worker, texts)["vectors"] for name, worker in workers.items()}  # warm from here on
+        vectors = {name: ask(worker, texts)["vectors"] for name, worker in workers.items()}  # this call warms up
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(rounds):
             for name in names if turn % 2 else reversed(names):
@@ -124,7 +126,7 @@ def ask(worker: subprocess.Popen[str], texts: list[str]) -> dict[str, Any]:
 
 
 def work(name: str, folder: str, dtype: str) -> None:
-    """Encode what comes in, line by line."""
+    """Encode the texts of each line of stdin."""
     encode = pagemill(folder, dtype) if name == "pagemill" else peer.load(folder, THREADS, dtype)
     for line in sys.stdin:
         texts = json.loads(line)

@@ -1,8 +1,8 @@
-"""A closed loop of clients that know each answer beforehand: whole and streamed in turn, greedy and seeded.
+"""A closed loop of clients that know each answer beforehand: whole and streamed alternately, greedy and seeded.
 
-The expected texts are asked for before anything is disturbed. The real `openai` client never retries: that is the
-platform's work. An outcome is `complete`, `wrong` (other text), `failed` (an error for an answer), `reported` (an
-error event ended a stream) or `cut` (a stream just ended).
+The expected texts are requested before anything is disturbed. The `openai` client never retries: that is the platform's
+task. An outcome is `complete`, `wrong` (another text), `failed` (an error instead of an answer), `reported` (an error
+event ended a stream) or `cut` (a stream ended without one).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ spec:
   resources: {{gpus: 0}}
   replicas: {replicas}
 """
-"""Whose answers are the same whatever runs beside them."""
+"""A deployment whose answers do not depend on what else runs."""
 Outcome = Literal["complete", "wrong", "failed", "reported", "cut"]
 QUESTIONS = (
     "Name three colours and a thing of each.",
@@ -47,7 +47,7 @@ class Prompt(NamedTuple):
     seed: int | None
 
     def fields(self, model: str) -> dict[str, Any]:
-        """Of the request."""
+        """Return the fields of the request."""
         messages = [{"role": "user", "content": self.text}]
         sampling = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         if self.seed is not None:
@@ -56,7 +56,7 @@ class Prompt(NamedTuple):
 
 
 def prompts(num_tokens: int) -> list[Prompt]:
-    """Every second one is sampled at temperature 1 with a seed."""
+    """Return the prompts; every second one is sampled at temperature 1 with a seed."""
     return [
         Prompt(text, num_tokens, temperature=float(number % 2), seed=number if number % 2 else None)
         for number, text in enumerate(QUESTIONS)
@@ -70,13 +70,13 @@ class Record(NamedTuple):
     ttft_s: float | None
     detail: str
     sent_s: float
-    """On the monotonic clock."""
+    """Monotonic time of sending."""
     longest_pause_s: float = 0.0
-    """Between sending and the first text, or between two pieces of it."""
+    """Longest time between sending and the first text, or between two pieces of text."""
 
     @property
     def first_s(self) -> float:
-        """From sending to the first token; to the whole answer where it was not streamed."""
+        """Seconds from sending to the first token, or to the whole answer if it was not streamed."""
         return self.ttft_s if self.ttft_s is not None else self.seconds
 
 
@@ -93,7 +93,7 @@ class ExactLoad:
         )
 
     async def learn(self) -> None:
-        """Ask for every expected text, one at a time."""
+        """Request every expected text, one at a time."""
         for prompt in self._prompts:
             answer = _Answer()
             await self._whole(prompt, answer)
@@ -104,13 +104,13 @@ class ExactLoad:
         return self._prompts
 
     async def ask(self, prompt: Prompt, *, streamed: bool) -> Record:
-        """One request, now. It is among `records` as well."""
+        """Send one request now, record it, and return the record."""
         record = await self._ask(prompt, streamed=streamed)
         self.records.append(record)
         return record
 
     async def run(self) -> None:
-        """Until `stop`; every request that was begun then is finished."""
+        """Send requests until `stop` is called; requests in flight then are finished."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._num_workers):
                 group.create_task(self._work(number))
@@ -122,7 +122,7 @@ class ExactLoad:
         await self._client.close()
 
     def counts(self) -> dict[str, int]:
-        """By form and outcome."""
+        """Return the number of records by form and outcome."""
         return dict(Counter(f"{'stream' if each.streamed else 'whole'} {each.outcome}" for each in self.records))
 
     @property
@@ -133,7 +133,7 @@ class ExactLoad:
         turn = number
         while not self._stopping:
             prompt = self._prompts[turn % len(self._prompts)]
-            # The form changes with every round over the prompts, so that each prompt is asked for in both.
+            # The form changes with every round over the prompts, so that each prompt is requested in both forms.
             streamed = (turn + turn // len(self._prompts)) % 2 == 0
             await self.ask(prompt, streamed=streamed)
             turn += self._num_workers + 1
@@ -174,7 +174,7 @@ class ExactLoad:
 
 
 class _Answer:
-    """What has come so far, also when an error ends it."""
+    """The part of an answer that has arrived, also if an error ends it."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -1,7 +1,7 @@
-"""Decodes of a mixture of experts, and of families with layer norms, beside those of a Llama that reads as many bytes.
+"""Decodes of a mixture of experts, and of families with layer norms, compared with a Llama that reads as many bytes.
 
-Random weights, one request, all models in one process and in turns; the median of the runs counts. Goal: at least 0.8
-of the Llama's share of the memory bandwidth.
+Random weights, one request, all models in one process and alternating; the median of the runs counts. Goal: at least
+0.8 of the Llama's share of the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INNER, EXPERTS, TOP_K = 1792, 8, 2
 DENSE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "intermediate_size": TOP_K * INNER, **SHAPE}
 MOE = {"architectures": ["MixtralForCausalLM"], "intermediate_size": INNER, **SHAPE}
 MOE |= {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K}
-# Two matrices in place of three; GPT-NeoX has as many key heads as query heads.
+# Two matrices instead of three; GPT-NeoX has as many key heads as query heads.
 STARCODER2 = {"architectures": ["Starcoder2ForCausalLM"], "intermediate_size": 5376, **SHAPE}
 STARCODER2 |= {"tie_word_embeddings": False, "sliding_window": None}
 NEOX = {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 4608, **SHAPE}
@@ -64,7 +64,7 @@ def write_model(folder: Path, values: dict[str, Any]) -> ModelSpec:
 
 
 class Decodes:
-    """Steps of one request, one token each."""
+    """Decode steps of one request, one token each."""
 
     def __init__(self, folder: Path, num_threads: int, settings: dict[str, Any]) -> None:
         config = EngineConfig(model=str(folder), num_kv_blocks=128, num_threads=num_threads, **settings)
@@ -73,7 +73,7 @@ class Decodes:
         self.weight_bytes = self._runner.info.weight_bytes
 
     def seconds(self, num_tokens: int, clock: Callable[[], float] = time.perf_counter) -> float:
-        """Of a step, on average; the prompt's and the first two do not count."""
+        """Return the mean seconds of a step; the prompt's step and the first two decodes do not count."""
         core = EngineCore(self._config, self._runner)
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens + 3, ignore_eos=True)
         core.add(GenerateRequest(request_id="r", model="m", prompt_token_ids=[1, 2, 3], sampling=sampling))

@@ -1,8 +1,8 @@
-"""Tokens per second of model families beside vLLM for CPU and llama.cpp: random bfloat16 weights of one shape.
+"""Tokens per second of model families compared with vLLM for CPU and llama.cpp: random bfloat16 weights of one shape.
 
-Each family is a folder with some 120 to 230 million parameters, computed by two threads in turns; who is not measured
-is stopped. `single`: decodes of one request; `batch`: of eight at once; `prefill`: prompts of 512 tokens with one token
-each. llama.cpp runs `llama-bench` over the same weights as a GGUF file, which has no batches of prompts.
+Each family is a folder with some 120 to 230 million parameters, run with two threads; engines alternate, and those not
+being measured are stopped. `single`: decodes of one request; `batch`: of eight at once; `prefill`: prompts of 512
+tokens with one output token. llama.cpp runs `llama-bench` on the same weights as a GGUF file, without the batch row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from peers.install import FOLDER, InstallFailed
 from peers.process import PeerFailed, PeerProcess
 from report import ROOT, emit
 
-sys.path.insert(0, str(ROOT / "tests" / "shared"))  # `family_gguf`
+sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `family_gguf`
 TIMEOUT_S = 600.0
 VOCAB_SIZE = 4096
 LAYERS: dict[str, Any] = {"num_hidden_layers": 8, "num_attention_heads": 16, "hidden_size": 1024}
@@ -41,11 +41,11 @@ GROUPED: dict[str, Any] = {**COMMON, "num_key_value_heads": 4}
 
 class Family(NamedTuple):
     model: str
-    """Class of transformers."""
+    """Name of the class in transformers."""
     config: str
     values: dict[str, Any]
     gguf: str | None = None
-    """llama.cpp's name of the architecture; `None`: not measured there."""
+    """llama.cpp's name of the architecture; None: not measured there."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -77,13 +77,13 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 ROWS = {"single": (1, 16, 64), "batch": (8, 16, 64), "prefill": (4, 512, 1)}
-"""Requests, tokens of each prompt, output tokens of each."""
+"""Number of requests, tokens of each prompt, output tokens of each."""
 LLAMA_BENCH = {"single": ["-p", "0", "-n", "64"], "prefill": ["-p", "512", "-n", "0"]}
 Rates = dict[str, float]
 
 
 def write_folder(folder: Path, family: Family) -> None:
-    """With a tokenizer, which engines want to see though prompts are token ids."""
+    """Write a model folder with a tokenizer, which engines require although prompts are token ids."""
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**family.values)
     getattr(transformers, family.model)(config).to(torch.bfloat16).save_pretrained(folder)
@@ -105,7 +105,9 @@ def jobs_of(row: str, seed: int) -> list[tuple[list[int], int]]:
 
 @contextmanager
 def worker(name: str, of: Callable[[Path], Worker], folder: Path) -> Iterator[Callable[[str, int], float]]:
-    """A paused process, and what measures one row with it: tokens per second, prompts' where that is the row."""
+    """Start a paused process; yield a function that measures one row: tokens per second, prompt tokens for
+    `prefill`.
+    """
     made = of(folder)
     process = PeerProcess(made.argv, made.environment, FOLDER / "logs" / f"family-{name}.log")
     try:
@@ -122,11 +124,11 @@ def worker(name: str, of: Callable[[Path], Worker], folder: Path) -> Iterator[Ca
 
         yield measure
     finally:
-        process.kill()  # with the processes it started: they keep gigabytes
+        process.kill()  # with the processes that it started: they hold gigabytes
 
 
 def write_gguf(folder: Path, architecture: str) -> Path:
-    """The matrices in bfloat16."""
+    """Write a GGUF file with matrices in bfloat16."""
     plain, file = folder / "float32.gguf", folder / "model.gguf"
     write: Any = importlib.import_module("family_gguf").write_family_gguf
     write(plain, folder, architecture, tokenizer="no_vocab", vocab_size=VOCAB_SIZE)
@@ -152,7 +154,7 @@ def llama_bench(file: Path) -> Callable[[str, int], float]:
 
 
 def measure_family(family: Family, folder: Path, peers: Sequence[str], runs: int) -> dict[str, dict[str, Rates | str]]:
-    """Medians by row and peer; in words where a peer failed."""
+    """Return the medians by row and peer, or a text if a peer failed."""
     write_folder(folder, family)
     found: dict[str, dict[str, Any]] = {row: {} for row in ROWS}
     with ExitStack() as stack:
@@ -164,7 +166,7 @@ def measure_family(family: Family, folder: Path, peers: Sequence[str], runs: int
                 found["single"][name] = f"failed: {failure}"
         for row in ROWS:
             rates: dict[str, list[float]] = {name: [] for name in measures if name != "llama.cpp" or row in LLAMA_BENCH}
-            for run in range(runs + 1):  # the first one warms up
+            for run in range(runs + 1):  # the first run warms up
                 for name, each in rates.items():
                     rate = measures[name](row, run)
                     each.extend([rate] if run else [])

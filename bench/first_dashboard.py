@@ -1,8 +1,8 @@
-"""A new user: `pagemill up --dashboards` from the command to the first answer and to a dashboard with data.
+"""Time of `pagemill up --dashboards` for a new user: to the first answer, and to a dashboard with data.
 
 A dashboard has data once every stat panel of *Fleet capacity* that this load can fill has a value in Prometheus: its
-recording rules ran over at least one scrape of a ready engine. Everything is installed; `make up` on a fresh clone is
-measured for itself (docs/benchmarks.md).
+recording rules have run over at least one scrape of a ready engine. Everything is installed beforehand; `make up` on a
+fresh clone is measured separately (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EXAMPLE = ROOT / "examples" / "llmdeployment.yaml"
 TIMEOUT_S = 180.0
 POLL_S = 0.25
 SHOWN = (rules.HEADROOM, rules.READY, f'{rules.NEEDED}{{horizon="0m"}}')
-"""What the page shows of an idle deployment; a forecast needs a trend, cost a price."""
+"""Series that the page shows for an idle deployment; a forecast needs a trend, a cost a price."""
 
 
 def measure(example: Path) -> tuple[float, float]:
-    """Seconds until the first text, and until the page has data."""
+    """Return the seconds until the first text, and until the page has data."""
     argv = [sys.executable, "-m", "pagemill", "up", "-f", str(example), "--port", "0", "--keep", "--dashboards"]
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -50,7 +50,7 @@ def measure(example: Path) -> tuple[float, float]:
 
 
 def _read_until_ready(process: subprocess.Popen[str]) -> tuple[str, float]:
-    """Prometheus' URL and the command's own report of its first text."""
+    """Return Prometheus's URL and the command's own report of the seconds to its first text."""
     assert process.stdout is not None
     shown = ""
     for line in process.stdout:
@@ -70,7 +70,7 @@ def _has_data(url: str, expression: str) -> bool:
         with urllib.request.urlopen(f"{url}/api/v1/query?{query}", timeout=5) as response:
             return bool(json.load(response)["data"]["result"])
     except OSError:
-        return False  # it is still starting
+        return False  # Prometheus is still starting
 
 
 def main() -> None:

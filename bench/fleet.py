@@ -1,8 +1,8 @@
-"""How fast a simulated fleet is, in fast-forward and exactly, and how far apart the two are.
+"""Measures the speed of a simulated fleet, in fast-forward and exactly, and how far the two are apart.
 
 Azure-like conversations at a steady rate over a fixed number of pods. Prints requests per CPU second (other work on the
-machine does not count, but it does slow down what counts), what an hour of that traffic would take, and with `--exact`
-the same for the exact fleet on the same requests, with the ratio of every figure, fast-forward over exact.
+machine does not count, but it slows down what counts), the time of an hour of that traffic and, with `--exact`, the
+same for the exact fleet on the same requests, with the ratio of every figure, fast-forward over exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOUR_S = 3600.0
 STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[6.0, 8.0, 22.0, 80.0], decode_context_ms=1e-5, chunk_context_ms=1e-7
 )
-"""Of the order of an 8B model on one data-centre GPU."""
+"""Similar to an 8B model on one data-centre GPU."""
 
 
 def settings(num_pods: int) -> FleetSettings:

@@ -1,8 +1,8 @@
-"""Whether a change costs speed: a few figures of the working tree against those of an earlier commit.
+"""Checks whether a change costs speed: a few figures of the working tree against those of an earlier commit.
 
-Both are measured by the same program (`gate_figures`) in processes that stay alive and take turns, so that whatever
-else the machine does meets both. Figures are processor time, which other processes disturb least. The ratio of a figure
-is the median over all pairs; below the limit the command fails.
+The same program (`gate_figures`) measures both, in processes that stay alive and take turns, so that other work on the
+machine affects both. Figures are CPU time, which other processes disturb least. A figure's ratio is the median over all
+pairs; the command fails if it is below the limit.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def git(*arguments: str) -> str:
 
 
 def default_base() -> str:
-    """The last commit where the working tree differs from it, else the one before."""
+    """Return the last commit if the working tree differs from it, or else the one before."""
     return "HEAD" if git("status", "--porcelain", "--untracked-files=no") else "HEAD~1"
 
 
 @contextlib.contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
-    """The sources of a commit with its native kernels, in a folder that is gone afterwards."""
+    """Check out a commit with its native kernels into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="pagemill-gate-") as name:
         tree = Path(name) / "tree"
         git("worktree", "add", "--quiet", "--detach", str(tree), revision)
@@ -69,7 +69,7 @@ def start(figure: str, tree: Path, log: Path) -> PeerProcess:
 
 
 def measure(figure: str, base: Path, num_pairs: int, logs: Path) -> tuple[list[float], list[float]]:
-    """Milliseconds of processor time for each pair: of the base, of the working tree."""
+    """Return the milliseconds of CPU time of each pair: of the base, and of the working tree."""
     found: dict[str, list[float]] = {"base": [], "ours": []}
     with contextlib.ExitStack() as stack:
         processes = {}

@@ -1,4 +1,4 @@
-"""One figure of `gate`, measured again at each line on stdin, with the packages that PYTHONPATH names."""
+"""Measures one figure of `gate` again for each line on stdin, with the packages in PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Measure = Callable[[], float]
-"""Milliseconds of processor time."""
+"""Returns milliseconds of CPU time."""
 NUM_SEQUENCES = 16
 STEP_REQUESTS = 256
 STEPS_A_TURN = 40
@@ -101,13 +101,13 @@ FIGURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("figure", choices=list(FIGURES))
-    parser.add_argument("--packages", type=Path, required=True, help="the folder that they must come from")
+    parser.add_argument("--packages", type=Path, required=True, help="the folder of the packages to measure")
     args = parser.parse_args()
     import pagemill_engine
 
     if not Path(pagemill_engine.__file__).is_relative_to(args.packages):
         raise SystemExit(f"pagemill_engine comes from {pagemill_engine.__file__}, not from {args.packages}")
-    # Asked to end, it first ends what it has started.
+    # Exit normally, so that started processes are ended first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with FIGURES[args.figure].prepared() as measure:
         measure()

@@ -1,8 +1,8 @@
 """Registers, spills and shared memory of every Triton kernel, compiled ahead of time: no GPU is needed.
 
 The launchers run on tensors without memory, as the models below would call them; what they would launch is compiled for
-each architecture instead, and the compiler's own figures are read from the binary. Fails where a hot kernel spills, and
-where a kernel asks for more shared memory than the architecture gives a program.
+each architecture instead, and the compiler's figures are read from the binary. Fails if a hot kernel spills, or if a
+kernel needs more shared memory than the architecture allows a program.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ BODIES = (
     *(rows_body, sampling_body, scaled_body),
 )
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""What one program may have (CUDA C++ Programming Guide, technical specifications per compute capability)."""
+"""KiB that one program may use (CUDA C++ Programming Guide, technical specifications per compute capability)."""
 FP8 = torch.float8_e4m3fn
 FP8_ARCHITECTURE = 89
-"""The first that has e4m3; launchers refuse it on those before."""
+"""The first architecture with e4m3; launchers refuse the type before it."""
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -102,7 +102,7 @@ class Usage(NamedTuple):
     spilled_bytes: int
     shared_bytes: int
     products: list[str]
-    """Instructions of the tensor cores; their ends tell the types of what is multiplied."""
+    """Instructions of the tensor cores; their suffixes name the types of the factors."""
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -110,7 +110,7 @@ def floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Mask(NamedTuple):
-    """What attention does to scores beside the causal mask."""
+    """Changes of attention scores besides the causal mask."""
 
     window: int | None = None
     soft_cap: float | None = None
@@ -131,7 +131,9 @@ def attend(
     mask: Mask = CAUSAL,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[], object]:
-    """`requests` of `tokens` each. cached: what keys and values are kept in; `None`: as they are computed."""
+    """Return a run of attention with `requests` of `tokens` each. `cached`: the cache's type; None: the computed
+    one.
+    """
     num_heads, num_kv_heads = heads
     batch = AttentionBatch(
         query_start_loc=np.arange(requests + 1) * tokens,
@@ -170,7 +172,7 @@ def multiply(rows: int, bits: Any, group_size: int = 32) -> Callable[[], object]
 
 
 def pass_experts(rows: int, bits: Any) -> Callable[[], object]:
-    """8 of 128 experts for each row, as in Qwen3-30B-A3B. bits: of codes; 0: bfloat16."""
+    """Return a run of 8 of 128 experts per row, as in Qwen3-30B-A3B. `bits`: of quantized weights; 0: bfloat16."""
 
     def packed(out: int, size: int) -> Any:
         if bits == 0:
@@ -191,7 +193,7 @@ def pass_experts(rows: int, bits: Any) -> Callable[[], object]:
 
 
 def multiply_scaled(rows: int, dtype: torch.dtype) -> Callable[[], object]:
-    """Two kernels: the codes of x, and the product."""
+    """Return a run of two kernels: the quantization of x, and the matmul."""
     return lambda: in_channels(dtype)(floats(rows, 4096))
 
 
@@ -209,7 +211,7 @@ def rotate(head_dim: int, cached: torch.dtype = torch.bfloat16) -> Callable[[], 
 
 
 def sample() -> list[Case]:
-    """64 rows of Qwen3's vocabulary."""
+    """Return the cases of 64 rows of Qwen3's vocabulary."""
     num_rows, vocab_size = 64, 151_936
     logits, raw = (torch.empty(num_rows, vocab_size, device=META) for _ in range(2))
     tokens = torch.empty(num_rows, dtype=torch.int64, device=META)
@@ -230,7 +232,9 @@ def sample() -> list[Case]:
 
 
 def keep_rows() -> list[Case]:
-    """256 requests of up to 40,960 tokens: the decodes of a step, whose rows have grown a little."""
+    """Return the cases of 256 requests of up to 40,960 tokens: the decodes of a step, whose rows have grown a
+    little.
+    """
     layout, num_requests = RowLayout.of(256, 40_960, 16), 256
     state = RowState(layout, 0, META)
     numbers = torch.empty(num_requests + 1, dtype=torch.int32, device=META)
@@ -251,7 +255,7 @@ MASKS = {"window": Mask(window=1024), "soft cap": Mask(soft_cap=50.0), "ALiBi": 
 
 
 def cases() -> list[Case]:
-    """The shapes of Llama-3.2-1B (heads of 64), Llama-3.1-8B and Qwen3-0.6B (128), and of Gemma's kind (256)."""
+    """Return the shapes of Llama-3.2-1B (heads of 64), Llama-3.1-8B and Qwen3-0.6B (128), and of Gemma's kind (256)."""
     heads = {64: (32, 8), 128: (32, 8), 256: (16, 8)}
     attention_cases = [
         Case(f"attention {kind}, heads of {head_dim}", attend(requests, tokens, head_dim, heads[head_dim]), True)
@@ -347,7 +351,7 @@ def _centred_inputs(size: int) -> tuple[Tensor, Tensor, Tensor, float, Tensor]:
 
 
 class _Recorder:
-    """Stands in a kernel's place: notes what is launched."""
+    """Replaces a kernel and records its launches."""
 
     def __init__(self, kernel: JITFunction[Any], launched: list[Launched]) -> None:
         self._kernel, self._launched = kernel, launched
@@ -358,7 +362,9 @@ class _Recorder:
 
 @contextmanager
 def recording(architecture: int = 90) -> Iterator[list[Launched]]:
-    """Launchers called inside launch nothing and think they are on a device."""
+    """Make the launchers called in the block launch nothing, as if they were on a device; yield what they would
+    launch.
+    """
     launched: list[Launched] = []
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "device", return_value=META))
@@ -411,7 +417,7 @@ def _products(assembly: str) -> list[str]:
 
 
 def _usage(binary: bytes, shared_bytes: int, products: list[str]) -> Usage:
-    """A Triton kernel has no stack of its own: what lies there was spilled."""
+    """Read the usage from a binary; a Triton kernel has no stack of its own, so what is there was spilled."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
@@ -424,22 +430,22 @@ def _usage(binary: bytes, shared_bytes: int, products: list[str]) -> Usage:
 
 
 def _launched_on(case: Case, architecture: int) -> list[Launched]:
-    """Launchers ask what the device has."""
+    """Return what a case launches on an architecture, whose properties launchers read."""
     with recording(architecture) as launched:
         case.run()
     return launched
 
 
 def _warps(kernels: tuple[Launched, ...]) -> str:
-    """One number where the architectures' are the same."""
+    """Return the warps of each architecture, or one number if they are equal."""
     numbers = [str(kernel.arguments["num_warps"]) for kernel in kernels]
     return numbers[0] if len(set(numbers)) == 1 else " / ".join(numbers)
 
 
 def _usage_on(launched: Launched, architecture: int) -> Usage | None:
-    """`None`: the launcher refuses the type there."""
+    """Return the usage, or None if the launcher refuses the type on the architecture."""
     tensors = [value for value in launched.arguments.values() if isinstance(value, Tensor)]
-    # Attention is given its cache as numbers of other types, and what they are.
+    # Attention gets its cache as numbers of another type, and a flag for the real one.
     has_fp8 = any(tensor.dtype == FP8 for tensor in tensors) or launched.arguments.get("IS_FP8", False)
     return None if has_fp8 and architecture < FP8_ARCHITECTURE else compile_for(launched, architecture)
 

@@ -1,9 +1,10 @@
-"""KV sharing: blocks and throughput of parallel samples and beam searches against the same answers as requests apart.
+"""KV sharing: blocks and throughput of parallel samples and beam searches against the same answers as separate
+requests.
 
 Runs the embedded model. One side forks its answers from one prompt and copies a block only when a shared one is
 written; the other sends each answer as a request of its own (for a beam search: as many greedy answers of the same
-length), with nothing shared. Prefix caching is off on both sides. Twice: with memory for everything, and with a small
-KV cache, where sharing decides how many answers are generated side by side.
+length), with nothing shared. Prefix caching is off on both sides. Both run with memory for everything, and with a small
+KV cache, where sharing determines how many answers are generated concurrently.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pagemill_protocol.text.load_bundle import load_bundle
 from pagemill_protocol.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parents[1] / "LICENSE"
-"""Prompts are pieces of it: how often beams branch depends on what the model reads."""
+"""Prompts are parts of this text: how often beams branch depends on what the model reads."""
 BLOCK_SIZE = 16
 AMPLE_BLOCKS = 2048
 
@@ -43,7 +44,7 @@ class Measured(NamedTuple):
     waste_percent: float
     seconds: float
     tokens_per_s: float
-    """Of all answers that were generated."""
+    """Tokens per second of all generated answers."""
 
 
 CASES = [

@@ -1,8 +1,8 @@
 """KV waste: the share of allocated slots that hold no token, sampled after every step of a workload.
 
-Runs the real scheduler and block manager; what the model computes does not matter for it, so the device is simulated
-and the run takes seconds. The peer is the classic reservation of a whole context per request (what static KV caches
-do), computed on the same schedule. Slots are counted in whole referenced blocks, lookahead included.
+Runs the real scheduler and block manager; the waste does not depend on what the model computes, so the device is
+simulated and the run takes seconds. The peer is the classic reservation of a whole context per request, as static KV
+caches do, computed on the same schedule. Slots are counted in whole referenced blocks, lookahead included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagemill_protocol.sampling import SamplingParams
 
 
 def measure(jobs: list[Job], block_size: int, max_model_len: int) -> dict[str, float]:
-    """Waste over the whole run; the mean weighs each step by its allocated slots."""
+    """Return the waste of the whole run; the mean weighs each step by its allocated slots."""
     clock = Clock()
     config = EngineConfig(
         model="null",

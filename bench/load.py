@@ -1,7 +1,10 @@
-"""Reading a checkpoint's weights into memory of their own: our loader beside the safetensors library's, in turns.
+"""Time to read a checkpoint's weights into owned memory: this project's loader and the safetensors library,
+alternately.
 
-A random checkpoint in two files, in the page cache. `load_file` of `safetensors.torch` gives views of a mapping, whose
-bytes come when they are first used: what it takes until they are in memory of their own is with a copy of each tensor.
+A random checkpoint in two files, in the page cache. `load_file` of `safetensors.torch` returns views of a mapping,
+whose
+bytes are read on first use; its time therefore includes a copy of each tensor.
+
 `python bench/load.py --dtype bfloat16`
 """
 
@@ -56,7 +59,7 @@ def main() -> None:
 
 
 def write(folder: Path, dtype: str, mib: int) -> None:
-    """Random weights, half of them in each of two files."""
+    """Write random weights, half of them in each of two files."""
     generator = torch.Generator().manual_seed(0)
     each = ROWS * COLUMNS * getattr(torch, dtype).itemsize
     names = [f"layers.{at}.weight" for at in range(mib * 1024**2 // each)]
@@ -95,8 +98,10 @@ def loaders_of(folder: Path, dtype: FloatType) -> dict[str, Callable[[], Any]]:
 
 
 def measured(loaders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds and seconds of the processor, after one round that counts for nothing. Their order is another one in
-    each round: how fast memory comes depends on what the process before gave back."""
+    """Return the seconds and CPU seconds of each round after a warm-up round.
+
+    Each round has another order: the speed of new memory depends on what the process before has freed.
+    """
     order, names = random.Random(0), list(loaders)
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
     for number in range(rounds + 1):
@@ -117,7 +122,7 @@ def timed(load: Callable[[], Any]) -> tuple[float, float]:
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """In a process of its own, whose memory is as new as a starting engine's."""
+    """Run in a child process, whose memory is as fresh as a starting engine's."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
     child = context.Process(target=lambda: sending.send(work()))

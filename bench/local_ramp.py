@@ -1,9 +1,10 @@
-"""Load that rises until real engines are three, and ends: `pagemill up` scales 1 to 3 to 1, and no request fails.
+"""Load that rises until three real engines run, and ends: `pagemill up` scales 1 to 3 to 1, and no request fails.
 
-One client asks, streamed and whole in turn; then there is one more every `--step` seconds, up to `NUM_CLIENTS`, more
-than two replicas run at once; some time after three are ready all but one leave. Reports when replicas were ordered,
-ready and gone, and the time to the first token by phase. Every text is compared with the one of an undisturbed engine.
-Exits with 1 when an answer failed, or three replicas, or one again, were not there in time.
+One client sends requests, streamed and whole alternately; every `--step` seconds another client joins, up to
+`NUM_CLIENTS`, more than two replicas run at once; some time after three replicas are ready, all clients but one leave.
+Reports when replicas were ordered, ready and gone, and the time to the first token by phase. Every text is compared
+with an undisturbed engine's. Exits with 1 if an answer failed, or if three replicas, or one again, were not reached in
+time.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ COLUMNS = ["phase", "seconds", "answers", "failed", "TTFT p50 ms", "p95 ms", "ma
 
 class Event(NamedTuple):
     at_s: float
-    """Since the load began."""
+    """Seconds since the load began."""
     words: str
 
 
 class Phase(NamedTuple):
     name: str
     begin_s: float
-    """On the monotonic clock."""
+    """Monotonic time."""
 
 
 @dataclass
 class Watch:
-    """What is ordered and what is ready, as it changes."""
+    """Watches the ordered and the ready replicas."""
 
     up: Up
     begun_s: float = field(default_factory=time.monotonic)
@@ -101,7 +102,7 @@ class Watch:
 
 
 class Clients:
-    """As many as are wanted, each with one request at a time."""
+    """A variable number of clients, each with one request at a time."""
 
     def __init__(self, load: ExactLoad) -> None:
         self._load = load
@@ -113,7 +114,7 @@ class Clients:
         self._tasks += [asyncio.create_task(self._ask_on(number)) for number in range(len(self._tasks), count)]
 
     async def end(self) -> None:
-        """Every request that was begun is finished."""
+        """Stop sending and wait for the requests in flight."""
         self._wanted = 0
         await asyncio.gather(*self._tasks)
 
@@ -159,7 +160,7 @@ async def _rise(clients: Clients, watch: Watch, step_s: float) -> None:
 
 
 def table_rows(records: Sequence[Record], phases: Sequence[Phase]) -> list[list[str]]:
-    """By when a request was sent; the last of `phases` is the end."""
+    """Return a row per phase, by when requests were sent; the last of `phases` marks the end."""
     rows = []
     for phase, following in pairwise(phases):
         sent = [each for each in records if phase.begin_s <= each.sent_s < following.begin_s]
@@ -173,8 +174,10 @@ def table_rows(records: Sequence[Record], phases: Sequence[Phase]) -> list[list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=float, default=2.0, help="seconds from one more client to the next")
-    parser.add_argument("--hold", type=float, default=30.0, help="seconds of one client; of all with three replicas")
-    parser.add_argument("--window", type=int, default=20, help="seconds that fewer replicas must do before they go")
+    parser.add_argument(
+        "--hold", type=float, default=30.0, help="seconds with one client, and with all clients on three replicas"
+    )
+    parser.add_argument("--window", type=int, default=20, help="stabilization window for fewer replicas in seconds")
     parser.add_argument("--limit", type=float, default=360.0, help="seconds for all of it")
     args = parser.parse_args()
     document = DEPLOYMENT.format(name=NAME, model=MODEL, most=MOST_REPLICAS, window_s=args.window)

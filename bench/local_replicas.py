@@ -1,6 +1,6 @@
-"""`pagemill up` as a process, its replicas found in its process tree: who is ready, and how one is killed.
+"""`pagemill up` as a process, and its replicas, found in its process tree: which are ready, and how to kill one.
 
-A replica is the engine's server and the process that it starts; SIGKILL takes both, as a container's death would.
+A replica is the engine's server and its child process; SIGKILL hits both, as the death of a container would.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_ASKED = 5
 class Replica(NamedTuple):
     name: str
     pid: int
-    """Of its server; another one after a restart."""
+    """Pid of the replica's server; it changes with a restart."""
     control_port: int
 
     @property
@@ -46,16 +46,17 @@ class Replica(NamedTuple):
             return False
 
     def ready_since_s(self) -> float | None:
-        """When it became ready, by its own clock (`phase_s` of `/readyz`), on ours; `None`: it is not.
+        """Return the monotonic time since which the replica is ready, by its own clock (`phase_s` of `/readyz`), or
+        None.
 
-        Asked several times: the answer that took least is off by half of that at most.
+        It is asked several times: the fastest answer is off by at most half of its duration.
         """
         asked = [self._ask_ready_since_s() for _ in range(NUM_ASKED)]
         known = [each for each in asked if each is not None]
         return min(known)[1] if known else None
 
     def _ask_ready_since_s(self) -> tuple[float, float] | None:
-        """How long asking took, and the instant by it."""
+        """Return how long the request took, and the time since which the replica is ready by its answer."""
         asked_s = time.monotonic()
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.control_port}/readyz", timeout=5) as response:
@@ -79,7 +80,7 @@ class Up(NamedTuple):
 
     @property
     def url(self) -> str | None:
-        """The gateway's base URL, once it is reported."""
+        """The gateway's base URL, once it is printed; else None."""
         found = re.search(r"^OpenAI base URL\s+(\S+)/v1", self.log.read_text(), re.MULTILINE)
         return found[1] if found else None
 
@@ -90,14 +91,14 @@ class Up(NamedTuple):
 
     @property
     def control_token(self) -> str:
-        """Of the gateway's control port. Raises `RuntimeError` before it is shown where it is."""
+        """The token of the gateway's control port. Raise `RuntimeError` before its file is printed."""
         found = re.search(r"^Control token\s+(\S+)", self.log.read_text(), re.MULTILINE)
         if found is None:
             raise RuntimeError("`pagemill up` has not shown the file of its control token yet")
         return Path(found[1]).read_text().strip()
 
     def metrics(self) -> str:
-        """The gateway's. Raises `RuntimeError` before `pagemill up` has shown where they are."""
+        """Return the gateway's metrics. Raise `RuntimeError` before `pagemill up` has printed their address."""
         if self.metrics_url is None:
             raise RuntimeError("`pagemill up` has not shown the address of its metrics yet")
         asked = urllib.request.Request(self.metrics_url, headers={"Authorization": f"Bearer {self.control_token}"})
@@ -106,12 +107,12 @@ class Up(NamedTuple):
         return text
 
     def scalings(self, name: str) -> list[tuple[int, int]]:
-        """What the autoscaler has ordered so far: replicas before and after."""
+        """Return the replicas before and after each of the autoscaler's changes so far."""
         reported = re.findall(rf"^{name}: scaled to (\d+) replicas from (\d+):", self.log.read_text(), re.MULTILINE)
         return [(int(before), int(after)) for after, before in reported]
 
     def replicas(self) -> dict[str, Replica]:
-        """Those with a living process."""
+        """Return the replicas with a running process, by name."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -123,7 +124,9 @@ class Up(NamedTuple):
         return found
 
     def wait_ready(self, num_replicas: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until the URL is shown and that many are ready. Raises `TimeoutError`, `RuntimeError` if it ended."""
+        """Wait until the URL is printed and so many replicas are ready. Raise `TimeoutError`, or `RuntimeError` if it
+        ended.
+        """
         deadline = time.monotonic() + timeout_s
         while self.url is None or sum(each.ready for each in self.replicas().values()) < num_replicas:
             if self.process.poll() is not None:
@@ -147,9 +150,9 @@ def pagemill_up(file: Path, log: Path) -> Iterator[Up]:
 
 @contextmanager
 def serving(document: str, num_replicas: int) -> Iterator[tuple[Up, str]]:
-    """Serve a document of LLMDeployments, with the gateway's base URL, once that many replicas are ready.
+    """Serve a document of LLMDeployments; yield the process and the gateway's base URL once so many replicas are ready.
 
-    SIGTERM ends this process and what was started.
+    SIGTERM ends this process and those it started.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""Light and burst traffic on `pagemill up` with real CPU engines: what users feel, what it costs, every decision again.
+"""Light and burst traffic on `pagemill up` with real CPU engines: latencies, cost, and a replay of every decision.
 
-The cases are those of `bench/scaling.py`, an order of magnitude shorter, as a start is here: requests of fixed lengths
-arrive at drawn times, whatever the engines do. Each engine computes with one thread, so that a second one helps on two
-cores. The autoscaler's records are kept while it decides, and decided again by the policy: a decision that comes out
-otherwise ends the bench with 1. Beside each case stands the same traffic simulated, with the step times and the cold
-start that the autoscaler had learned by then.
+The cases are those of `bench/scaling.py`, an order of magnitude shorter, as starts are here: requests of fixed lengths
+arrive at drawn times, independently of the engines. Each engine computes with one thread, so that a second one helps on
+two cores. The autoscaler's records are collected while it decides and replayed with the policy: a decision with another
+result ends the bench with 1. The same traffic is also simulated, with the step times and the cold start that the
+autoscaler has learned by then.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WINDOW_S = 20
 POLL_S = 0.5
 REQUEST_TIMEOUT_S = 120.0
 SETTLE_S = 120.0
-"""After the traffic, for the replicas to be one again."""
+"""Seconds after the traffic for the replicas to be one again."""
 DEPLOYMENT = """\
 apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
@@ -92,7 +92,7 @@ COLUMNS = [
 
 class Served(NamedTuple):
     ttft_ms: float | None
-    """None: it failed."""
+    """None: the request failed."""
     tpot_ms: float | None
 
     @property
@@ -104,7 +104,7 @@ class Served(NamedTuple):
 
 @dataclass
 class Watch:
-    """Replicas and recorded decisions, looked at while the traffic runs."""
+    """Watches replicas and recorded decisions while the traffic runs."""
 
     up: Up
     name: str = NAME
@@ -117,7 +117,7 @@ class Watch:
 
     @property
     def records(self) -> list[Record]:
-        """Oldest first."""
+        """The records, oldest first."""
         return [self._records[at_s] for at_s in sorted(self._records)]
 
     async def run(self) -> None:
@@ -128,13 +128,13 @@ class Watch:
             await asyncio.sleep(POLL_S)
 
     async def until_few(self, settle_s: float) -> None:
-        """Until one replica runs, or the time is up."""
+        """Wait until one replica runs, or the time is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settle_s), self._changed:
                 await self._changed.wait_for(lambda: self.running <= 1)
 
     def look(self) -> None:
-        """The process keeps its latest records only: those that were seen are kept here."""
+        """Count replicas and collect records: the process keeps only its latest ones."""
         now_s = time.monotonic()
         self.running = len(self.up.replicas())
         self.pod_seconds += self.running * (now_s - self._looked_s)
@@ -148,7 +148,7 @@ class Outcome(NamedTuple):
     served: list[Served]
     watch: Watch
     pod_seconds: float
-    """Until the last answer."""
+    """Pod-seconds until the last answer."""
 
     @property
     def replays(self) -> list[Replay]:
@@ -156,7 +156,9 @@ class Outcome(NamedTuple):
 
 
 def workloads(rate: float, factor: float, duration_s: float, seed: int) -> dict[str, Workload]:
-    """`rate`: what one replica absorbs; a burst is `factor` times as much for a sixth of the time."""
+    """Return the workloads; `rate` is what one replica absorbs, and a burst is `factor` times that for a sixth of the
+    time.
+    """
     burst = Burst(rate=rate, factor=factor, at_s=duration_s / 4, for_s=duration_s / 6, duration_s=duration_s, **LENGTHS)
     return {
         "light": Steady(rate=rate, duration_s=duration_s, **LENGTHS).workload(seed),
@@ -165,7 +167,7 @@ def workloads(rate: float, factor: float, duration_s: float, seed: int) -> dict[
 
 
 async def play(up: Up, workload: Workload, *, settle_s: float = SETTLE_S) -> Outcome:
-    """Send every request at its time, wait for all answers, and then for the replicas to be as few as before."""
+    """Send every request at its time, wait for all answers, and then until one replica is left."""
     assert up.url is not None
     client = openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
     watch, draw = Watch(up), random.Random(0)
@@ -185,7 +187,7 @@ async def play(up: Up, workload: Workload, *, settle_s: float = SETTLE_S) -> Out
 
 
 def _prompt(draw: random.Random, request: SimRequest) -> list[int]:
-    """Drawn for each request: nothing is found in the prefix cache."""
+    """Draw a prompt for each request, so that nothing is found in the prefix cache."""
     return [draw.choice(ORDINARY_TOKENS) for _ in range(request.num_prompt_tokens)]
 
 
@@ -215,7 +217,7 @@ async def _send(client: openai.AsyncOpenAI, request: SimRequest, began_s: float,
 
 
 def simulated(workload: Workload, records: Sequence[Record]) -> Figures | None:
-    """The same traffic with what the autoscaler had learned; None: it knows no engine yet."""
+    """Simulate the same traffic with what the autoscaler has learned; None if it knows no engine yet."""
     known = [(record, shape) for record in records if (shape := shape_of(record.signals.engines)) is not None]
     known = [(record, shape) for record, shape in known if shape.step_time.knots_tokens]
     if not known:
@@ -242,7 +244,7 @@ def simulated(workload: Workload, records: Sequence[Record]) -> Figures | None:
 
 
 def _cold_start(total_s: float | None) -> ColdStart:
-    """Of that length; its phases have their usual shares."""
+    """Return a cold start of that length, with the usual shares of its phases."""
     usual = ColdStart()
     if total_s is None:
         return usual
@@ -308,7 +310,7 @@ def deployment(most: int, extra: Sequence[str] = ()) -> str:
 
 
 def run(workload: Workload, content: str, *, settle_s: float = SETTLE_S) -> Outcome:
-    """A `pagemill up` of its own: nothing is remembered of other traffic."""
+    """Run in a `pagemill up` of its own, which remembers no other traffic."""
     with serving(content, 1) as (up, _):
         return asyncio.run(play(up, workload, settle_s=settle_s))
 

@@ -1,8 +1,8 @@
-"""What metrics and traces cost a gateway: the scrape of one that knows 100 pods, and their share of a request.
+"""The cost of metrics and traces for a gateway: a scrape with 100 known pods, and their share of a request's CPU time.
 
-The gateway has served every pod, so that each has all its series. The share is CPU time of the calls that a streamed
-request makes, in a loop, and of spans with their export at 200 requests a second, times 200 requests a second.
-Exits with 1 beyond a goal.
+The gateway has served every pod, so that each has all its series. The share is the CPU time of a streamed request's
+calls, measured in a loop, and of spans with their export at 200 requests per second, times 200 requests per second.
+Exits with 1 if a goal is exceeded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "head
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are ended
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pods", type=int, default=100)
     parser.add_argument("--scrapes", type=int, default=40)
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def measure_scrapes(num_pods: int, num_scrapes: int) -> dict[str, dict[str, float]]:
-    """Wall time of a scrape by its format, of a gateway at rest."""
+    """Return the wall time of a scrape by format, for an idle gateway."""
     folder = FOLDER / "scrape"
     with stage(Scene(num_pods, 64, num_tokens=4), cores()) as around:
         start = start_pagemill(Site(around.ports, folder, 64))
@@ -119,7 +119,7 @@ def _scrape(port: int, accept: str) -> tuple[float, str]:
 
 
 def metrics_us(count: int) -> float:
-    """CPU of everything that is measured of one streamed request."""
+    """Return the CPU microseconds of recording all metrics of one streamed request."""
     metrics = WorkerMetrics()
 
     def measure() -> None:
@@ -137,16 +137,16 @@ def metrics_us(count: int) -> float:
 
 
 class TraceCost(NamedTuple):
-    """CPU of a request, in microseconds."""
+    """CPU time per request, in microseconds."""
 
     all_us: float
-    """Of all threads: spans and their export."""
+    """Time of all threads: spans and their export."""
     caller_us: float
-    """Of the thread that serves requests."""
+    """Time of the thread that serves requests."""
 
 
 def traces_cost(count: int, ratio: float | None) -> TraceCost:
-    """Of requests that come at the stated rate, of which this share is sampled; `None`: without traces."""
+    """Return the cost of requests at the stated rate, of which this share is sampled; None: without traces."""
     with _receiver() as url:
         config = None if ratio is None else TracingConfig(endpoint=url, sample_ratio=ratio)
         traces = open_tracing(config)
@@ -162,7 +162,7 @@ def traces_cost(count: int, ratio: float | None) -> TraceCost:
 
 
 def _cpu_us(call: Callable[[], Any], count: int) -> float:
-    """Of all threads of this process."""
+    """Return the CPU microseconds of a call, over all threads of this process."""
     began_s = time.process_time()
     for _ in range(count):
         call()
@@ -182,7 +182,7 @@ def _record() -> RequestRecord:
 
 @contextmanager
 def _receiver() -> Iterator[str]:
-    """Takes spans and keeps none, in a process of its own."""
+    """Run a receiver that discards spans, in a process of its own; yield its URL."""
     found: multiprocessing.Queue[int] = multiprocessing.Queue()
     process = multiprocessing.Process(target=_receive, args=(found,), daemon=True)
     process.start()
@@ -201,7 +201,7 @@ def _receive(found: multiprocessing.Queue[int]) -> None:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Quiet."""
+            """Log nothing."""
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)

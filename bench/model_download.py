@@ -1,8 +1,8 @@
-"""Downloads of a model from a local S3 server (SeaweedFS) into the cache of models, beside curl, in turns.
+"""Downloads of a model from a local S3 server (SeaweedFS) into the model cache, compared with curl, alternately.
 
-The cache hashes what it writes and waits for the disk. curl does neither, so that it is timed alone, and with
-`openssl` and `sync` behind it. All share the machine's cores with the server; the median of the rounds counts.
-`--connection-mib-s` bounds each connection, as those of stores that are far away are.
+The cache hashes what it writes and waits for the disk. curl does neither, so it is timed alone, and followed by
+`openssl` and `sync`. All share the machine's cores with the server; the median of the rounds counts.
+`--connection-mib-s` limits each connection, as distant servers do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 
 from report import ROOT, emit
 
-sys.path.insert(0, str(ROOT / "tests" / "shared"))  # `s3_server`, `tiny_files`
+sys.path.insert(0, str(ROOT / "tests" / "shared"))  # for `s3_server`, `tiny_files`
 
 from s3_server import CuttingProxy, S3Server, running_s3_server
 from tiny_files import CONFIG
@@ -35,7 +35,7 @@ OURS, CURL, SAME_WORK = "cache of models", "curl", "curl, openssl, sync"
 
 
 def files(count: int, total_mib: int) -> dict[str, bytes]:
-    """One model; its shards hold a tensor each."""
+    """Return the files of one model; each shard holds one tensor."""
     num_bytes = total_mib * MIB // count
     head = {"w": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}
     header = json.dumps(head).encode()
@@ -59,7 +59,7 @@ def curl(urls: list[str], target: Path, *, does_the_same: bool) -> None:
 
 
 def timed(run: Callable[[Path], None], folder: Path) -> tuple[float, float]:
-    """Seconds, and seconds of CPU; the disk is idle before."""
+    """Return seconds and CPU seconds; the disk is idle before."""
     os.sync()
     target = folder / "target"
     started_s, before_s = time.perf_counter(), _cpu_s()

@@ -1,8 +1,8 @@
-"""Offline throughput of the mixed workload, beside Hugging Face `generate` with static batching, in one run.
+"""Offline throughput of the mixed workload, compared with Hugging Face `generate` with static batching, in one run.
 
 Every peer runs in a process of its own, one after the other, with the same weights, prompts and output lengths, greedy.
-Only the tokens asked for count: what a static batch generates past a request's length is waste. The Hugging Face peer
-tries several batch sizes and its best one is the peer. `--peer` runs one peer and is what the parent calls.
+Only the requested tokens count: what a static batch generates beyond a request's length is waste. The Hugging Face peer
+tries several batch sizes, and the best one counts. `--peer` runs one peer; the parent process calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tokens = list[list[int]]
 
 
 def pagemill(jobs: list[Job], runs: int) -> dict[str, Any]:
-    """Our engine through its public offline API; float32, the precision that `auto` takes on this machine too."""
+    """Measure Pagemill's offline API in float32, the precision that `auto` takes on this machine too."""
     from pagemill import LLM, SamplingParams
 
     start = time.perf_counter()
@@ -38,7 +38,7 @@ def pagemill(jobs: list[Job], runs: int) -> dict[str, Any]:
 
 
 def hugging_face(jobs: list[Job], runs: int, dtype: str, batch_sizes: list[int]) -> dict[str, Any]:
-    """transformers' `generate`, batches of equal size in order of arrival, padded on the left."""
+    """Measure transformers' `generate` with batches of equal size in order of arrival, padded on the left."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def hugging_face(jobs: list[Job], runs: int, dtype: str, batch_sizes: list[int])
 
 
 def static_batch(model: Any, jobs: list[Job]) -> Tokens:
-    """One padded batch; it runs as long as its longest answer."""
+    """Run one padded batch; it takes as long as its longest answer."""
     import torch
 
     width = max(len(job.prompt_token_ids) for job in jobs)
@@ -136,7 +136,7 @@ def main() -> None:
         result = pagemill(jobs, args.runs)
     elif args.peer == "hf-float32":
         result = hugging_face(jobs, args.runs, "float32", args.hf_batch_sizes)
-    else:  # one run: where the CPU has no bfloat16 arithmetic this takes many minutes
+    else:  # one run: without bfloat16 arithmetic in the CPU it takes many minutes
         result = hugging_face(jobs, 1, "bfloat16", args.hf_batch_sizes[-1:])
     print(json.dumps(result))
 

@@ -1,8 +1,7 @@
-"""Perplexity of quantized checkpoints, stored as other projects store them, against the float32 values that they hold.
+"""Perplexity of quantized checkpoints in other projects' formats, against the float32 values that they represent.
 
 The embedded model's matrices are rounded to each format; one folder holds them packed, another their values in float32.
-The order of units is another than in the embedded file, whose values are on a grid of 4 bits already. Goal: equal
-within 0.1 %.
+The order of units differs from the embedded file's, whose values are on a 4-bit grid already. Goal: equal within 0.1 %.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ NF4 = (
 )  # fmt: skip
 """QLoRA, appendix E: quantiles of a normal distribution."""
 Packed = tuple[dict[str, Tensor], Tensor]
-"""Stored tensors of one matrix by the endings of their names, and the values that they hold."""
+"""The stored tensors of one matrix by the suffixes of their names, and the values that they represent."""
 
 
 def words(integers: Tensor) -> Tensor:
-    """[n, m] integers of 4 bits to int32 [n, m / 8], the first in the lowest bits."""
+    """Pack [n, m] 4-bit integers into int32 [n, m / 8], the first in the lowest bits."""
     packed = (integers.long().view(integers.shape[0], -1, 8) << torch.arange(0, 32, 4)).sum(-1)
     return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers of 4 bits [rows, columns], float16 scales and zeros [rows, groups]."""
+    """Return 4-bit integers [rows, columns], float16 scales and zeros [rows, groups]."""
     groups = weight.view(weight.shape[0], -1, GROUP)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scales = ((high - low) / 15).clamp(min=1e-6).half()
@@ -54,7 +53,7 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def spread(scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Scales of blocks for each element of [rows, columns]."""
+    """Expand scales of blocks to each element of [rows, columns]."""
     shape = (-(-rows // scales.shape[0]), -(-columns // scales.shape[1]))
     return scales.float().repeat_interleave(shape[0], 0).repeat_interleave(shape[1], 1)[:rows, :columns]
 
@@ -78,12 +77,12 @@ def gptq(weight: Tensor) -> Packed:
 
 
 def gptq_act_order(weight: Tensor) -> Packed:
-    """Groups of inputs in any order, alike in the matrices of the same inputs."""
+    """Pack groups of inputs in a random order, the same in all matrices of the same inputs."""
     return _gptq(weight, torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1])))
 
 
 def _gptq(weight: Tensor, order: Tensor) -> Packed:
-    """`order`: inputs by group."""
+    """Pack a matrix; `order` lists the inputs by group."""
     integers, scales, zeros = rounded(weight[:, order])
     group_of = torch.empty(weight.shape[1], dtype=torch.int32)
     group_of[order] = (torch.arange(weight.shape[1]) // GROUP).to(torch.int32)
@@ -135,7 +134,7 @@ def _fp8(weight: Tensor, scales: Tensor, name: str) -> Packed:
 
 
 def nf4(weight: Tensor) -> Packed:
-    """As bitsandbytes stores it: blocks of 64 in a row, the first of two in the high bits."""
+    """Pack as bitsandbytes does: blocks of 64 in a row, the first of two values in the high bits."""
     levels, blocks = torch.tensor(NF4), weight.reshape(-1, 64)
     largest = blocks.abs().amax(-1)
     codes = torch.bucketize(blocks / largest[:, None], (levels[1:] + levels[:-1]) / 2)
@@ -169,7 +168,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
 
 
 def write_pair(source: Path, folder: Path, settings: dict[str, Any], pack: Callable[[Tensor], Packed]) -> None:
-    """`folder`/packed and `folder`/values."""
+    """Write `folder`/packed and `folder`/values."""
     stored, values = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         values[name] = tensor
@@ -187,7 +186,7 @@ def write_pair(source: Path, folder: Path, settings: dict[str, Any], pack: Calla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window", type=int, default=512, help="tokens that see one another")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     args = parser.parse_args()
     path = resolve_source(MODEL)

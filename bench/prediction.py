@@ -1,12 +1,12 @@
-"""How far the gateway's predicted time to the first token is off on real CPU engines, by load.
+"""Error of the gateway's predicted time to the first token on real CPU engines, by load.
 
 `pagemill up` serves the embedded model; chats with prompts of many lengths arrive as a Poisson process, streamed, in
-three bands: shares of the rate that the same replicas sustained just before with all seats taken. For each request the
-gateway's control port says what was predicted when it was sent and what was measured at its first token. Exits with 1
-when a band's median error is above `--limit`, or a request failed.
+three bands: shares of the rate that the same replicas sustained just before with all sequence slots taken. For each
+request the gateway's control port reports the prediction at its sending and the measurement at its first token. Exits
+with 1 if a band's median error exceeds `--limit`, or a request failed.
 
-Each replica has one CPU. Fewer replicas than cores compute on the last cores alone, as pods with a CPU of their own do;
-gateway and generator share the others.
+Each replica has one CPU. If there are fewer replicas than cores, each computes on one of the last cores alone, like a
+pod with its own CPU; gateway and generator share the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BANDS = {"low": 0.25, "middle": 0.5, "high": 0.75}
 """Shares of the sustained rate."""
 POLL_S = 2.0
 MAX_SHOWN = 256
-"""Decisions that the gateway keeps."""
+"""Number of decisions that the gateway keeps."""
 DEPLOYMENT = """\
 apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
@@ -51,11 +51,11 @@ class Decided(NamedTuple):
     predicted_ms: float
     measured_ms: float
     coarse_ms: float
-    """What candidates were compared by."""
+    """The coarse estimate by which candidates were compared."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_in_flight: int
-    """On the chosen replica."""
+    """Requests in flight on the chosen replica."""
 
     @property
     def error(self) -> float:
@@ -63,7 +63,7 @@ class Decided(NamedTuple):
 
 
 class Load:
-    """Streams of chats; nothing of the answers is looked at."""
+    """Streams of chats whose answers are ignored."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
         self._session = session
@@ -73,7 +73,7 @@ class Load:
         self.faults: list[str] = []
 
     async def saturated(self, seconds: float, num_at_once: int) -> float:
-        """Requests a second that are answered with so many under way all the time."""
+        """Return the answered requests per second with `num_at_once` requests always in flight."""
         end = time.monotonic() + seconds
         before = self.num_done
 
@@ -87,7 +87,7 @@ class Load:
         return (self.num_done - before) / (time.monotonic() - end + seconds)
 
     async def poisson(self, seconds: float, rate_per_s: float) -> None:
-        """Until the last answer."""
+        """Send requests as a Poisson process and wait for the last answer."""
         end = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
             while time.monotonic() < end:
@@ -113,7 +113,7 @@ class Load:
 
 
 class Decisions:
-    """What the gateway's control port has reported so far, each decision once."""
+    """The decisions that the gateway's control port has reported so far, each once."""
 
     def __init__(self, session: aiohttp.ClientSession, control_url: str, control_token: str) -> None:
         self._session = session
@@ -121,7 +121,7 @@ class Decisions:
         self._url = f"{control_url}/debug/decisions?limit={MAX_SHOWN}"
         self._found: dict[int, Decided] = {}
         self._last = 0
-        """The latest decision that was taken."""
+        """Number of the latest decision that was taken."""
 
     async def watch(self) -> None:
         while True:
@@ -144,7 +144,7 @@ class Decisions:
                     )
 
     def take(self) -> list[Decided]:
-        """All since the last call."""
+        """Return all decisions since the last call."""
         taken = [each for number, each in self._found.items() if number > self._last]
         self._last = max(self._found, default=self._last)
         return taken
@@ -193,11 +193,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each band")
-    parser.add_argument("--calibrate", type=float, default=20.0, help="seconds with all seats taken, to find the rate")
-    parser.add_argument("--at-once", type=int, default=8, help="requests under way on each replica meanwhile")
+    parser.add_argument(
+        "--calibrate", type=float, default=20.0, help="seconds with all sequence slots taken, to find the rate"
+    )
+    parser.add_argument("--at-once", type=int, default=8, help="requests in flight on each replica meanwhile")
     parser.add_argument("--limit", type=float, default=0.10, help="largest median error of a band")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where every request's prediction goes")
+    parser.add_argument("--json", type=Path, help="file for every request's prediction")
     args = parser.parse_args()
     with serving(DEPLOYMENT.format(name=NAME, model=MODEL, replicas=args.replicas), args.replicas) as (up, _):
         _give_cores(up)

@@ -1,4 +1,4 @@
-"""Memory, CPU and life of the processes that a benchmark starts: trees, resident and proportional set size."""
+"""Memory, CPU time and lifetime of the processes that a benchmark starts, for whole process trees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 
 class Memory(NamedTuple):
-    """Of a process tree, MiB. PSS shares pages between processes fairly; RSS counts them in each."""
+    """Memory of a process tree in MiB. PSS divides shared pages among processes; RSS counts them in each."""
 
     rss_mib: float
     pss_mib: float
@@ -26,23 +26,23 @@ def tree_memory(pid: int) -> Memory:
 
 
 def tree_cpu_s(pid: int) -> float:
-    """Seconds of CPU, in user and kernel, of a process and all that it started and that still runs."""
+    """Return the CPU seconds, user and kernel, of a process and its running descendants."""
     root = psutil.Process(pid)
     return sum(_cpu_s(each) for each in [root.pid, *(child.pid for child in root.children(recursive=True))])
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all threads of one process and of its children that have ended (proc(5)); 0 when it has just ended."""
+    """Return the CPU seconds of a process's threads and of its ended children (proc(5)); 0 if it has just ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
-    fields = text.rpartition(")")[2].split()  # the name may hold anything, parentheses too
+    fields = text.rpartition(")")[2].split()  # the name may contain anything, also parentheses
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _rollup(pid: int, key: str) -> int:
-    """KiB from the kernel's summary of a process's mappings; 0 for a process that just ended."""
+    """Return KiB from the kernel's summary of a process's mappings; 0 if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -51,7 +51,7 @@ def _rollup(pid: int, key: str) -> int:
 
 
 def stop(process: subprocess.Popen[str]) -> float:
-    """Ask a process to end as a user would, and wait; returns its exit code. Kills it after 20 s."""
+    """Ask a process to end as a user would and wait; return its exit code. Kill it after 20 s."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     try:
@@ -62,9 +62,9 @@ def stop(process: subprocess.Popen[str]) -> float:
 
 
 def give_cores(servers: Sequence[int], others: Sequence[int]) -> None:
-    """What an engine's server has started computes on one of the last cores, alone; all else shares the other cores.
+    """Pin each server's engine process to one of the last cores, and all others to the remaining cores.
 
-    Nothing is done on a machine that has too few.
+    Nothing is done on a machine with too few cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     shared = cores[: len(cores) - len(servers)]

@@ -1,6 +1,6 @@
-"""What log probabilities of a prompt cost: requests over HTTP for one token behind a prompt, in turns with plain ones.
+"""The cost of a prompt's log probabilities: HTTP requests for one token after a prompt, alternating with plain ones.
 
-Every prompt is new, so nothing is found in the prefix cache. Goal: at most 1.5 times a plain request's time.
+Every prompt is new, so that nothing is found in the prefix cache. Goal: at most 1.5 times a plain request's time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ASKS: dict[str, dict[str, Any]] = {
 
 
 def measure(engine: Engine, num_tokens: int, num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each request, by what it asks for."""
+    """Return the milliseconds of each request, by its options."""
     url, draw = f"http://127.0.0.1:{engine.port}/v1/completions", random.Random(1)
     found: dict[str, list[float]] = {name: [] for name in ASKS}
     for number in range(num_rounds + 1):

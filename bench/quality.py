@@ -1,8 +1,8 @@
-"""Quality of rounded weights and caches: perplexity on a fixed text, and how far the predictions are from float32's.
+"""Quality of quantized weights and caches: perplexity on a fixed text, and the predictions' distance to float32's.
 
-The embedded model exists in 4-bit codes only, so its values as float32 are the reference. They lie on the grid that
-4-bit quantization would find again; to learn what quantization costs a model that was never rounded, its units are
-renumbered first (`renumbered_model`), which leaves the function as it is and mixes the groups.
+The embedded model exists only in 4 bits, so its values as float32 are the reference. They lie on the grid that 4-bit
+quantization would find again; to learn what quantization costs an unquantized model, its units are permuted first
+(`renumbered_model`), which keeps the function and mixes the groups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pagemill_protocol.text.tokenizer import Tokenizer
 
 TEXT = ROOT / "bench" / "quality.txt"
 CHUNK = 128
-"""Tokens of a prefill step: later chunks read what earlier ones left in the KV cache."""
+"""Tokens of a prefill step: later chunks read what earlier ones wrote to the KV cache."""
 ROWS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "float32, KV bfloat16": {"dtype": "float32", "kv_cache_dtype": "bfloat16"},
     "float32, KV int8": {"dtype": "float32", "kv_cache_dtype": "int8"},
 }
-"""`bfloat16` runs by default only where the processor has arithmetic for it: without, it takes many minutes."""
+"""`bfloat16` runs by default only if the processor has arithmetic for it; otherwise it takes many minutes."""
 FILE_ROWS: dict[str, dict[str, Any]] = {
     "the file's own codes": {"dtype": "float32"},
     "the file's own codes, activations of 16 bits": {"dtype": "auto"},
@@ -55,10 +55,9 @@ FILE_ROWS: dict[str, dict[str, Any]] = {
 
 
 def renumbered_model(path: Path, folder: Path) -> None:
-    """`path` as a float32 safetensors folder in which hidden and intermediate units have other numbers.
+    """Write `path` as a float32 safetensors folder with permuted hidden and intermediate units.
 
-    A network does not know the numbers of its units: renumbering the outputs of one layer and the inputs of the next
-    alike changes nothing but the order of sums.
+    Permuting the outputs of one layer and the inputs of the next alike changes only the order of sums.
     """
     spec, weights = load_model_spec(path), open_weights(path)
     generator = torch.Generator().manual_seed(0)
@@ -89,14 +88,16 @@ def renumbered(name: str, tensor: Tensor, hidden: Tensor, inner: Tensor, heads: 
 
 
 def head_order(spec: ModelSpec, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The new order of the value projection's outputs and of the output projection's inputs: alike in all heads."""
+    """Return the new order of the value projection's outputs and the output projection's inputs, the same in all
+    heads.
+    """
     starts = torch.arange(spec.num_heads)[:, None] * spec.head_dim
     rows = (starts + order).flatten()
     return rows[: spec.num_kv_heads * spec.head_dim], rows
 
 
 def windows(token_ids: list[int], size: int) -> Iterator[list[int]]:
-    """Pieces of one size; what is left at the end is left out."""
+    """Yield windows of one size; a shorter rest is dropped."""
     for start in range(0, len(token_ids) - size + 1, size):
         yield token_ids[start : start + size]
 
@@ -117,7 +118,7 @@ class _Keeping:
 
 
 def predictions(runner: Any, window: list[int]) -> Tensor:
-    """Log probabilities [tokens - 1, vocabulary] of what follows each token but the last, over the paged cache."""
+    """Return the log probabilities [tokens - 1, vocabulary] after each token but the last, over the paged cache."""
     kept: list[Array] = []
     model = runner.model
     runner.model = _Keeping(model, kept)
@@ -146,7 +147,7 @@ def predictions(runner: Any, window: list[int]) -> Tensor:
 
 
 def measure(model: str, token_ids: list[int], size: int, settings: dict[str, Any], reference: list[Tensor]) -> Any:
-    """Perplexity and distance from `reference`, which the first call fills."""
+    """Return perplexity and distance from `reference`, which the first call fills."""
     num_blocks = -(-size // 16) + 1
     config = EngineConfig(model=model, num_kv_blocks=num_blocks, max_model_len=size, max_num_seqs=1, **settings)
     runner = create_runner(config, lambda phase, detail: None)
@@ -174,7 +175,7 @@ def measure(model: str, token_ids: list[int], size: int, settings: dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--window", type=int, default=512, help="tokens that see one another")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     slow = set() if torch.cpu._is_avx512_bf16_supported() else {"bfloat16"}
     every = [*ROWS, *FILE_ROWS]
     parser.add_argument("--rows", nargs="+", default=[row for row in every if row not in slow], choices=every)

@@ -1,8 +1,8 @@
-"""Decodes of quantized checkpoints, as other projects store them, beside a GGUF file of Q4_1 of the same shape.
+"""Decodes of quantized checkpoints in other projects' formats, compared with a GGUF file of Q4_1 of the same shape.
 
-Random weights, one request, all models in one process and in turns; the median of the runs counts, and of ratios within
-one turn. `--cpu-time` is for a busy machine, with one thread: threads that wait for each other take time, too. Goal:
-integers of 4 bits at least 0.9 times as fast as Q4_1.
+Random weights, one request, all models in one process and alternating; the median of the runs counts, and the median of
+the ratios within one turn. `--cpu-time` is for a busy machine, with one thread: threads that wait for each other take
+CPU time too. Goal: 4-bit integers at least 0.9 times as fast as Q4_1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pagemill_protocol.models.decoders import decoder_from_config
 GROUP = 128
 PEER = "GGUF Q4_1"
 Packed = dict[str, Tensor]
-"""Stored tensors of one matrix, by the endings of their names."""
+"""The stored tensors of one matrix, by the suffixes of their names."""
 
 
 def words(*shape: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Three replicas of the embedded model on CPU, conversations of 16 turns: first tokens and tokens/s of every policy.
+"""Three replicas of the embedded model on CPU, conversations of 16 turns: TTFT and tokens/s of every routing policy.
 
 `pagemill up` starts anew for each policy, so that each begins with empty caches. A client has one conversation: it
-waits for an answer, thinks, and asks again with everything said so far. KV caches hold about half of all conversations
-each, so that it matters which replica is asked. Engines, gateway and clients share the machine's cores. Exits with 1
-when an answer failed.
+waits for an answer, thinks, and sends the whole conversation with the next question. Each KV cache holds about half of
+all conversations, so that the choice of the replica matters. Engines, gateway and clients share the machine's cores.
+Exits with 1 if an answer failed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure(
 
 
 def conversations(count: int, num_turns: int, num_tokens: int, seed: int) -> list[Conversation]:
-    """All begin with one system prompt, and at about the same time."""
+    """Return conversations that share a system prompt and begin at about the same time."""
     draw = random.Random(seed)
 
     def said(num: int) -> list[int]:
@@ -91,7 +91,7 @@ def conversations(count: int, num_turns: int, num_tokens: int, seed: int) -> lis
 
 
 def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The round with the median mean time to the first token, of those without a failure where there are any."""
+    """Return the round with the median mean TTFT, among those without a failure if there are any."""
     good = [each for each in rounds if not each["num_failed"]] or rounds
     return sorted(good, key=lambda each: each["ttft_mean_ms"])[(len(good) - 1) // 2]
 

@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine, a table, and one last line of JSON for scripts."""
+"""The output of every benchmark: the machine, a table, and one last line of JSON for scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to place the figures."""
+    """Return what identifies the machine and the versions."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -40,7 +40,7 @@ def machine() -> dict[str, Any]:
 
 
 def emit(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], result: dict[str, Any]) -> None:
-    """Print the table for people, then `result` with the machine as one line of JSON."""
+    """Print the table, then `result` with the machine as one line of JSON."""
     about = machine()
     texts = [[_show(value) for value in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(columns, *texts, strict=True)]
@@ -55,18 +55,18 @@ def emit(name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], resul
 
 
 def progress(line: str) -> None:
-    """Progress, on stderr: stdout ends with the table and one line of JSON."""
+    """Write progress to stderr: stdout ends with the table and one line of JSON."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """For the documentation; cells are shown as they are."""
+    """Return a Markdown table for the documentation; cells are shown as they are."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
 
 
 def run_peer(script: str, *arguments: str, timeout_s: float) -> dict[str, Any] | str:
-    """Run one peer in its own process; its last line of JSON, or a short word on why there is none."""
+    """Run one peer in its own process; return its last line of JSON, or a short text if it failed."""
     argv = [sys.executable, script, *arguments]
     try:
         done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, timeout=timeout_s, cwd=ROOT)
@@ -85,7 +85,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def peak_rss_mib() -> float:
-    """High-water mark of this process."""
+    """Return the peak RSS of this process in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 1024

@@ -1,10 +1,9 @@
-"""What each routing policy does to users, over many seeds of four kinds of traffic, on a virtual clock.
+"""Effects of each routing policy on users, over many seeds of four kinds of traffic, in virtual time.
 
-Four pods whose scheduler, KV manager and frames are the real ones, behind the real brain. Prints mean and p99 TTFT of
-every policy, how much of the prompts came from caches, how exactly that was predicted, and the mean TTFT against
-LeastRequest's as ratio with its 95 % interval over the seeds. Of the policy that predicts the time to the first token a
-second table says how far that is off, by load: the same traffic at lower and at higher rates. One policy's run is
-deterministic.
+Four pods with the real scheduler, KV manager and frames are behind the real brain. Prints mean and p99 TTFT of every
+policy, the cached share of the prompts, how exactly that was predicted, and the ratio of the mean TTFT to
+LeastRequest's with its 95 % interval over the seeds. For the policy that predicts the time to the first token, a second
+table shows the error by load: the same traffic at lower and at higher rates. Runs are deterministic.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from pagemill_simulator.engine_report import Percentiles
 STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[6.0, 8.0, 22.0, 80.0], decode_context_ms=1e-5, chunk_context_ms=1e-7
 )
-"""Of the order of an 8B model on one data-centre GPU."""
+"""Similar to an 8B model on one data-centre GPU."""
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 BASELINE: PolicyName = "LeastRequest"
 BUDGET = 512
 """Tokens of a full step."""
 BANDS = {"low": 0.5, "middle": 1.0, "high": 1.7}
-"""Rates of the same traffic, as multiples of its own."""
+"""Multiples of the traffic's own rate."""
 
 
 def engine_config() -> EngineConfig:
@@ -54,7 +53,7 @@ def run(kind: str, policy: PolicyName, seed: int, num_pods: int, rate: float = 1
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval, by the normal approximation."""
+    """Return the mean and half the width of its 95 % interval, by the normal approximation."""
     if len(ratios) < 2:
         return ratios[0], 0.0
     return statistics.mean(ratios), 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
@@ -77,7 +76,7 @@ def summary(reports: list[RoutingReport], ratios: list[float]) -> dict[str, floa
 
 
 def prediction(reports: list[RoutingReport], num_pods: int) -> dict[str, float]:
-    """How far the predicted times to the first token were off, and under which load."""
+    """Return the errors of the predicted times to the first token, and the load."""
     errors = [error for report in reports for error in report.ttft_errors]
     sizes = sorted(abs(error) for error in errors)
     tokens_per_s = num_pods * BUDGET / StepTimeModel.from_params(STEP_TIME).predict_ms(BUDGET) * 1000
@@ -92,7 +91,7 @@ def prediction(reports: list[RoutingReport], num_pods: int) -> dict[str, float]:
     }
 
 
-def tell_predictions(kinds: list[str], seeds: range, num_pods: int) -> None:
+def print_predictions(kinds: list[str], seeds: range, num_pods: int) -> None:
     rows, results = [], {}
     for kind in kinds:
         for band, rate in BANDS.items():
@@ -123,7 +122,7 @@ def main() -> None:
     columns = ["traffic: policy", *figures]
     emit("routing", columns, rows, {"seeds": args.seeds, "pods": args.pods, "figures": results})
     if "Cost" in args.policies:
-        tell_predictions(args.traffic, seeds, args.pods)
+        print_predictions(args.traffic, seeds, args.pods)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CPU time of sampling one step: native code beside the reference, in turns. `python bench/sampling.py`"""
+"""CPU time of sampling one step: native code and the reference, alternately. `python bench/sampling.py`"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
 def measured(kind: str, num_rows: int, vocab_size: int, rounds: int) -> list[str | int | float]:
     random = np.random.default_rng(0)
     logits = random.normal(0, 2.5, (num_rows, vocab_size)).astype(np.float32)
-    logits[np.arange(num_rows), random.integers(0, vocab_size, num_rows)] += 12  # as peaked as a model's
+    logits[np.arange(num_rows), random.integers(0, vocab_size, num_rows)] += 12  # as peaked as a model's logits
     batch = KINDS[kind](num_rows, vocab_size)
     ours, theirs = [], []
     for _ in range(rounds + 1):

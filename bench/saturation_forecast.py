@@ -1,10 +1,10 @@
-"""How well minutes until saturation are forecast: the rule itself, on a real Prometheus, over simulated ramps.
+"""Accuracy of the forecast minutes until saturation: the recording rule itself, on a real Prometheus, over ramps.
 
-Each ramp is a fleet whose load grows: requests come at random, hold KV cache for as long as they take, and their rate
-rises linearly, doubles every 50 to 200 minutes, or rises from a level after an hour. Prometheus gets what the rule
-`KV_USED` would have recorded, and evaluates the rule `SATURATION` as it is in the chart. The truth is when the expected
-use, without the noise of single requests, passes the share at which requests wait. The error is that of all forecasts
-of 5 to 120 minutes, relative to the truth. Exits with 1 where the median is not under 20 %.
+Each ramp is a simulated fleet whose load grows: requests arrive at random, hold KV cache while they run, and their rate
+rises linearly, doubles every 50 to 200 minutes, or rises after an hour of constant load. Prometheus gets what the rule
+`KV_USED` would have recorded, and evaluates the chart's rule `SATURATION`. The truth is when the expected use, without
+the noise of single requests, exceeds the share at which requests wait. The error covers all forecasts of 5 to 120
+minutes, relative to the truth. Exits with 1 unless the median is under 20 %.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ GOAL = 0.2
 STEP_S = 30
 HOURS = 5.0
 WARM_S = 30 * 60
-"""Forecasts count from then on, though the rule's windows are longer."""
+"""Seconds after which forecasts count, though the rule's windows are longer."""
 HELD_S = 60.0
-"""A request holds its KV cache for so long on average."""
+"""Mean seconds that a request holds its KV cache."""
 REPLICAS = 8
 REQUESTS_OF_A_REPLICA = (64, 256)
 """Average requests that fill a replica's KV cache: the fewer, the more the use varies by chance."""
@@ -47,7 +47,7 @@ START_LIMIT_S = 60.0
 LOAD_AT_START = 0.3
 
 Shape = Callable[[float, float], float]
-"""(seconds since the start, speed) -> share of all replicas' KV cache that is expected to be used."""
+"""(seconds since the start, speed) -> expected share of all replicas' KV cache in use."""
 SHAPES: dict[str, Shape] = {
     "linear": lambda at_s, speed: LOAD_AT_START + speed * at_s / 3600,
     "doubling": lambda at_s, speed: LOAD_AT_START * 2 ** (speed * at_s / 1800),
@@ -58,9 +58,9 @@ SHAPES: dict[str, Shape] = {
 class Ramp(NamedTuple):
     name: str
     kind: tuple[int, str]
-    """Requests of a replica, shape."""
+    """Requests per replica, shape."""
     used: list[float]
-    """In caches of whole replicas, every `STEP_S`."""
+    """Use in units of one replica's cache, every `STEP_S`."""
     saturated_at_s: float
 
 
@@ -85,7 +85,9 @@ def main() -> None:
 
 
 def make_ramp(index: int, num_requests: int, shape: str, source: random.Random) -> Ramp:
-    """Arrivals in steps of a second; each request holds its cache for an exponential time and has a size of its own."""
+    """Simulate arrivals in steps of a second; each request has its own size and holds its cache for an exponential
+    time.
+    """
     expected, speed = SHAPES[shape], source.uniform(0.15, 0.6)
     capacity = REPLICAS * num_requests
     ends: dict[int, float] = {}
@@ -107,7 +109,7 @@ def make_ramp(index: int, num_requests: int, shape: str, source: random.Random) 
 
 
 def _poisson(mean: float, source: random.Random) -> int:
-    """Knuth's way, for means of a few requests a second; beyond, the normal distribution is as good."""
+    """Draw by Knuth's method for means of a few requests per second, and from the normal distribution above."""
     if mean > 30:
         return max(0, round(source.gauss(mean, math.sqrt(mean))))
     limit, product, count = math.exp(-mean), source.random(), 0
@@ -119,7 +121,7 @@ def _poisson(mean: float, source: random.Random) -> int:
 
 @contextmanager
 def prometheus(folder: Path, ramps: list[Ramp]) -> Iterator[tuple[str, float]]:
-    """A server that has the ramps' series, which began at the time that comes with its URL."""
+    """Run a Prometheus with the ramps' series; yield its URL and the time at which the series begin."""
     for program in ("prometheus", "promtool"):
         if shutil.which(program) is None:
             raise SystemExit(f"there is no {program}: install Debian's package prometheus")
@@ -142,7 +144,7 @@ def prometheus(folder: Path, ramps: list[Ramp]) -> Iterator[tuple[str, float]]:
 
 
 def _open_metrics(ramps: list[Ramp], start_s: float) -> Iterator[str]:
-    """The series that the three recording rules would have made of each ramp."""
+    """Yield the series that the three recording rules would have made of each ramp."""
     for name, values in (
         (rules.KV_USED, [ramp.used for ramp in ramps]),
         (rules.KV_USED_LOG, [[math.log(max(each, 0.001)) for each in ramp.used] for ramp in ramps]),
@@ -168,7 +170,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 def errors_of(url: str, start_s: float, ramps: list[Ramp]) -> Iterator[float]:
-    """(forecast - truth) / truth, of each forecast that was due."""
+    """Yield (forecast - truth) / truth of each forecast that was due."""
     (rule,) = [rule for rule in rules.capacity_rules() if rule.record == rules.SATURATION]
     found = {each["metric"]["model"]: each["values"] for each in _query(url, rule.expr, start_s)}
     for ramp in (each for each in ramps if each.saturated_at_s < math.inf):

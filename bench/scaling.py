@@ -1,9 +1,9 @@
-"""Scaling policies side by side on simulated fleets: what users feel, what it costs, for ours and for every rival.
+"""Scaling policies on simulated fleets: what users get and what it costs, for Pagemill's policies and every rival.
 
-The same requests and the same cluster for each: a ramp, a burst, a day, steady load, clusters of long prompts that one
-replica of a faster engine absorbs, and an hour of Azure's trace where `--trace` names it. Rivals that go by requests in
-a replica are given how many one holds within the SLO, which their users would have to find out; all else is their
-documents' default. Figures are simulated: they depend on no machine.
+Each policy gets the same requests and the same cluster: a ramp, a burst, a day, steady load, clusters of long prompts
+that one replica of a faster engine absorbs, and an hour of Azure's trace if `--trace` names it. Rivals that scale by
+requests per replica get the number that one replica holds within the SLO, which their users would have to find out;
+otherwise they have their documented defaults. Figures are simulated and do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pagemill_simulator.workloads.traces import read_trace
 STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[24.0, 30.0, 90.0, 330.0], decode_context_ms=2e-5, chunk_context_ms=4e-7
 )
-"""Of the order of an 8B model on a small data-centre GPU, or of a 70B model on several large ones."""
+"""Similar to an 8B model on a small data-centre GPU, or a 70B model on several large ones."""
 ENGINE = EngineConfig(model="sim", num_kv_blocks=4096, max_model_len=16384, max_num_seqs=64, step_time=STEP_TIME)
 FAST_STEP_TIME = StepTimeParams(
     knots_tokens=[1, 64, 512, 2048], knot_ms=[8.0, 9.0, 18.0, 60.0], decode_context_ms=2e-5, chunk_context_ms=1e-7
 )
-"""Of the order of a 7B model on a large data-centre GPU."""
+"""Similar to a 7B model on a large data-centre GPU."""
 CLUSTERS = "clusters of long prompts"
 SLO = Slo(ttft_ms=2000.0, tpot_ms=100.0)
 BOUNDS = Bounds(1, 16)
@@ -75,13 +75,15 @@ def workloads(seed: int, trace: Path | None) -> dict[str, Workload]:
 
 
 def steps_of(name: str) -> list[Span]:
-    """One cold start after the traffic begins, and after it jumps: whoever learns of it then has no pod for it."""
+    """Return the cold start after the traffic begins, and after it jumps: a policy that reacts to it has no pod
+    then.
+    """
     jumps_s = [0.0, Burst().at_s] if name.startswith("burst") else [0.0]
     return [(at_s, at_s + COLD_START.total_s) for at_s in jumps_s]
 
 
 def engine_of(name: str) -> EngineConfig:
-    """The engine that serves the workload of that name."""
+    """Return the engine that serves the workload of that name."""
     return msgspec.structs.replace(ENGINE, step_time=FAST_STEP_TIME) if name == CLUSTERS else ENGINE
 
 
@@ -96,7 +98,7 @@ def shape(engine: EngineConfig) -> Shape:
 
 
 def held_within_slo(workload: Workload, engine: EngineConfig = ENGINE, slo: Slo = SLO) -> float:
-    """Requests that one replica holds at the highest rate that meets the SLO, by Little's law."""
+    """Return the requests that one replica holds at the highest rate that meets the SLO, by Little's law."""
     requests = workload.requests
     prompts = sorted(each.num_prompt_tokens for each in requests)
     mean_prompt, mean_output = (
@@ -154,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="CSV file of Azure's LLM inference traces")
     parser.add_argument(
-        "--exact", action="store_true", help="every step by the real scheduler, in place of fast-forward"
+        "--exact", action="store_true", help="every step by the real scheduler, instead of fast-forward"
     )
     parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,9 +1,9 @@
 """Scaling policies against two bounds, for many kinds of traffic at light, middle and heavy load.
 
 `clairvoyant` knows every request and searches schedules of replicas in the simulation; `informed` learns of each change
-of the traffic when it happens. Light: one replica suffices; middle and heavy: some two and four at the height. A row
-says the share of requests within the SLO, pod-seconds, and both against the bounds. Figures are simulated: they depend
-on no machine. `--seed` draws other traffic, other starts and another search.
+of the traffic when it happens. At light load one replica suffices; middle and heavy need about two and four at the
+peak. A row has the share of requests within the SLO, pod-seconds, and both against the bounds. Figures are simulated
+and do not depend on the machine. `--seed` draws other traffic, other starts and another search.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pagemill_simulator.workloads.patterns import FlashCrowd, Retrieval, SilentN
 from pagemill_simulator.workloads.shapes import Burst, Diurnal, Ramp, Steady
 
 LOADS = {"light": 0.6, "middle": 1.8, "heavy": 3.6}
-"""Replicas that the height of the traffic needs."""
+"""Replicas that the peak of the traffic needs."""
 MOST_REPLICAS = 8
 SLOW, SLOW_SLO = 10.0, Slo(ttft_ms=20_000.0, tpot_ms=1000.0)
 COLUMNS = [
@@ -52,7 +52,7 @@ COLUMNS = [
 
 class Kind(NamedTuple):
     make: Callable[[float], Generator]
-    """Of the traffic at its height, in requests (agents: sessions) per second."""
+    """Returns the traffic by its peak rate in requests (agents: sessions) per second."""
     engine: EngineConfig = ENGINE
     slowness: tuple[float, ...] = (1.0,)
     slo: Slo = SLO
@@ -94,10 +94,11 @@ def compare(
     changes: int,
     held: dict[int, float] | None = None,
 ) -> tuple[list[Figures], Trials]:
-    """Of the bounds first; and what the search has tried out.
+    """Return the figures, the bounds' first, and the trials of the search.
 
-    `changes`: that it tries out; 0: `informed` alone, which takes a tenth of the time; -1: no bounds. `held`: what so
-    many replicas hold, if that was found before; what is found is added.
+    `changes` is the number of changes that the search tries; 0: only `informed`, which takes a tenth of the time; -1:
+    no
+    bounds. `held` is the known capacity by number of replicas; new values are added to it.
     """
     unit = predicted_intensity(kind.make(1.0), shape(kind.engine), kind.slo)
     traffic = kind.make(unit * LOADS[load])
@@ -125,13 +126,13 @@ def compare(
 
 
 def capacity_of(kind: Kind, traffic: Generator, unit: float, held: dict[int, float] | None) -> SteadyCapacity:
-    """The same for every load, start and seed: what load tests of the engine would find."""
+    """Return the capacity, the same for every load, start and seed: what load tests of the engine would find."""
     settings = FleetSettings(engine=kind.engine, slowness=kind.slowness, bounds=Bounds(kind.lowest, MOST_REPLICAS))
     return SteadyCapacity(traffic, settings, kind.slo, guess=unit, known=held)
 
 
 def cold_start_of(seconds: float) -> ColdStart:
-    """All phases in proportion."""
+    """Return a cold start of that length, with all phases in proportion."""
     share = seconds / COLD_START.total_s
     phases = ("schedule_s", "pull_s", "load_s", "warm_s")
     return msgspec.structs.replace(COLD_START, **{name: share * getattr(COLD_START, name) for name in phases})
@@ -157,10 +158,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
-    parser.add_argument("--policies", nargs="+", default=[], help="in place of all")
+    parser.add_argument("--policies", nargs="+", default=[], help="instead of all")
     parser.add_argument("--cold-start", type=float, default=COLD_START.total_s, help="seconds")
     parser.add_argument(
-        "--changes", type=int, default=16, help="that the search tries out; 0: informed alone; -1: no bounds"
+        "--changes", type=int, default=16, help="changes that the search tries; 0: informed alone; -1: no bounds"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--markdown", action="store_true", help="tables for the documentation as well")

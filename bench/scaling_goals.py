@@ -1,7 +1,7 @@
-"""What the results of `scaling_table` say: rows for the documentation, and whether each cell meets the goals.
+"""Evaluates the results of `scaling_table`: rows for the documentation, and whether each cell meets the goals.
 
-Pure: lines of JSON in, text out. The goals are against `informed`, which learns of a change when it happens, and
-against the rivals; a cell counts where `informed` itself keeps the SLO.
+Pure functions: lines of JSON in, text out. The goals are against `informed`, which learns of a change when it happens,
+and against the rivals; a cell counts if `informed` itself meets the SLO.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from report import markdown_table
 OURS, TARGETS, INFORMED, CLAIRVOYANT = "pagemill", "pagemill, targets", "informed", "clairvoyant"
 BOUNDS = (INFORMED, CLAIRVOYANT)
 SLO_SHARE = 0.95
-"""Of the requests: where `informed` keeps it, it can be kept."""
+"""Share of the requests: if `informed` reaches it, the SLO can be met."""
 MOST_OF_INFORMED, MOST_BELOW = 1.15, 0.005
 MOST_OF_RIVAL = 1.05
 TOLERANCE = 0.005
-"""What the clairvoyant's share may lack of the best one for a lower cost, as in its search."""
+"""How much lower the clairvoyant's share may be than the best one for a lower cost, as in its search."""
 DOLLARS_PER_HOUR = 2.5
-"""Of a replica: only a unit."""
+"""Price of a replica; it only sets the unit."""
 
 
 class Point(NamedTuple):
@@ -33,7 +33,7 @@ class Point(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One cell, all lines of it together."""
+    """One cell: all its lines together."""
 
     kind: str
     load: str
@@ -50,18 +50,18 @@ class Result(NamedTuple):
 
     @property
     def below_informed(self) -> float:
-        """By how much of the requests our share is lower."""
+        """How much lower Pagemill's share of requests is."""
         return self.points[INFORMED].share - self.points[OURS].share
 
     @property
     def cheapest_rival(self) -> Point | None:
-        """Of those that reach our share."""
+        """The cheapest rival that reaches Pagemill's share, or None."""
         rivals = [point for name, point in self.points.items() if name not in (OURS, TARGETS, *BOUNDS)]
         equal = [each for each in rivals if each.share >= self.points[OURS].share]
         return min(equal, key=lambda each: each.pod_seconds, default=None)
 
     def misses(self) -> list[str]:
-        """The goals that are missed."""
+        """Return the goals that are missed."""
         ours, found = self.points[OURS], []
         if self.can_be_met and self.of_informed() > MOST_OF_INFORMED:
             found.append(f"{self.of_informed():.2f} times the pod-seconds of informed")
@@ -78,7 +78,10 @@ class Result(NamedTuple):
 
 
 def results_of(lines: Iterable[dict[str, Any]]) -> list[Result]:
-    """Later figures of a policy replace earlier ones; a point that the clairvoyant did not find counts as its own."""
+    """Return the results; later figures of a policy replace earlier ones.
+
+    A better point of another policy counts as the clairvoyant's own, because its search did not find it.
+    """
     figures: dict[tuple[Any, ...], dict[str, Point]] = defaultdict(dict)
     frontiers: dict[tuple[Any, ...], list[tuple[int, float, int]]] = defaultdict(list)
     for line in lines:
@@ -104,7 +107,7 @@ def _best(points: dict[str, Point], frontier: list[tuple[int, float, int]]) -> P
 
 
 def render(results: Sequence[Result]) -> str:
-    """A table for each length of start, and the cells that miss a goal."""
+    """Return a table for each cold start, and the cells that miss a goal."""
     parts = []
     for cold_start_s in sorted({each.cold_start_s for each in results}):
         here = [each for each in results if each.cold_start_s == cold_start_s]
@@ -114,7 +117,7 @@ def render(results: Sequence[Result]) -> str:
 
 
 def _table(results: Sequence[Result]) -> str:
-    """A row for each kind and load, over all seeds."""
+    """Return a row for each kind and load, over all seeds."""
     names = list(dict.fromkeys(name for each in results for name in each.points if name not in BOUNDS))
     columns = ["kind, load", "seeds", "informed", "clairvoyant", *names, "$"]
     rows = []
@@ -130,7 +133,7 @@ def _table(results: Sequence[Result]) -> str:
 
 
 def _cell(results: Sequence[Result], name: str) -> str:
-    """Share within the SLO, pod-seconds of `informed`'s, and what went wrong."""
+    """Return the share within the SLO, the ratio of pod-seconds to `informed`'s, and faults."""
     known = [each for each in results if name in each.points]
     if not known:
         return "-"
@@ -146,7 +149,7 @@ def _mean_share(points: Iterable[Point]) -> str:
 
 
 def _cells(results: Sequence[Result]) -> str:
-    """Which were run."""
+    """Return which cells were run."""
     counted: dict[tuple[float, str, int], list[str]] = defaultdict(list)
     for each in results:
         counted[each.cold_start_s, each.load, each.seed].append(each.kind)

@@ -1,9 +1,9 @@
 """The table of `scaling_bounds`: every kind of traffic at every load and cold start, in cells that can be resumed.
 
-`run` simulates the cells that the results lack, the cheap ones first, and adds one line of JSON for each; it may be
-ended at any time, and goes on where it ended. `--changes 0` leaves the clairvoyant out. `--again pagemill` simulates
-one policy, anew or at first, in cells that are there; the latest line counts. `render` makes the tables for the
-documentation from all lines, and says which goals are met.
+`run` simulates the cells that the results lack, cheap ones first, and adds one line of JSON for each; it may be stopped
+at any time and continues where it stopped. `--changes 0` leaves the clairvoyant out. `--again pagemill` simulates one
+policy again in existing cells; the latest line counts. `render` makes the tables for the documentation from all lines,
+and reports which goals are met.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Cell(NamedTuple):
 
 
 def cells(seeds: tuple[int, ...] = SEEDS) -> list[Cell]:
-    """Light and middle loads with short starts first, one seed after the other."""
+    """Return light and middle loads with short starts first, one seed after the other."""
     loads = list(LOADS)
 
     def rank(cell: Cell) -> tuple[bool, int, int, float]:
-        is_dear = cell.load == "heavy" or cell.cold_start_s > 60
-        return is_dear, seeds.index(cell.seed), loads.index(cell.load), cell.cold_start_s
+        is_expensive = cell.load == "heavy" or cell.cold_start_s > 60
+        return is_expensive, seeds.index(cell.seed), loads.index(cell.load), cell.cold_start_s
 
     return sorted((Cell(*each) for each in itertools.product(KINDS, loads, COLD_STARTS_S, seeds)), key=rank)
 
 
 def simulate(cell: Cell, names: list[str], changes: int, held: dict[int, float]) -> dict[str, Any]:
-    """One line of the results. `changes`: as `compare` has them."""
+    """Simulate a cell and return its line of the results. `changes` is that of `compare`."""
     began_s = time.process_time()
     cold_start = cold_start_of(cell.cold_start_s)
     figures, trials = compare(KINDS[cell.kind], cell.load, cold_start, cell.seed, names, changes, held)
@@ -61,13 +61,13 @@ def simulate(cell: Cell, names: list[str], changes: int, held: dict[int, float])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines: the last one may have been cut off."""
+    """Return the complete lines: the last one may have been cut off."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def held_by(lines: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """What replicas hold, by kind, as far as it was found."""
+    """Return the known capacity of replicas by kind."""
     found: dict[str, dict[int, float]] = {name: {} for name in KINDS}
     for line in lines:
         found[line["kind"]].update({int(replicas): held for replicas, held in line["held"].items()})
@@ -83,7 +83,7 @@ def to_do(lines: list[dict[str, Any]], again: list[str], args: argparse.Namespac
 
 
 def run(args: argparse.Namespace) -> None:
-    """Adds a line for each cell as soon as it is simulated; begins none after the time is up."""
+    """Add a line for each cell as soon as it is simulated; start none after the time is up."""
     until_s = time.monotonic() + 60 * args.minutes
     lines, about = read(args.results), machine()
     held, open_cells = held_by(lines), to_do(lines, args.again, args)
@@ -109,16 +109,16 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "render"])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="one line of JSON a cell")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="one line of JSON per cell")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), metavar="KIND")
     parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=list(LOADS))
     parser.add_argument("--cold-starts", type=float, nargs="+", default=list(COLD_STARTS_S), metavar="SECONDS")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--policies", nargs="+", default=[], help="beside the bounds, in place of all")
+    parser.add_argument("--policies", nargs="+", default=[], help="besides the bounds, instead of all")
     parser.add_argument("--again", nargs="+", default=[], metavar="POLICY", help="simulate only these, in known cells")
-    parser.add_argument("--changes", type=int, default=CHANGES, help="that the clairvoyant tries out; 0: none")
+    parser.add_argument("--changes", type=int, default=CHANGES, help="changes that the clairvoyant tries; 0: none")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=60.0, help="in which cells are begun")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time in which cells are started")
     args = parser.parse_args()
     if args.command == "run":
         run(args)

@@ -1,9 +1,9 @@
-"""Pagemill beside vLLM, OpenVINO GenAI, llama.cpp and Hugging Face: the same model, work and two threads, in one run.
+"""Pagemill compared with vLLM, OpenVINO GenAI, llama.cpp and Hugging Face: the same model, work and two threads.
 
-Installs each peer into an environment of its own, writes the weights in each one's format, and measures every row in
-turns: one run of each peer, then the next run. `--rows`, `--peers` and `--first-run` measure a part; `--json` keeps it,
-and `--render` puts parts together. What cannot be installed or fails is shown with its cause. Ends with exit code 1 if
-one of our own rows has failed.
+Installs each peer into an environment of its own, writes the weights in each one's format, and measures every row
+alternately: one run of each peer, then the next run. `--rows`, `--peers` and `--first-run` measure a part; `--json`
+stores it, and `--render` merges parts. A peer that cannot be installed or fails is shown with its cause. Exits with 1
+if a row of Pagemill failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> None:
     args = _arguments(list(known))
     if args.render:
         return report(merge(load(path) for path in args.render), list(known.values()))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the peers are ended and what is done is kept
+    # so that the peers are ended and the finished results are stored
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     runs = range(args.first_run, args.first_run + args.runs)
     session = Session(QUICK if args.quick else FULL, runs, args.timeout_s, args.quick)
     try:
@@ -73,8 +74,8 @@ def _arguments(names: list[str]) -> argparse.Namespace:
     parser.add_argument("--first-run", type=int, default=0, help="its number; each run has prompts of its own")
     parser.add_argument("--quick", action="store_true", help="little work, to see that everything runs")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one run of one row by one peer")
-    parser.add_argument("--json", type=Path, help="keep the samples in this file")
-    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show what these files hold")
+    parser.add_argument("--json", type=Path, help="store the samples in this file")
+    parser.add_argument("--render", type=Path, nargs="+", metavar="FILE", help="only show the results in these files")
     parser.add_argument("--uv", type=Path, default=ROOT / ".uv" / "bin" / "uv")
     return parser.parse_args()
 

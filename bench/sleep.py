@@ -1,6 +1,6 @@
-"""What sleep gives back and what waking costs, beside a cold start: one engine of the embedded model.
+"""Memory that sleep frees and the time of waking, compared with a cold start: one engine of the embedded model.
 
-The KV cache is filled with prompts first, as it would be after a while of service. Memory is that of both processes.
+The KV cache is filled with prompts first, as after a while of service. The memory is that of both processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def post(url: str, body: dict[str, Any] | None = None, token: str = "") -> dict[
 
 
 def fill(engine: Engine, num_tokens: int) -> None:
-    """Prompts that share no prefix: their blocks stay in the cache."""
+    """Send prompts that share no prefix, so that their blocks stay in the cache."""
     url = f"http://127.0.0.1:{engine.port}/v1/completions"
     for number in range(max(1, num_tokens // PROMPT_TOKENS)):
         prompt = [100 + (number * 97 + index * 7) % 20_000 for index in range(PROMPT_TOKENS)]

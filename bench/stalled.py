@@ -1,9 +1,9 @@
-"""Streams of an engine process that stops (SIGSTOP): how long each pauses until another engine continues it.
+"""Streams of an engine process that is stopped (SIGSTOP): how long each pauses until another engine continues it.
 
-`pagemill up` serves the embedded model twice in float32 with `deterministic`, so that every text can be compared with
-the one that came before. With `--watch SECONDS` nothing is stopped: every continued stream is a false alarm.
-`--busy` processes compute beside either. Exits with 1 when an answer is not as it was, a pause is too long or an alarm
-was false. Replicas are found by `local_replicas`.
+`pagemill up` serves two replicas of the embedded model in float32 with `deterministic`, so that every text can be
+compared with the undisturbed one. With `--watch SECONDS` nothing is stopped: every continued stream is a false alarm.
+`--busy` processes compute meanwhile. Exits with 1 if an answer differs, a pause is too long or an alarm was false.
+`local_replicas` finds the replicas.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROGRESS_S = 120.0
 
 @contextmanager
 def busy(num_processes: int) -> Iterator[None]:
-    """Processes that compute all the time."""
+    """Run processes that compute all the time."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
     try:
         yield
@@ -43,13 +43,13 @@ def busy(num_processes: int) -> Iterator[None]:
 
 
 def processes_of(replica: Replica, *, whole: bool) -> list[psutil.Process]:
-    """Below its server; `whole`: with it."""
+    """Return the processes below a replica's server; with `whole`, the server too."""
     server = psutil.Process(replica.pid)
     return [*server.children(recursive=True), *([server] if whole else [])]
 
 
 async def stop_one(up: Up, load: ExactLoad, args: argparse.Namespace) -> list[float]:
-    """Stop the engine process of one replica under streams; the longest pause of each."""
+    """Stop the engine process of one replica under streams; return the longest pause of each."""
     running = [asyncio.create_task(load.ask(prompt, streamed=True)) for prompt in load.prompts[: args.streams]]
     await asyncio.sleep(args.after)
     replicas = await asyncio.to_thread(up.replicas)
@@ -66,7 +66,7 @@ async def stop_one(up: Up, load: ExactLoad, args: argparse.Namespace) -> list[fl
 
 
 async def watch(up: Up, load: ExactLoad, seconds: float) -> None:
-    """A line now and then, so that a run that is cut off has a result as well."""
+    """Report progress regularly, so that an interrupted run has a result as well."""
     running = asyncio.create_task(load.run())
     start_s = time.monotonic()
     while not running.done() and (left_s := start_s + seconds - time.monotonic()) > 0:
@@ -100,7 +100,7 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
 
 
 def continued(up: Up) -> float:
-    """Answers that went on elsewhere, by the gateway's counter."""
+    """Return the gateway's count of migrated answers."""
     found = re.findall(r"^pagemill_gateway_migrations_total\{.*\} (\S+)$", up.metrics(), re.MULTILINE)
     return sum(map(float, found))
 

@@ -1,7 +1,7 @@
-"""From process start to ready to first token of one engine, and the memory of one and of two replicas.
+"""Time from process start to readiness and to the first token of one engine, and the memory of one and of two replicas.
 
-Starts `python -m pagemill_engine.server` as the operator would and talks to it as a client would. Two replicas share
-what the kernel can share (mapped weights, libraries): the proportional set size shows it.
+Starts `python -m pagemill_engine.server` like the operator and sends requests like a client. Two replicas share what
+the kernel can share (mapped weights, libraries), which the proportional set size shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READY_TIMEOUT_S = 180.0
 
 
 class Engine:
-    """One running engine and when things happened to it."""
+    """A running engine."""
 
     def __init__(self, folder: Path) -> None:
         self.port, self.control_port = free_port(), free_port()
@@ -43,7 +43,7 @@ class Engine:
         self.process = subprocess.Popen(argv, text=True, stdout=subprocess.DEVNULL)
 
     def wait_ready(self) -> float:
-        """Seconds from start to a successful `/readyz`."""
+        """Wait for a successful `/readyz`; return the seconds since the start."""
         while not self._is_ready():
             if self.process.poll() is not None:
                 raise SystemExit(f"the engine ended with exit code {self.process.returncode}")
@@ -60,7 +60,7 @@ class Engine:
             return False
 
     def first_token_ms(self) -> float:
-        """Time to first token of a short chat, as a client sees it."""
+        """Return the time to the first token of a short chat, as a client sees it."""
         return asyncio.run(_first_token_ms(f"http://127.0.0.1:{self.port}"))
 
 

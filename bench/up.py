@@ -1,7 +1,7 @@
-"""`pagemill up` from the command to the first streamed text and to the clean end, as a user without a terminal sees it.
+"""Time of `pagemill up` from the command to the first streamed text and to the clean end, without a terminal.
 
-Runs the first example with everything installed. Each line that the command prints is stamped with its time, so the
-phases can be read off; the time to the first token is the one that the command reports.
+Runs the first example with everything installed. Each printed line is stamped with its time, which shows the phases;
+the time to the first token is the one that the command reports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIMEOUT_S = 300.0
 
 
 def run_up(example: Path) -> tuple[list[tuple[float, str]], float, int]:
-    """The command's output lines with their times, its whole time, and its exit code."""
+    """Return the command's output lines with their times, its total time, and its exit code."""
     start = time.perf_counter()
     argv = [sys.executable, "-m", "pagemill", "up", "-f", str(example)]
     process = subprocess.Popen(
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def first_token_s(lines: list[tuple[float, str]]) -> float:
-    """What the command itself reports: from the start of its process to the first text of the answer."""
+    """Return the reported seconds from the start of the process to the first text of the answer."""
     for _, line in lines:
         if match := re.search(r"([\d.]+) s from start to first token", line):
             return float(match[1])

@@ -29,7 +29,7 @@ def mixed_workload(
     output_tokens: tuple[int, int] = (16, 128),
     seed: int = 20_240_601,
 ) -> list[Job]:
-    """Lengths uniform in the given bounds, both included."""
+    """Return jobs with lengths uniform in the given bounds, both included."""
     draw = random.Random(seed)
     return [
         Job([draw.choice(ORDINARY_TOKENS) for _ in range(draw.randint(*prompt_tokens))], draw.randint(*output_tokens))
@@ -38,7 +38,9 @@ def mixed_workload(
 
 
 def chat_workload(num_requests: int = 64, *, seed: int = 1) -> list[Job]:
-    """Exponential lengths with the means of ShareGPT chats, 161 and 338 tokens (PagedAttention, arXiv 2309.06180)."""
+    """Return jobs with exponential lengths of ShareGPT's means, 161 and 338 tokens (PagedAttention, arXiv
+    2309.06180).
+    """
     draw = random.Random(seed)
     lengths = [
         (min(1024, 1 + int(draw.expovariate(1 / 160))), min(1024, 1 + int(draw.expovariate(1 / 337))))
@@ -48,7 +50,9 @@ def chat_workload(num_requests: int = 64, *, seed: int = 1) -> list[Job]:
 
 
 def trace_workload(path: Path, num_requests: int, seed: int = 1) -> list[Job]:
-    """Lengths of real requests: a CSV with `ContextTokens` and `GeneratedTokens`, such as Azure's public traces."""
+    """Return jobs with the lengths of real requests: a CSV with `ContextTokens` and `GeneratedTokens`, as Azure's
+    traces.
+    """
     draw = random.Random(seed)
     with path.open(newline="") as file:
         lengths = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]

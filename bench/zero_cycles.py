@@ -1,14 +1,13 @@
-"""To zero and back, again and again: requests that find no replica are all answered, and soon after one is ready.
+"""Scale to zero and back, repeatedly: requests that find no replica are all answered, soon after one is ready.
 
-`pagemill up` serves the embedded model with `minReplicas: 0` and a short `scaleToZeroAfter`. Requests come at random:
-when no process is left, while the last one goes, at the instant at which it is ordered to go; one or several at once,
-one more during the start; streamed and whole. Every text is compared with the one of an undisturbed engine. With
-`--simulated N` so many cycles pass in the simulator instead (`zero_simulated`).
+`pagemill up` serves the embedded model with `minReplicas: 0` and a short `scaleToZeroAfter`. Requests arrive at random:
+when no process is left, while the last one drains, or when it is ordered to go; one or several at once, one more during
+the start; streamed and whole. Every text is compared with an undisturbed engine's. With `--simulated N` so many cycles
+run in the simulator instead (`zero_simulated`).
 
-Overhead over ready: from the instant at which the engine says of itself that it is ready (its `/readyz` says for how
-long it has been; no probe, no process in between) to the first token of a request that was held, or to the whole answer
-where it was not streamed, less what the same requests, sent at once again, then take on the ready idle engine (median
-of several times). Exits with 1 when an answer failed, was cut or is another one.
+Overhead over ready: from the time at which the engine is ready by its own `/readyz`, to the first token of a waiting
+request (or to the whole answer if it was not streamed), minus what the same requests take when they are sent again
+together to the ready idle engine (median of several times). Exits with 1 if an answer failed, was cut or differs.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from zero_simulated import simulate_cycles
 
 NAME = "smollm2"
 IDLE_S = 2.0
-"""`scaleToZeroAfter`."""
+"""Seconds of `scaleToZeroAfter`."""
 NUM_TOKENS = 8
 NUM_AGAIN = 3
 POLL_S = 0.02
 GOES_TIMEOUT_S = 120.0
 Moment = Literal["gone", "leaving", "falling"]
 MOMENTS: tuple[Moment, ...] = ("gone", "leaving", "falling")
-"""No process is left; the order to go was given; `IDLE_S` after the latest answer, give or take a second."""
+"""No process is left; the order to go was given; `IDLE_S` after the latest answer, plus or minus a second."""
 DEPLOYMENT = """\
 apiVersion: pagemill.dev/v1beta1
 kind: LLMDeployment
@@ -53,23 +52,23 @@ COLUMNS = ["cycles", "requests", "failed", "cold start p50 s", "p95 s", "over re
 
 
 class Arrival(NamedTuple):
-    """The requests of one cycle, by what is drawn for it."""
+    """The requests of one cycle."""
 
     moment: Moment
     delay_s: float
-    """After the moment; before `falling` where it is negative."""
+    """Seconds after the moment; with `falling` it may be negative."""
     requests: tuple[tuple[Prompt, bool], ...]
-    """At once; whether streamed."""
+    """Requests that are sent at once, each with whether it is streamed."""
     late_s: float | None
-    """One more, so long after them."""
+    """Seconds after them at which one more request is sent, if any."""
 
 
 class Cycle(NamedTuple):
     moment: Moment
     cold_start_s: float | None
-    """From the first request until the replica was ready; None: one was still there and took it."""
+    """Seconds from the first request until the replica was ready; None: a replica was still there and took it."""
     overheads_s: tuple[float, ...]
-    """Of each request that was held."""
+    """Overhead of each request that waited."""
 
 
 def draw_arrival(source: random.Random, prompts: Sequence[Prompt]) -> Arrival:
@@ -85,7 +84,7 @@ def draw_arrival(source: random.Random, prompts: Sequence[Prompt]) -> Arrival:
 
 
 def overheads_s(ready_s: float, held: Sequence[Record], again: Sequence[Sequence[Record]]) -> tuple[float, ...]:
-    """Of each held request; `again`: the same ones in the same order on the idle engine, several times."""
+    """Return the overhead of each waiting request; `again` are the same requests on the idle engine, several times."""
     usual_s = [median([each.first_s for each in times]) for times in zip(*again, strict=True)]
     return tuple(record.sent_s + record.first_s - ready_s - usual for record, usual in zip(held, usual_s, strict=True))
 
@@ -97,7 +96,7 @@ class Cycles:
         self.done: list[Cycle] = []
 
     async def run(self, arrival: Arrival) -> Cycle:
-        """From an idle replica to the next one."""
+        """Run one cycle, from an idle replica to the next one."""
         await self._until(arrival)
         asked = [*arrival.requests, *((arrival.requests[0],) if arrival.late_s is not None else ())]
         delays_s = [0.0] * len(arrival.requests) + [arrival.late_s or 0.0]
@@ -137,7 +136,7 @@ class Cycles:
         return is_ordered and (moment == "leaving" or not self._up.replicas())
 
     def _ready_since_s(self) -> float:
-        """Of the replica that was ready last."""
+        """Return the time since which the latest replica is ready."""
         since = [each.ready_since_s() for each in self._up.replicas().values()]
         return max((at_s for at_s in since if at_s is not None), default=float("nan"))
 
@@ -157,7 +156,7 @@ async def play(up: Up, url: str, args: argparse.Namespace) -> tuple[ExactLoad, l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cycles", type=int, default=60, help="of real processes")
+    parser.add_argument("--cycles", type=int, default=60, help="cycles of real processes")
     parser.add_argument("--simulated", type=int, metavar="N", help="so many cycles in the simulator instead")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -191,14 +190,14 @@ def report(load: ExactLoad, done: Sequence[Cycle], ordered: Counter[tuple[int, i
 
 
 def table_row(colds_s: Sequence[float], overheads_ms: Sequence[float], num_requests: int, num_failed: int) -> list[str]:
-    """Of sorted values."""
+    """Return a row; the values must be sorted."""
     colds = [f"{percentile(colds_s, percent):.2f}" for percent in (50, 95)]
     overheads = [f"{percentile(overheads_ms, percent):.0f}" for percent in (50, 95, 100)]
     return [str(len(colds_s)), str(num_requests), str(num_failed), *colds, *overheads]
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Nearest rank; NaN of nothing."""
+    """Return the percentile by nearest rank; NaN without values."""
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else float("nan")
 
 

@@ -1,7 +1,7 @@
-"""To zero and back in the simulator: the real brain, queue, scheduler and autoscaler over thousands of cold starts.
+"""Scale to zero and back in the simulator: the real brain, queue, scheduler and autoscaler over thousands of starts.
 
-Visits of one to four requests with gaps of every length around what it takes to go: before zero is ordered, at that
-instant, while the last pod drains, and long after. Runs of at most `VISITS_OF_A_RUN` visits, each with its own seed.
+Visits of one to four requests, with gaps around the time that scaling to zero takes: before zero is ordered, at that
+time, while the last pod drains, and long after. Runs have at most `VISITS_OF_A_RUN` visits, each with its own seed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pagemill_simulator.scaling.simulated import own
 from pagemill_simulator.workloads.request import SimRequest, Workload
 
 IDLE_S = 2.0
-"""`scaleToZeroAfter`."""
+"""Seconds of `scaleToZeroAfter`."""
 LONGEST_GAP_S = 24.0
-"""Between two visits: a start, the idle time, a decision and a drain take some 15 s."""
+"""Seconds between two visits: a start, the idle time, a decision and a drain take some 15 s."""
 VISITS_OF_A_RUN = 500
 COLD_START = ColdStart(schedule_s=0.2, pull_s=0.5, load_s=3.0, warm_s=0.5)
 STEP_TIME = StepTimeParams(knots_tokens=[1, 64, 512], knot_ms=[15.0, 40.0, 200.0], decode_context_ms=1e-5)
-"""Of the order of the embedded model on two cores."""
+"""Similar to the embedded model on two cores."""
 ENGINE = EngineConfig(
     model="sim", num_kv_blocks=512, max_model_len=2048, max_num_seqs=8, max_num_waiting=64, step_time=STEP_TIME
 )
@@ -72,12 +72,12 @@ def simulate_visits(num_visits: int, seed: int) -> Outcome:
 
 
 def count_cycles(outcome: Outcome) -> int:
-    """Times that the first replica was ordered."""
+    """Return how often the first replica was ordered."""
     return sum(not before.wanted and after.wanted > 0 for before, after in pairwise(outcome.timeline))
 
 
 def simulate_cycles(num_cycles: int, seed: int) -> None:
-    """Exits with 1 when a request was lost or refused."""
+    """Simulate so many cycles. Exit with 1 if a request was lost or refused."""
     totals, begun_s = Totals(), time.process_time()
     while totals.num_cycles < num_cycles and not totals.num_refused + totals.num_lost:
         totals = totals.plus(simulate_visits(min(VISITS_OF_A_RUN, 2 * (num_cycles - totals.num_cycles)), seed))

@@ -1,13 +1,13 @@
-"""Writes what the chart repeats from its sources: `python charts/generate.py [--check]`.
+"""Generates the chart's derived files from their sources: `python charts/generate.py [--check]`.
 
 `values.yaml` with its comments is the source of `values.schema.json`, of the table in the chart's README and of
 `docs/reference/chart.md`; `crds/llmdeployments.yaml` is the source of the template that installs it; `observability`
 makes the rules and dashboards in `files/`, and those that `pagemill up --dashboards` is packaged with. With `--check`
-nothing is written and the exit code is 1 when a file differs from its source.
+nothing is written and the exit code is 1 if a file differs from its source.
 
 In `values.yaml` the comment above a key is its documentation. A last line `# @schema {...}` holds JSON schema keywords
-that the default does not tell; `$type` in it names one of `TYPES`. A key with `$type` is a leaf: Kubernetes, not the
-chart, knows what may stand in it. `## @section NAME` starts a section of the tables.
+that the default does not imply; `$type` in it names one of `TYPES`. A key with `$type` is a leaf: Kubernetes, not the
+chart, defines its content. `## @section NAME` starts a section of the tables.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NOTE = "Generated from charts/pagemill/values.yaml by `python charts/generate.py
 
 TEXT: dict[str, Any] = {"type": "string"}
 OWN_LABELS = [f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "managed-by")]
-"""What selectors and Helm itself find objects by."""
+"""The labels by which selectors and Helm find objects."""
 TYPES: dict[str, dict[str, Any]] = {
     "labels": {"type": "object", "additionalProperties": TEXT},
     "moreLabels": {"type": "object", "additionalProperties": TEXT, "properties": dict.fromkeys(OWN_LABELS, False)},
@@ -74,11 +74,11 @@ SHOWN_TYPES = {
 
 
 class ValuesError(ValueError):
-    """`values.yaml` breaks a rule of its own; the message names the line."""
+    """A mistake in `values.yaml`; the message names the line."""
 
 
 class Comment(NamedTuple):
-    """What stands above a key."""
+    """The comment above a key."""
 
     meaning: str
     keywords: dict[str, Any]
@@ -86,7 +86,7 @@ class Comment(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One row of the table."""
 
     section: str
     path: str
@@ -96,7 +96,7 @@ class Row(NamedTuple):
 
 
 def read_comment(lines: list[str], key_line: int) -> Comment:
-    """The comment that ends directly above line `key_line` (from 0), and the section it stands in."""
+    """Return the comment that ends directly above line `key_line` (from 0), and its section."""
     first = key_line
     while first > 0 and lines[first - 1].strip().startswith("# "):
         first -= 1
@@ -109,7 +109,7 @@ def read_comment(lines: list[str], key_line: int) -> Comment:
 
 
 def schema_of(node: yaml.Node, lines: list[str]) -> dict[str, Any]:
-    """The JSON schema of a mapping of `values.yaml`: nothing but its keys is allowed in it."""
+    """Return the JSON schema of a mapping of `values.yaml`, which allows only its keys."""
     properties: dict[str, Any] = {}
     for key, value in _entries(node):
         comment = read_comment(lines, key.start_mark.line)
@@ -137,12 +137,12 @@ def _property(key: yaml.Node, value: yaml.Node, comment: Comment, lines: list[st
 
 
 def is_branch(value: yaml.Node, comment: Comment) -> bool:
-    """Whether the chart knows every key inside."""
+    """Whether the chart defines every key of the value."""
     return isinstance(value, yaml.MappingNode) and bool(value.value) and "$type" not in comment.keywords
 
 
 def plain(node: yaml.Node) -> Any:
-    """The value of a node."""
+    """Return the value of a node."""
     return yaml.SafeLoader("").construct_object(node, deep=True)
 
 
@@ -161,7 +161,7 @@ def _entries(node: yaml.Node) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
 
 
 def rows_of(node: yaml.Node, lines: list[str], prefix: str = "") -> Iterator[Row]:
-    """Every leaf of `values.yaml`. Raises `ValuesError` for a leaf without documentation."""
+    """Yield every leaf of `values.yaml`. Raise `ValuesError` for a leaf without documentation."""
     for key, value in _entries(node):
         comment = read_comment(lines, key.start_mark.line)
         path = f"{prefix}{key.value}"
@@ -190,7 +190,7 @@ def _shown_type(value: yaml.Node, comment: Comment) -> str:
 
 
 def values_table(rows: list[Row], level: str) -> str:
-    """The tables of all sections."""
+    """Return the tables of all sections."""
     parts = []
     for section in dict.fromkeys(row.section for row in rows):
         parts += [f"{level} {section}", "", "| Value | Type | Default | Meaning |", "|---|---|---|---|"]
@@ -226,7 +226,7 @@ def reference_page(rows: list[Row]) -> str:
 
 
 def readme(current: str, rows: list[Row]) -> str:
-    """The chart's README with its tables replaced; the prose around them is written by hand."""
+    """Return the chart's README with its tables replaced; the text around them is written by hand."""
     pattern = re.compile(f"{re.escape(README_BEGIN)}.*{re.escape(README_END)}", re.DOTALL)
     if not pattern.search(current):
         raise ValuesError(f"README.md has no {README_BEGIN} ... {README_END}.")
@@ -235,7 +235,7 @@ def readme(current: str, rows: list[Row]) -> str:
 
 
 def crd_template(definition: str) -> str:
-    """The CRD as a template: switched by `crds.install`, annotated by `crds.keep` and `crds.annotations`."""
+    """Return the CRD as a template: `crds.install` switches it, `crds.keep` and `crds.annotations` annotate it."""
     body = re.sub(r"^#.*\n", "", definition).replace("{{", '{{ "{{" }}')
     body = body.replace("metadata:\n", 'metadata:\n{{- include "pagemill.crdAnnotations" . }}\n', 1)
     body = body.replace(
@@ -252,7 +252,7 @@ def _one_line(document: str) -> str:
 
 
 def outputs() -> dict[Path, str]:
-    """Every generated file with its text."""
+    """Return every generated file with its text."""
     text = (CHART / "values.yaml").read_text("utf-8")
     lines = text.splitlines()
     node = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -1,7 +1,7 @@
-"""The cluster, the shared release, and a namespace per case; logs are collected where a case fails.
+"""The cluster, the shared release, and a namespace per case; logs are collected if a case fails.
 
-A case takes `release` (the chart, installed) and `space` (a kubectl of its own namespace). Whatever it deploys there is
-deleted when it ends, and it fails where something is left. Cases that need power over the cluster take `one_node`.
+A case takes `release` (the chart, installed) and `space` (a kubectl of its own namespace). Everything that it deploys
+there is deleted when it ends, and it fails if something is left. Cases that control the cluster take `one_node`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A case waits for pods, and the first one for the cluster: more time than a unit test gets.
+    """Give cases more time than unit tests: they wait for pods, and the first one for the cluster.
 
-    Cases that install releases of their own come first, so that the shared one is installed once after them.
+    Cases that install releases of their own come first, so that the shared one is installed only once, after them.
     """
     items.sort(key=lambda item: "release" in getattr(item, "fixturenames", ()))
     for item in items:
@@ -70,7 +70,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def image_tag(request: pytest.FixtureRequest, cluster: Cluster) -> str:
-    """Tag of the images on the nodes; those of this checkout are built where none is named."""
+    """Return the tag of the images on the nodes; without one, build the images of this checkout."""
     named = settings.read(request.config).image_tag
     assert named or cluster.node is not None, "name the tag of the images on the nodes: --image-tag"
     return named or clusters.build_images()
@@ -93,7 +93,7 @@ def release(releases: Releases) -> Release:
 
 @pytest.fixture
 def one_node(cluster: Cluster) -> OneNode:
-    """Power over the cluster's parts and processes."""
+    """Control of the cluster's parts and processes."""
     if cluster.node is None:
         pytest.skip("needs the one-node cluster: this context's processes and audit log are not ours")
     return cluster.node
@@ -101,7 +101,7 @@ def one_node(cluster: Cluster) -> OneNode:
 
 @pytest.fixture
 def unbroken_path(cluster: Cluster) -> None:
-    """For load that goes on while gateways are replaced."""
+    """Skip cases whose load continues while gateways are replaced, where requests go through a forwarded port."""
     if cluster.node is None:
         pytest.skip("a forwarded port ends with the gateway pod behind it, which this case replaces")
 
@@ -121,7 +121,9 @@ def measures(request: pytest.FixtureRequest) -> Measures:
 
 @pytest.fixture
 def make_space(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[Callable[..., Kubectl]]:
-    """Make a namespace: `make_space(labels={...})` returns its kubectl. It ends empty, or the case fails."""
+    """Make a namespace: `make_space(labels={...})` returns its kubectl. It must be empty at the end, or the case
+    fails.
+    """
     made: list[str] = []
 
     def make(labels: dict[str, str] | None = None) -> Kubectl:

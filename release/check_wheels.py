@@ -1,7 +1,8 @@
-"""Installs the wheels of dist/ the way users do, and serves with them: nothing of this checkout is reachable meanwhile.
+"""Installs the wheels of dist/ as users do and serves a model with them; nothing of this checkout is reachable
+meanwhile.
 
-An empty environment in a temporary folder, wheels only, and a PATH with that environment alone: no compiler, no uv, no
-git. The versions of other projects' packages are the lock's. `wheels.py` builds what is checked here.
+The environment is an empty one in a temporary folder, with wheels only and a PATH with that environment alone: no
+compiler, uv or git. Other projects' packages have the versions of the lock. `wheels.py` builds the wheels.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ print(json.dumps([output.outputs[0].text, library.why_absent(), loaded and loade
 
 
 class CheckError(Exception):
-    """The installed wheels do not do what they should; the message says what."""
+    """A fault of the installed wheels; the message names it."""
 
 
 class Installation:
-    """An environment with nothing but the wheels and what they ask for."""
+    """An environment with only the wheels and their dependencies."""
 
     def __init__(self, uv: Path, folder: Path, python: str) -> None:
         self.uv, self.folder, self.bin = uv, folder, folder / "env" / "bin"
         _checked([uv, "venv", "--quiet", "--no-python-downloads", "--python", python, folder / "env"])
 
     def install(self, *arguments: str | Path) -> float:
-        """Seconds that it took."""
+        """Install packages; return the seconds that it took."""
         start = time.monotonic()
         _checked([self.uv, "pip", "install", "--quiet", "--system-certs", "--no-build", "--python", self.bin / "python",
                   *arguments])  # fmt: skip
@@ -71,7 +72,7 @@ class Installation:
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        """`pagemill serve` on a free port, ended when the block ends; its URL."""
+        """Run `pagemill serve` on a free port, and stop it at the end of the block; yield its URL."""
         port = _free_port()
         log = self.folder / "serve.log"
         command = [str(self.bin / "pagemill"), "serve", MODEL, "--port", str(port), "--control-port", "0"]
@@ -108,7 +109,7 @@ def main() -> None:
 
 
 def check(installed: Installation) -> None:
-    """Raises `CheckError` at the first thing that is wrong."""
+    """Check the wheels. Raise `CheckError` at the first fault."""
     wheels = sorted(DIST.glob("pagemill*.whl"))
     if not wheels:
         raise CheckError("dist/ holds no wheels; run `make dist`")

@@ -1,7 +1,7 @@
-"""The one version of the project: where it is written, whether all places agree, and how it is changed everywhere.
+"""The one version of the project: the places that name it, whether they agree, and how to change it everywhere.
 
-`python release/versions.py` prints it, `--set 0.2.0` writes it, `--tag v0.2.0` checks that a tag may be released. It
-knows the files and nothing of how packages are built (`wheels.py`). `make bump` resolves uv.lock afterwards.
+`python release/versions.py` prints it, `--set 0.2.0` writes it, `--tag v0.2.0` checks that a tag may be released. How
+packages are built is the matter of `wheels.py`. `make bump` resolves uv.lock afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
-"""What both Python's index and, as `chart_version`, Helm take."""
+"""A version that both the Python index and, as `chart_version`, Helm accept."""
 PIN = re.compile(r'("pagemill(?:-\w+)?(?:\[\w+\])?)==[^"]+(")')
 
 
@@ -34,12 +34,12 @@ def projects(root: Path = ROOT) -> list[Path]:
 
 
 def chart_version(version: str) -> str:
-    """`0.2.0rc1` as semantic versioning writes it: `0.2.0-rc.1`."""
+    """Return `0.2.0rc1` in semantic versioning's form: `0.2.0-rc.1`."""
     return re.sub(r"(a|b|rc)(\d+)$", r"-\1.\2", version)
 
 
 def written(root: Path = ROOT) -> dict[str, str]:
-    """Each place that names the version, and what it says."""
+    """Return each place that names the version, with its value."""
     found: dict[str, str] = {}
     for path in projects(root):
         place = str(path.relative_to(root))
@@ -55,7 +55,7 @@ def written(root: Path = ROOT) -> dict[str, str]:
 
 
 def unpinned(root: Path = ROOT) -> list[str]:
-    """Dependencies between our packages that would take another version of the other."""
+    """Return dependencies between this project's packages that do not pin the version."""
     return [
         f"{path.relative_to(root)}: {requirement}"
         for path in projects(root)[1:]
@@ -65,7 +65,7 @@ def unpinned(root: Path = ROOT) -> list[str]:
 
 
 def agreed(root: Path = ROOT) -> str:
-    """The version that every place names. Raises `VersionError`."""
+    """Return the version that every place names. Raise `VersionError` if they differ."""
     found = written(root)
     if len(set(found.values())) > 1:
         listed = "\n".join(f"  {value}  {place}" for place, value in sorted(found.items()))
@@ -74,12 +74,12 @@ def agreed(root: Path = ROOT) -> str:
 
 
 def released(root: Path = ROOT) -> list[str]:
-    """Versions with a heading of their own in the changelog, the newest first."""
+    """Return the versions with a heading of their own in the changelog, newest first."""
     return re.findall(r"^## \[(\d[^\]]*)\]", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
 def set_everywhere(version: str, root: Path = ROOT, today: str | None = None) -> None:
-    """Write `version` to every place, and its heading below the changelog's Unreleased. Raises `VersionError`."""
+    """Write `version` to every place, and its heading below the changelog's Unreleased. Raise `VersionError`."""
     if not VERSION.fullmatch(version):
         raise VersionError(f"VERSION `{version}` is not of the form 0.2.0 or 0.2.0rc1")
     for path in projects(root):
@@ -97,7 +97,7 @@ def set_everywhere(version: str, root: Path = ROOT, today: str | None = None) ->
 
 
 def check_tag(tag: str, root: Path = ROOT) -> str:
-    """The version that `tag` releases. Raises `VersionError` where the files are not ready for it."""
+    """Return the version that `tag` releases. Raise `VersionError` if the files are not ready for it."""
     version = agreed(root)
     if tag != f"v{version}":
         raise VersionError(f"the tag `{tag}` is not `v{version}`, which the files name; run `make bump` and tag again")
@@ -107,7 +107,7 @@ def check_tag(tag: str, root: Path = ROOT) -> str:
 
 
 def notes(root: Path = ROOT) -> str:
-    """The changelog's part of the version that was released last."""
+    """Return the changelog's section of the latest release."""
     parts = re.split(r"^## \[.*$", (root / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     return parts[2].strip() if len(parts) > 2 else ""
 

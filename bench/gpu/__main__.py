@@ -1,8 +1,8 @@
 """GPU benchmarks on a machine with one NVIDIA device: `python3 bench/gpu`, or `make bench-gpu`.
 
-Needs torch, Triton, numpy and safetensors, no network and no installation of ours. Every section runs in a process of
-its own with a limit of its own, so that one that fails or hangs takes nothing else with it; results.md and results.json
-are written anew after each.
+They need torch, Triton, numpy and safetensors, but no network and no installation of Pagemill. Every section runs in a
+process of its own with a time limit, so that a failure or a hang affects only that section; results.md and results.json
+are written after each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from results import Section, about, document, reported
 from sections import SECTIONS
 
 LIMIT_S = 470.0
-"""Of one section."""
+"""Seconds that one section may take."""
 OUT = paths.ROOT / ".pagemill" / "bench-gpu"
 
 
@@ -32,7 +32,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bench/gpu", description=__doc__)
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME",
                         help=f"of {', '.join(SECTIONS)}; default: all")  # fmt: skip
-    parser.add_argument("--sizes", choices=["full", "tiny"], default="full", help="tiny: only that everything runs")
+    parser.add_argument(
+        "--sizes", choices=["full", "tiny"], default="full", help="tiny: only check that everything runs"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="folder of results.md and results.json")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -44,7 +46,7 @@ def main() -> int:
     found: list[Section] = []
     for name in options.sections:
         print(f"== {name}", flush=True)
-        # Tiny sections take less than the imports of another process.
+        # A tiny section takes less time than the imports of another process.
         found.append(run(device, name) if tiny else run_apart(name))
         print(found[-1].markdown(), flush=True)
         write(options.out, about(device), found)
@@ -53,7 +55,7 @@ def main() -> int:
 
 
 def run(device: Device, name: str, result: Path | None = None) -> Section:
-    """`result`: where what it has found so far lies at any time."""
+    """Run one section; `result` is the file that always holds what it has found so far."""
     section = Section(name)
     begin_s = time.perf_counter()
 
@@ -75,12 +77,12 @@ def run(device: Device, name: str, result: Path | None = None) -> Section:
 
 
 def run_apart(name: str, limit_s: float = LIMIT_S) -> Section:
-    """A crash of the device or a section without an end is that section's alone; what it had found is kept."""
+    """Run a section in a process of its own, so that a crash or a hang affects it alone; keep what it had found."""
     begin_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "section.json"
         argv = [sys.executable, str(paths.HERE), "--sections", name, "--result", str(result)]
-        # A group of its own: tests and engines that a section started must not outlive it on the device.
+        # The process has a group of its own: tests and engines that it started must not outlive it on the device.
         process = subprocess.Popen(argv, start_new_session=True)
         try:
             ended = process.wait(limit_s)

@@ -1,6 +1,6 @@
-"""Attention over block tables: decodes, prefills and both, beside torch's own and, where importable, two libraries.
+"""Attention over block tables: decodes, prefills and both, compared with torch's and, if importable, two libraries.
 
-torch's peers read keys and values that lie side by side, without a table: that is to their advantage.
+torch's peers read contiguous keys and values without a table, which is an advantage for them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagemill_kernels.paged_attention.batch import AttentionBatch
 
 BLOCK_SIZE = 16
 ENCODED_BLOCKS = 1024
-"""Blocks that become codes at a time: their floats are several times as large."""
+"""Blocks that are encoded at a time: their float values are several times as large."""
 
 
 class Shape(NamedTuple):
@@ -67,7 +67,7 @@ def cases(device: Device) -> list[Case]:
 
 
 def inputs(device: Device, shape: Shape, lengths: list[tuple[int, int]]) -> Inputs:
-    """Requests' blocks lie scattered over a pool that holds just them."""
+    """Return inputs whose blocks are scattered over a pool that holds only them."""
     widths = [-(-seq_len // BLOCK_SIZE) for _, seq_len in lengths]
     order = np.random.default_rng(0).permutation(sum(widths)).astype(np.int32)
     tables = np.zeros((len(lengths), max(widths)), dtype=np.int32)
@@ -94,7 +94,7 @@ def inputs(device: Device, shape: Shape, lengths: list[tuple[int, int]]) -> Inpu
 
 
 def _mixed(device: Device, name: str, given: Inputs, num_decodes: int) -> Case:
-    """Decodes, then chunks of prompts, beside one launch for each kind."""
+    """Return a case of decodes and chunks of prompts in one launch, compared with one launch per kind."""
     case = _case(device, name, given)
     apart = [_ours(_part(given, 0, num_decodes)), _ours(_part(given, num_decodes, len(given.lengths)))]
     case.peers["pagemill, two launches"] = lambda: torch.cat([run() for run in apart])
@@ -102,7 +102,7 @@ def _mixed(device: Device, name: str, given: Inputs, num_decodes: int) -> Case:
 
 
 def _part(given: Inputs, begin: int, end: int) -> Inputs:
-    """Some of the requests, over the same cache."""
+    """Return some of the requests, over the same cache."""
     batch, starts = given.batch, given.batch.query_start_loc
     return given._replace(
         lengths=given.lengths[begin:end],
@@ -117,7 +117,7 @@ def _part(given: Inputs, begin: int, end: int) -> Inputs:
 
 
 def _uniform(device: Device, name: str, shape: Shape, requests: int, tokens: int, seq_len: int) -> Case:
-    """All requests alike: what torch's attention can compute in one call."""
+    """Return a case of equal requests, which torch's attention can compute in one call."""
     given = inputs(device, shape, [(tokens, seq_len)] * requests)
     case = _case(device, name, given)
     queries = given.query.view(requests, tokens, shape.num_heads, shape.head_dim).transpose(1, 2).contiguous()
@@ -141,7 +141,7 @@ def _uniform(device: Device, name: str, shape: Shape, requests: int, tokens: int
 def _case(device: Device, name: str, given: Inputs) -> Case:
     shape, cache = given.shape, given.cache
     plan = reference.plan_attention(given.batch, None, device.dtype, device.device)
-    # A token at position p sees p + 1 keys; a product with keys and one with values, of two operations each.
+    # A token at position p attends to p + 1 keys; there are two products of two operations each.
     seen = sum(tokens * seq_len - tokens * (tokens - 1) // 2 for tokens, seq_len in given.lengths)
     return Case(
         name,
@@ -153,7 +153,7 @@ def _case(device: Device, name: str, given: Inputs) -> Case:
 
 
 def _in_codes(device: Device, name: str, given: Inputs) -> list[Case]:
-    """The same keys and values in each type of 8-bit codes that the device has."""
+    """Return the same keys and values in each 8-bit type that the device supports."""
     return [
         _case(device, f"{name}, {kind} cache", given._replace(cache=_encoded(given.cache, dtype)))
         for kind, dtype in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn))
@@ -180,7 +180,7 @@ def _decoded(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _side_by_side(given: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, each [requests, kv heads, sequence, head_dim]."""
+    """Return contiguous keys and values, each [requests, kv heads, sequence, head_dim]."""
     seq_len = given.lengths[0][1]
     tables = torch.from_numpy(given.batch.block_tables.astype(np.int64)).to(given.cache.device)
     gathered = given.cache[tables].transpose(1, 2).flatten(2, 3)[:, :, :seq_len]
@@ -193,7 +193,7 @@ def _flex(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causa
 
     length, device = queries.shape[2], str(queries.device)
     mask = create_block_mask(_is_causal, None, None, length, length, device=device) if causal else None
-    # A processor computes it as it is written: that shows as well that it is asked for the right thing.
+    # On a CPU it is computed as written, which also checks the call.
     call: Any = torch.compile(flex_attention) if queries.is_cuda else flex_attention
     return lambda: call(queries, keys, values, block_mask=mask, enable_gqa=True)
 
@@ -212,7 +212,10 @@ def _flash_attention(given: Inputs, keys: torch.Tensor, values: torch.Tensor, ca
 
 
 def _flashinfer(given: Inputs, tokens: int) -> Run:
-    """Over block tables like ours. Its cache: keys and values, each [blocks, kv heads, block, head_dim]."""
+    """Return a run of FlashInfer over the same block tables; its cache has keys and values apart, each [blocks, kv
+    heads,
+    block, head_dim].
+    """
     import flashinfer
 
     device, shape = given.query.device, given.shape

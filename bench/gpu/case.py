@@ -1,4 +1,4 @@
-"""One kernel on one shape: what runs, what it must equal, what it moves and computes, and who does the same."""
+"""One kernel on one shape: the run, its reference, the bytes and operations, and its peers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from measuring import Device
 from results import Section, Table, reported
 
 TOLERANCE = 2e-2
-"""Of the largest value: bfloat16 has 8 bits, and sums of a whole row lose one or two of them."""
+"""Tolerance as a share of the largest value: bfloat16 has 8 bits, and sums of a whole row lose one or two of them."""
 
 Run = Callable[[], torch.Tensor]
 
@@ -22,16 +22,18 @@ class Case:
     ours: Run
     reference: Run
     num_bytes: float = 0.0
-    """Read and written."""
+    """Bytes read and written."""
     num_flops: float = 0.0
     peers: dict[str, Run] = field(default_factory=dict)
-    """The first run of each may compile, or import what is not there: where it fails its row says so."""
+    """The first run of a peer may compile or import; if it fails, its row contains the error."""
     tolerance: float = TOLERANCE
 
 
 def measure(device: Device, section: Section, title: str, cases: list[Case]) -> None:
-    """Check and time each, all of ours first. Whatever fails has a row that says why; if one of ours did, the section
-    fails at its end."""
+    """Check and time each case, the own runs first.
+
+    A failed run has a row with its error; if an own run failed, the section fails at its end.
+    """
     table = section.table(title, "case", "who", "us", "GB/s", "TFLOP/s", "% of copy", "% of product", "error")
     failed = [case.name for case in cases if not _measured(device, table, case, "pagemill", case.ours)]
     for case in cases:
@@ -42,13 +44,13 @@ def measure(device: Device, section: Section, title: str, cases: list[Case]) -> 
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest one, as a share of the largest value."""
+    """Return the largest difference as a share of the largest expected value."""
     actual, expected = actual.float(), expected.reshape(actual.shape).float()
     return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 def prepared(prepare: Callable[[], Run]) -> Run:
-    """What is prepared when it is first run."""
+    """Return a run that is prepared when it is first called."""
     ready: list[Run] = []
 
     def run() -> torch.Tensor:

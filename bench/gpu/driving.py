@@ -1,4 +1,4 @@
-"""Requests through an engine's loop: all at once, as they arrive, and while a profiler looks at the device."""
+"""Drives requests through an engine's loop: all at once, as they arrive, and under a profiler of the device."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Offline(NamedTuple):
     seconds: float
     num_steps: int
     cpu_s: float
-    """Of this thread, without the time in which it waited for the device."""
+    """CPU seconds of this thread, without the time in which it waited for the device."""
     num_preemptions: int
 
 
 class Online(NamedTuple):
-    """Sorted, seconds."""
+    """Sorted times in seconds."""
 
     ttft_s: list[float]
     tpot_s: list[float]
 
 
 class Driver:
-    """One engine, one kind of traffic at a time."""
+    """Drives one engine with one kind of traffic at a time."""
 
     def __init__(self, device: Device, core: EngineCore) -> None:
         self._device, self._core = device, core
@@ -43,7 +43,7 @@ class Driver:
         self._num_requests = 0
 
     def offline(self, jobs: list[Job]) -> Offline:
-        """All requests at once, to the last token."""
+        """Run all requests at once, to the last token."""
         for job in jobs:
             self._add(job)
         preempted, waited_s = self._core.scheduler.num_preemptions, self._waited_cpu_s
@@ -57,7 +57,7 @@ class Driver:
         return Offline(seconds, num_steps, cpu_s, self._core.scheduler.num_preemptions - preempted)
 
     def online(self, jobs: list[Job], requests_per_s: float) -> Online:
-        """Requests come at random moments, whatever the engine does; times count from their arrival."""
+        """Run requests that arrive at random, independently of the engine; times count from their arrival."""
         draw = random.Random(2)
         arrivals, at_s = [], 0.0
         for _ in jobs:
@@ -87,7 +87,7 @@ class Driver:
         )
 
     def answers(self, jobs: list[Job], temperature: float) -> list[list[int]]:
-        """The tokens of each."""
+        """Return the tokens of each request."""
         names = [self._add(job, temperature, seed) for seed, job in enumerate(jobs)]
         tokens: dict[str, list[int]] = {name: [] for name in names}
         while self._core.has_work:
@@ -96,8 +96,10 @@ class Driver:
         return [tokens[name] for name in names]
 
     def beside(self, jobs: list[Job], prompts: list[Job]) -> float:
-        """Seconds of a step in which all jobs decode beside one of the prompts, whole. The jobs' answers are longer
-        than twice as many steps, those of the prompts are one token."""
+        """Return the seconds of a step in which all jobs decode beside one of the prompts, unchunked.
+
+        The jobs' answers are longer than twice as many steps; those of the prompts are one token.
+        """
         names = [self._add(job) for job in jobs]
         self._start()
         self._mixed(prompts)
@@ -111,8 +113,11 @@ class Driver:
         return step_s
 
     def idle(self, jobs: list[Job], num_steps: int) -> tuple[float, float]:
-        """Of pure decodes: the share of time in which the device runs nothing, and seconds a step without profiler.
-        The jobs' answers are longer than twice as many steps."""
+        """Return the share of time in which the device is idle in pure decodes, and seconds per step without the
+        profiler.
+
+        The jobs' answers are longer than twice as many steps.
+        """
         for job in jobs:
             self._add(job)
         self._start()
@@ -134,7 +139,7 @@ class Driver:
         return self._waited.cpu_s if self._waited is not None else 0.0
 
     def _start(self) -> None:
-        """Until all requests decode."""
+        """Step until all requests decode."""
         while self._core.load().num_requests_waiting or self._core.load().num_tokens_waiting:
             self._step()
         self._device.synchronize()
@@ -151,7 +156,7 @@ class Driver:
         self._device.synchronize()
 
     def _step(self) -> dict[str, list[int]]:
-        """The tokens that it gave each request. Raises where one of them fails."""
+        """Run a step; return the tokens of each request. Raise if a request fails."""
         outputs = self._core.step().outputs
         failed = [output.error for output in outputs if output.error is not None]
         if failed:
@@ -173,7 +178,7 @@ class Driver:
 
 
 def idle_share(ranges: Iterable[tuple[float, float]]) -> float:
-    """Of the time from the first beginning to the last end, in which no range lies."""
+    """Return the share of the time, from the first begin to the last end, in which no range lies."""
     ordered = sorted(ranges)
     if not ordered:
         raise ValueError("the profiler saw nothing run on the device")
@@ -187,9 +192,11 @@ def idle_share(ranges: Iterable[tuple[float, float]]) -> float:
 
 
 class _WaitedApart:
-    """The processor time that a runner's `wait` spends until the device has come so far: an event that is waited for
-    keeps its thread busy. The runner's own work on the result counts as work. Only for a runner that overlaps: others
-    have waited when `launch` returns."""
+    """Measures the CPU time that a runner's `wait` spends until the device is done: waiting for an event keeps the
+    thread
+    busy. The runner's own work on the result is not included. Only for a runner that overlaps: others have waited when
+    `launch` returns.
+    """
 
     def __init__(self, runner: Any) -> None:
         self.cpu_s = 0.0

@@ -1,5 +1,6 @@
-"""The whole engine over random weights: scheduler, KV cache, runner and sampler as they serve, without a server; and
-the formulas in its place, for what it must answer."""
+"""The whole engine with random weights, without a server: scheduler, KV cache, runner and sampler; and its
+reference.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +41,14 @@ MAX_SEQS = 256
 MAX_BATCHED_TOKENS = 8192
 MAX_MODEL_LEN = 2304
 PLENTY = MemoryState(1 << 34, 1 << 34, 0)
-"""Where the memory is the host's: the cache is small."""
+"""The memory state without a device: the cache is small."""
 
 
 class Engine:
-    """As it serves: compiled, its memory settled, its decodes recorded."""
+    """An engine as it serves: compiled, with profiled memory and recorded decodes."""
 
     def __init__(self, device: Device, spec: ModelSpec, *, forbids_waiting: bool = False) -> None:
-        """`forbids_waiting`: a launch in which the host waits for the device fails."""
+        """With `forbids_waiting`, a launch in which the host waits for the device fails."""
         config = _config(device)
         ops = ops_for("triton")
         state = measure_device(ops.device) if device.on_gpu else PLENTY
@@ -80,13 +81,13 @@ class Engine:
             runner.launch = _without_waiting(runner.launch)  # type: ignore[method-assign, assignment]
         self._runner = runner
         self.driver = Driver(device, EngineCore(config, runner))
-        # As an engine does before it serves: what lives on is not walked by every collection.
+        # An engine does this before it serves: objects that stay are not visited by every garbage collection.
         gc.collect()
         gc.freeze()
 
     @contextmanager
     def launched_piece_by_piece(self) -> Iterator[None]:
-        """Meanwhile no recording is used."""
+        """Use no CUDA graphs in the block."""
         graphs, self._runner._graphs = self._runner._graphs, None
         try:
             yield
@@ -95,7 +96,7 @@ class Engine:
 
 
 def by_the_formulas(device: Device, spec: ModelSpec) -> Driver:
-    """The same model on the host, its operations as their references are written down."""
+    """Return a driver of the same model on the host, with the reference implementation of each operation."""
     config, ops = _config(device), ops_for("reference")
     model, weights = Decoder(spec, ops, torch.float32), RandomWeights(spec)
     load_weights(model, weights)
@@ -137,7 +138,7 @@ def _without_waiting(launch: Callable[[StepPlan], InFlight]) -> Callable[[StepPl
 
 
 def weights_bytes(weights: RandomWeights, device: Device) -> int:
-    """Of all tensors; a tied head is the embedding."""
+    """Return the bytes of all tensors; a tied head is the embedding."""
     return sum(math.prod(shape) for shape in weights.shapes.values()) * device.dtype.itemsize
 
 

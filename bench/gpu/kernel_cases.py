@@ -1,4 +1,4 @@
-"""The forward pass but for attention: rotation with the cache write, norms, activations, gathers, products in codes."""
+"""Kernels of the forward pass without attention: rotation and cache write, norms, activations, gathers, matmuls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pagemill_kernels.torch_arrays import to_torch
 
 
 def cases(device: Device) -> list[Case]:
-    """Sizes of Llama-3.1-8B, at 256 decodes and in a prefill of 8,192 tokens."""
+    """Return the cases in Llama-3.1-8B's sizes, at 256 decodes and in a prefill of 8,192 tokens."""
     if device.tiny:
         tiny = [*_norms(device, 3, 48), *_activations(device, 3, 40), _rows(device, 3, 48)]
         tiny += [*_ropes(device, 3, (4, 2), 16), *step_cases.rows(device, 3, 40)]
@@ -58,7 +58,7 @@ def _norms(device: Device, rows: int, size: int) -> list[Case]:
     added, zeros = device.random(rows, size, seed=3), torch.zeros(rows, size, dtype=device.dtype, device=device.device)
 
     def with_residual() -> torch.Tensor:
-        """The residual grows by zeros, so that every run has the same answer."""
+        """Add zeros to the residual, so that every run has the same result."""
         return norm.rms_norm(zeros, weight, 1e-5, added)
 
     return [
@@ -119,7 +119,7 @@ def _rows(device: Device, rows: int, size: int) -> Case:
 
 
 def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -> list[Case]:
-    """Into a cache of the type that is computed in, and into those of 8-bit codes that the device has."""
+    """Return cases of a cache in the computed type, and in the 8-bit types that the device supports."""
     num_heads, num_kv_heads = heads
     x = device.random(tokens, num_heads + 2 * num_kv_heads, head_dim)
     angles = device.random(tokens, 1, head_dim // 2, dtype=torch.float32, seed=1)
@@ -136,7 +136,7 @@ def _ropes(device: Device, tokens: int, heads: tuple[int, int], head_dim: int) -
     def case(name: str, dtype: torch.dtype) -> Case:
         width = storage.token_width(dtype, head_dim)
         cache = torch.zeros(*written.shape[:3], width, dtype=dtype, device=device.device)
-        # Rotated in place: each run but the first starts from rotated heads, which takes as long.
+        # The rotation is in place: every run but the first starts from rotated heads, which takes as long.
         again = x.clone()
         first: list[torch.Tensor] = []
 

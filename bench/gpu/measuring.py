@@ -1,4 +1,4 @@
-"""The device, how long things take on it, and its measured limits: copy bandwidth and the bfloat16 product rate."""
+"""The device: how long runs take on it, and its measured limits, copy bandwidth and bfloat16 matmul rate."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ NUM_RUNS = 20
 FLUSH_BYTES = 256 << 20
 """More than any level-2 cache holds: written before each run, so that inputs come from memory."""
 HEAD_START_CYCLES = 2_000_000
-"""A millisecond, about, in which the device waits before each run: launches are queued by then, so that what is
-measured is the device's time and not the host's."""
+"""About a millisecond in which the device waits before each run: launches are queued by then, so that the device's time
+is measured and not the host's.
+"""
 
 
 class Device:
-    """`tiny`: shapes that the interpreter does in a moment; its figures mean nothing."""
+    """The device. With `tiny`, shapes are small enough for the interpreter, and the figures mean nothing."""
 
     def __init__(self, tiny: bool, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: of floats; `None`: bfloat16, in the interpreter float32."""
+        """`dtype` is the type of floats; None: bfloat16, or float32 in the interpreter."""
         absent = launch.why_absent()
         if absent is not None:
             raise SystemExit(f"bench/gpu: {absent}; TRITON_INTERPRET=1 with --sizes tiny runs it without a device")
@@ -45,13 +46,13 @@ class Device:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give back what torch keeps for later: others measure what is free."""
+        """Release memory that torch caches: others measure what is free."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Median of several runs, compiled and warm, with cold caches."""
+        """Return the median seconds of several runs, compiled and warm, with cold caches."""
         run()
         times = sorted(self._once(run) for _ in range(1 if self.tiny else NUM_RUNS))
         return times[len(times) // 2]
@@ -78,14 +79,14 @@ class Device:
 
     @cached_property
     def bytes_per_s(self) -> float:
-        """Of a large copy, read and written bytes together."""
+        """Read and written bytes per second of a large copy."""
         source = torch.zeros(1024 if self.tiny else 2 << 30, dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
 
     @cached_property
     def flops(self) -> float:
-        """Of a large product of bfloat16 matrices, per second."""
+        """Operations per second of a large matmul of bfloat16 matrices."""
         size = 16 if self.tiny else 8192
         a, b = self.random(size, size), self.random(size, size, seed=1)
         return 2 * size**3 / self.seconds(lambda: a @ b)

@@ -1,4 +1,4 @@
-"""Models from their configuration alone: the shapes of three checkpoints, with random weights."""
+"""Models with the shapes of three checkpoints and random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagemill_protocol.models.decoders import decoder_from_config
 
 
 def _spec(architecture: str, **config: Any) -> ModelSpec:
-    """`config`: as in a config.json."""
+    """Return a model's spec; `config` has the keys of config.json."""
     return ModelSpec(decoder=decoder_from_config({"architectures": [architecture], **config}, Path("config.json")))
 
 
@@ -75,11 +75,11 @@ TINY = _spec(
     tie_word_embeddings=True,
 )
 NUM_RANDOM = 1_000_003
-"""A prime: rows of a repeated sequence of this length are all different."""
+"""A prime: rows of a repeated sequence of this length all differ."""
 
 
 class RandomWeights:
-    """A `TensorSource`. A sequence of random numbers repeated: drawing 8 billion of them would take minutes."""
+    """A `TensorSource` of one repeated sequence of random numbers: drawing 8 billion would take minutes."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._numbers = np.random.default_rng(0).standard_normal(NUM_RANDOM, dtype=np.float32) * 0.02

@@ -1,6 +1,6 @@
-"""The repository's tests of the Triton path, on the device, where pytest and its plugins are there.
+"""The repository's tests of the Triton path, on the device, if pytest and its plugins are installed.
 
-In groups that compile for a few minutes each: on a device every shape of a test is a kernel of its own.
+They run in groups that compile for a few minutes each: on a device every shape of a test is a kernel of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paths import HERE, ROOT
 from results import Section
 
 TESTS_S = 440
-"""Less than a section's own limit: what was printed until then is reported."""
+"""Less than a section's own limit, so that what was printed until then is reported."""
 PLUGINS = ("pytest", "hypothesis", "pytest_asyncio", "pytest_timeout")
 KERNELS = ROOT / "tests" / "kernels"
 ENGINE = ROOT / "tests" / "engine" / "model"
@@ -50,14 +50,14 @@ def run_group(group: str, device: Device, section: Section) -> None:
 
 
 def summary_of(text: str) -> str:
-    """pytest's own last line: libraries may print after it, while the interpreter ends."""
+    """Return pytest's own last line: libraries may print after it while the interpreter exits."""
     lines = text.strip().splitlines()
     return next((line for line in reversed(lines) if re.search(r"\d+ \w+.* in \d", line)), lines[-1] if lines else "")
 
 
 def run_pytest(files: list[Path], limit_s: float) -> tuple[str, str]:
-    """What went wrong, if anything, and all that was printed."""
-    # Warnings of other versions than ours are no failures there.
+    """Return what went wrong, or "", and all that was printed."""
+    # Warnings of other library versions are not failures here.
     options = ["-q", "-p", "no:cacheprovider", "-W", "default", "-m", "not slow", "--override-ini", "timeout=400"]
     argv = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -72,6 +72,6 @@ def run_pytest(files: list[Path], limit_s: float) -> tuple[str, str]:
 
 
 def _is_installed(name: str) -> bool:
-    """The library itself: our stand-ins are none."""
+    """Whether the library itself is installed; the stand-ins do not count."""
     found = importlib.util.find_spec(name)
     return found is not None and HERE not in Path(found.origin or "").parents

@@ -1,6 +1,6 @@
-"""Makes our source folders importable as they lie here, where only torch, Triton, numpy and safetensors are installed.
+"""Makes the repository's packages importable where only torch, Triton, numpy and safetensors are installed.
 
-Imported before anything of ours, and before torch: what is absent is reported in a line.
+Import this before Pagemill's packages and torch: missing packages are then reported in one line.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ROOT = HERE.parents[1]
 FOLDERS = ("kernels", "protocol", "engine")
 OLDEST_PYTHON = (3, 11)
 NEEDED = {"torch": (2, 11), "triton": (3, 6), "numpy": (1, 26), "safetensors": (0, 4)}
-"""The oldest versions that the command was made for. Older ones may do: they are reported, not refused."""
+"""The oldest versions that the command was made for. Older ones may work: they are reported, not refused."""
 
 
 def check_packages() -> None:
-    """Raises `SystemExit` in words where the command cannot run."""
+    """Raise `SystemExit` with a message if the command cannot run."""
     if sys.version_info < OLDEST_PYTHON:
         raise SystemExit(f"bench/gpu: {sys.executable} is Python {sys.version.split()[0]}; 3.11 or newer is needed")
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -36,7 +36,7 @@ def check_packages() -> None:
 
 
 def _version(name: str) -> tuple[int, ...] | None:
-    """`None`: it is no distribution of that name, as in nightly builds."""
+    """Return the major and minor version, or None if there is no distribution of that name, as in nightly builds."""
     try:
         found = re.match(r"(\d+)\.(\d+)", metadata.version(name))
     except metadata.PackageNotFoundError:

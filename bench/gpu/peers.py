@@ -1,4 +1,4 @@
-"""Other engines on the same shapes and lengths, where they are importable: transformers' `generate` and vLLM."""
+"""Other engines on the same shapes and lengths, if they are importable: transformers' `generate` and vLLM."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pagemill_protocol.model_spec import ModelSpec
 
 STATIC_BATCH = 64
 LIMIT_S = 240.0
-"""No further static batch is started after this."""
+"""Seconds after which no further static batch is started."""
 
 
 class AbsentError(RuntimeError):
-    """The peer cannot be imported here."""
+    """Raised if the peer cannot be imported."""
 
 
 def hugging_face(device: Device, spec: ModelSpec, jobs: list[Job]) -> tuple[float, int]:
-    """Seconds, and the tokens asked for that came in them. A batch runs as long as its longest answer."""
+    """Return the seconds and the requested tokens generated in them. A batch runs as long as its longest answer."""
     _require("transformers")
     import torch
     import transformers
 
     with torch.device(device.device):
         build: Any = transformers.AutoModelForCausalLM.from_config
-        # What the keyword for the type is called depends on the version.
+        # The keyword for the type depends on the version.
         model = build(_config(spec)).to(device.dtype).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -47,7 +47,7 @@ def hugging_face(device: Device, spec: ModelSpec, jobs: list[Job]) -> tuple[floa
 
 
 def vllm(spec: ModelSpec, jobs: list[Job], max_model_len: int) -> tuple[float, int]:
-    """Seconds and tokens; its own defaults, random weights."""
+    """Return seconds and tokens of vLLM with its defaults and random weights."""
     _require("vllm")
     import vllm as engine
 
@@ -63,7 +63,7 @@ def vllm(spec: ModelSpec, jobs: list[Job], max_model_len: int) -> tuple[float, i
         engine.SamplingParams(temperature=0.6, max_tokens=job.num_output_tokens, ignore_eos=True, detokenize=False)
         for job in jobs
     ]
-    # Not the prompts that are measured: it keeps their prefixes.
+    # Other prompts than the measured ones: vLLM caches their prefixes.
     others = [{"prompt_token_ids": [each + 1 for each in job.prompt_token_ids]} for job in jobs[:8]]
     llm.generate(others, params[:8], use_tqdm=False)
     begin_s = time.perf_counter()

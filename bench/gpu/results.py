@@ -1,4 +1,4 @@
-"""What a section found: tables, as Markdown for people and as JSON for scripts."""
+"""The results of a section: tables, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Section:
     name: str
     seconds: float = 0.0
     error: str = ""
-    """Why it did not end; what was found before stays."""
+    """Why the section failed; earlier results stay."""
     tables: list[Table] = field(default_factory=list)
     changed: Callable[[], None] | None = None
-    """Called with each row, so that a section that never ends leaves what it found."""
+    """Called with each row, so that a section that never ends leaves its results."""
 
     def table(self, title: str, *columns: str) -> Table:
         self.tables.append(Table(title, columns, changed=self.changed))
@@ -63,7 +63,7 @@ class Section:
 
 
 def about(device: Device) -> dict[str, str]:
-    """What a reader needs to place the figures."""
+    """Return what identifies the machine."""
     return {
         "device": device.name,
         "torch": str(torch.__version__),
@@ -79,7 +79,7 @@ def document(machine: dict[str, str], sections: Iterable[Section]) -> str:
 
 
 def reported(problem: Exception, length: int = 120) -> str:
-    """In one line of a table."""
+    """Return an exception as one line for a table."""
     return f"{type(problem).__name__}: {' '.join(str(problem).split())[:length]}"
 
 

@@ -1,4 +1,4 @@
-"""Products of 8-bit weights with 8-bit activations, and the codes of activations alone, beside torch's own."""
+"""Matmuls of 8-bit weights with 8-bit activations, and the quantization of activations, compared with torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagemill_kernels.scaled_linear import triton_launch as scaled
 from pagemill_kernels.scaled_linear.channels import ChannelCodes, quantize_channels
 
 FP8_STEP = 0.08
-"""A value in the middle between two codes may become either; the largest two of e4m3 lie so far apart."""
+"""Rounding may choose either of two neighbouring codes, and the two largest e4m3 values differ by this share."""
 
 
 def cases(device: Device, shape: tuple[int, int], rows: list[int]) -> list[Case]:
@@ -53,7 +53,7 @@ def _product(device: Device, name: str, rows: int, weight: ChannelCodes, floats:
 
 
 def _of_codes(x: torch.Tensor, weight: ChannelCodes) -> Run:
-    """torch's product of codes that are there already; the scales of int8 are a launch of their own."""
+    """Return torch's matmul of already quantized values; for int8 the scales are a launch of their own."""
     codes, scales = channels.encode_rows(x, weight.codes.dtype)
     transposed = weight.codes.t()
 

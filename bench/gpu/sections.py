@@ -1,4 +1,4 @@
-"""The parts of a run. Each is a function of the device that fills its section; each can run alone."""
+"""The sections of a run. Each is a function of the device that fills its section; each can run alone."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from engine import MAX_MODEL_LEN, MAX_SEQS, Engine, by_the_formulas
 from pagemill_protocol.model_spec import ModelSpec
 
 RATES = (0.25, 0.5, 0.75)
-"""Of the offline rate of the same requests."""
+"""Shares of the offline rate of the same requests."""
 ONLINE_S = 8
-"""Seconds over which requests arrive, about."""
+"""Approximate seconds over which requests arrive."""
 WITH_PEERS = ("qwen3-0.6b", "llama-3.2-1b")
-"""Models that transformers generates with in minutes."""
+"""Models for which transformers' generation takes only minutes."""
 STARTED = "qwen3-0.6b"
 """The model whose start is measured again."""
 PROFILED_STEPS = 40
 MIXED = ((0, 128), (16, 128), (64, 128), (64, 512), (224, 32), (224, 128), (224, 512), (224, 1024), (224, 2000))
-"""Requests that decode, and tokens of a prompt beside them, in steps that are measured."""
+"""Numbers of decoding requests and of a prompt's tokens beside them, in the measured steps."""
 MIXED_STEPS = 16
 
 
 def smoke(device: Device, section: Section) -> None:
-    """Under a minute: limits of the device, every kernel on a tiny shape, a tiny model from prompt to tokens."""
+    """Check in under a minute: device limits, every kernel on a tiny shape, a tiny model from prompt to tokens."""
     limits(device, section)
     small = Device(tiny=True)
     parts: list[Callable[[], None]] = [
         lambda: measure(small, section, "attention on tiny shapes", _alone(attention_cases.cases(small))),
         lambda: measure(small, section, "kernels on tiny shapes", _alone(kernel_cases.cases(small))),
-        # float32 on both sides: with fewer bits the formulas themselves would answer differently on a device.
+        # Both sides use float32: with fewer bits, the references themselves would answer differently on a device.
         lambda: answers(Device(tiny=True, dtype=torch.float32), section),
     ]
     problems = [problem for part in parts if (problem := _problem_of(part)) is not None]
@@ -55,14 +55,14 @@ def smoke(device: Device, section: Section) -> None:
 
 
 def _alone(cases: list[Case]) -> list[Case]:
-    """Without peers, whose compilers would take longer than the rest."""
+    """Remove the peers, whose compilers would take longer than everything else."""
     return [replace(case, peers={}) for case in cases]
 
 
 def answers(device: Device, section: Section) -> None:
-    """A tiny model as it serves, in chunks, batches and recorded decodes, answers as the formulas do."""
+    """Check that a tiny model, in chunks, batches and recorded decodes, answers like the reference."""
     jobs = [Job(job.prompt_token_ids[:length], 6) for job, length in zip(fixed(3, 20, 0, 64), (1, 5, 20), strict=True)]
-    table = section.table("a tiny model beside the formulas", "temperature", "requests", "tokens", "alike")
+    table = section.table("a tiny model beside the reference", "temperature", "requests", "tokens", "alike")
     ours, formulas = Engine(device, TINY, forbids_waiting=True).driver, by_the_formulas(device, TINY)
     different = 0
     for temperature in (0.0, 0.8):
@@ -71,11 +71,11 @@ def answers(device: Device, section: Section) -> None:
         table.add(temperature, len(jobs), output_tokens(jobs), alike)
         different += len(jobs) - alike
     if different:
-        raise AssertionError(f"{different} answers of a tiny model are not those of the formulas")
+        raise AssertionError(f"{different} answers of a tiny model differ from the reference's")
 
 
 def limits(device: Device, section: Section) -> None:
-    """Measured before anything else takes the device's memory, which is given back."""
+    """Measure the device's limits before anything else takes its memory, and release that memory."""
     table = section.table("measured limits", "copy GB/s", "bfloat16 product TFLOP/s")
     table.add(device.bytes_per_s / 1e9, device.flops / 1e12)
     device.release()
@@ -92,7 +92,7 @@ def attention(device: Device, section: Section) -> None:
 
 
 def engine(name: str, device: Device, section: Section) -> None:
-    """Offline and online, as a share of what the memory's bandwidth allows, and how long the device is idle."""
+    """Measure offline and online rates, their share of the bandwidth's limit, and how long the device is idle."""
     ours = _started(name, device, section)
     columns = ("requests", "s", "output tok/s", "% of roofline", "steps", "ms a step", "CPU ms a step", "preempted")
     table = section.table(f"offline, {name}", "workload", *columns)
@@ -111,12 +111,12 @@ def engine(name: str, device: Device, section: Section) -> None:
 
 
 def start(name: str, device: Device, section: Section) -> None:
-    """Once more, with the kernels that the engine's section left in Triton's cache."""
+    """Measure the start again, with the kernels that the engine's section left in Triton's cache."""
     _started(name, device, section)
 
 
 def peer(name: str, device: Device, section: Section) -> None:
-    """transformers' static batches and vLLM on the nano workload, where they are importable."""
+    """Measure transformers' static batches and vLLM on the nano workload, if they are importable."""
     spec, jobs = _spec(device, name), _workloads(device)["100-1024"]
     table = section.table(f"peers, {name}, workload 100-1024", "peer", "s", "output tok/s")
     runs: dict[str, Callable[[], tuple[float, int]]] = {
@@ -146,7 +146,7 @@ SECTIONS: dict[str, Callable[[Device, Section], None]] = {
 
 
 def _problem_of(part: Callable[[], None]) -> str | None:
-    """Why it failed: what is behind it shows something all the same."""
+    """Run a part; return its error or None, so that later parts run nevertheless."""
     try:
         part()
     except Exception as problem:
@@ -156,7 +156,7 @@ def _problem_of(part: Callable[[], None]) -> str | None:
 
 
 def _started(name: str, device: Device, section: Section) -> Engine:
-    """From the beginning of the process to an engine that could serve; the measured limits are no part of it."""
+    """Start an engine and report the times since the process began; measuring the limits is excluded."""
     imports_s = _process_age_s()
     limits(device, section)
     ours = Engine(device, _spec(device, name))
@@ -168,14 +168,14 @@ def _started(name: str, device: Device, section: Section) -> Engine:
 
 
 def _process_age_s() -> float:
-    """By the kernel's clock, so that the interpreter's own start counts."""
+    """Return the process's age by the kernel's clock, so that the interpreter's own start counts."""
     behind_the_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     began_s = int(behind_the_name[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
 
 
 def _idle(device: Device, section: Section, name: str, ours: Engine) -> None:
-    """A profiler that may not look at the device costs the row alone."""
+    """Measure the idle share; a profiler that may not access the device costs only the row."""
     table = section.table(f"decodes under a profiler, {name}", "requests", "steps", "ms a step", "device idle %")
     num_requests, num_steps = (2, 2) if device.tiny else (MAX_SEQS, PROFILED_STEPS)
     jobs = [Job(job.prompt_token_ids, 3 * num_steps) for job in _short(device, num_requests)]
@@ -188,7 +188,7 @@ def _idle(device: Device, section: Section, name: str, ours: Engine) -> None:
 
 
 def _mixed(device: Device, section: Section, name: str, ours: Engine) -> None:
-    """Larger steps than are recorded are launched piece by piece in either column."""
+    """Measure mixed steps; steps larger than any CUDA graph are launched kernel by kernel in both columns."""
     columns = ("decodes", "tokens of a prompt", "ms a step", "ms a step, without recordings")
     table = section.table(f"decodes beside a prompt, {name}", *columns)
     num_steps = 2 if device.tiny else MIXED_STEPS

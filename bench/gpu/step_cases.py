@@ -1,4 +1,4 @@
-"""What a step does beside the forward pass: changes of rows, inputs, the step's end, and sampling."""
+"""Kernels of a step outside the forward pass: changes of rows, inputs, the step's end, and sampling."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from pagemill_kernels.sampling import randomness, reference, triton_launch
 from pagemill_kernels.sampling.batch import Draws, Edits, Penalties, Reports, SamplingBatch, TokenMasks
 
 NUM_TOP = 5
-"""Log probabilities that are reported beside the chosen token's."""
+"""Log probabilities reported beside the chosen token's."""
 
 
 def rows(device: Device, num_requests: int, context_tokens: int) -> list[Case]:
-    """Of decodes at that length."""
+    """Return the cases of rows of decodes at that context length."""
     layout = RowLayout.of(num_requests, context_tokens + 1, 16)
     state = RowState(layout, 0, device.device)
     state.tables.copy_(torch.arange(layout.table_width))
@@ -45,7 +45,7 @@ def rows(device: Device, num_requests: int, context_tokens: int) -> list[Case]:
 
 
 def _changes(device: Device, layout: RowLayout, num_requests: int) -> Case:
-    """Each request gets a block, as in every sixteenth of its steps."""
+    """Return a case in which each request gets a block, as in every sixteenth of its steps."""
     staging, none = Staging(), np.zeros(0, dtype=np.int32)
     for row in range(num_requests):
         staging.put(layout.block(row, 0), [row + 1])
@@ -65,7 +65,7 @@ def _changes(device: Device, layout: RowLayout, num_requests: int) -> Case:
 
 
 def _inputs(device: Device, state: RowState, step: StepRows, context_tokens: int) -> Case:
-    """What is read of the rows and written for the forward pass is block tables for the most part."""
+    """Return the case of building inputs: mostly block tables are read and written."""
     num_requests, width = len(step.rows), state.layout.table_width
 
     def built(build: Callable[..., None]) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _inputs(device: Device, state: RowState, step: StepRows, context_tokens: int
 
 
 def _end(device: Device, state: RowState, step: StepRows) -> Case:
-    """Records are put back before each run, which is part of its time."""
+    """Return the case of a step's end; the records are reset before each run, which is part of its time."""
     before = state.records.clone()
     sampled = torch.arange(len(step.rows), device=device.device)
 
@@ -138,7 +138,7 @@ def _draw(name: str, logits: torch.Tensor, draws: Draws | None) -> Case:
 
 
 def _masks(name: str, logits: torch.Tensor) -> Case:
-    """Of every row; the copy that they change, as in a step, and the masks' way to the device are part of the time."""
+    """Return the case of masks for every row; the copy that they change and their upload are part of the time."""
     num_rows, vocab_size = logits.shape
     words = np.random.default_rng(0).integers(-(2**31), 2**31, (num_rows, -(-vocab_size // 32)), dtype=np.int32)
     masks = TokenMasks(np.arange(num_rows), words)
@@ -158,7 +158,7 @@ def _masks(name: str, logits: torch.Tensor) -> Case:
 
 
 def _penalties(shape: str, logits: torch.Tensor) -> list[Case]:
-    """Of every row; the copy that they change is part of the time."""
+    """Return the cases of penalties for every row; the copy that they change is part of the time."""
     num_rows, vocab_size = logits.shape
     numbers, ones = np.arange(num_rows), np.ones(num_rows, np.float32)
     tokens = torch.arange(vocab_size, device=logits.device)
@@ -181,7 +181,7 @@ def _penalties(shape: str, logits: torch.Tensor) -> list[Case]:
     sampled = tokens[numbers % vocab_size]
 
     def counted() -> torch.Tensor:
-        """Put back before each run, which is most of its time."""
+        """Reset the counts before each run, which is most of its time."""
         penalties.in_output.copy_(before)
         triton_launch.count(penalties, sampled)
         found: torch.Tensor = penalties.in_output.clone()

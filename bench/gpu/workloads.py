@@ -12,7 +12,7 @@ class Job(NamedTuple):
 
 
 def nano() -> list[Job]:
-    """256 requests, prompts and answers of 100 to 1,024 tokens: 142,827 in, 133,966 out."""
+    """Return 256 requests with prompts and answers of 100 to 1,024 tokens: 142,827 in, 133,966 out."""
     draw = random.Random(0)
     prompts = [[draw.randint(0, 10_000) for _ in range(draw.randint(100, 1024))] for _ in range(256)]
     return [Job(prompt, draw.randint(100, 1024)) for prompt in prompts]
@@ -25,8 +25,9 @@ def fixed(num_requests: int, num_prompt_tokens: int, num_output_tokens: int, voc
 
 
 def floor_bytes(jobs: list[Job], weight_bytes: int, kv_bytes_per_token: int) -> float:
-    """The least that decoding must read when all requests run side by side: the weights once a step, and every
-    request's keys and values once a token."""
+    """Return the least bytes that decoding must read if all requests run concurrently: the weights once per step, and
+    every request's keys and values once per token.
+    """
     num_steps = max(job.num_output_tokens for job in jobs)
     contexts = sum(len(job.prompt_token_ids) * job.num_output_tokens + job.num_output_tokens**2 / 2 for job in jobs)
     return num_steps * weight_bytes + contexts * kv_bytes_per_token

@@ -1,7 +1,7 @@
-"""Every peer that the comparison knows, by name, each with the precision of its weights.
+"""Every peer of the comparison by name, each with the precision of its weights.
 
-A peer is compared with ours of the same precision: `float` (16 or 32 bits, whatever the engine does best on this CPU),
-`int8` (Q8_0) and `4-bit` (Q4_1). All weights are one file's, see `weights`.
+A peer is compared with Pagemill at the same precision: `float` (16 or 32 bits, whichever the engine does best on this
+CPU), `int8` (Q8_0) and `4-bit` (Q4_1). All weights come from one file, see `weights`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ OURS = "pagemill"
 
 
 class Worker(NamedTuple):
-    """How an engine starts in a process of its own, asked by JSON lines."""
+    """How an engine starts as a worker process, which gets JSON lines."""
 
     argv: list[str]
     environment: Mapping[str, str] = {}
 
 
 class Server(NamedTuple):
-    """How it starts as an HTTP server."""
+    """How an engine starts as an HTTP server."""
 
     argv: list[str]
     environment: Mapping[str, str]
     url: str
     ready_url: str
     model: str
-    """The name to ask for."""
+    """The model name in requests."""
     must_say: str = ""
-    """What its output has to contain once it is ready; else it does not run what it is measured for."""
+    """Text that its output must contain once it is ready; otherwise it does not run what is to be measured."""
 
 
 class Peer(NamedTuple):
@@ -44,9 +44,9 @@ class Peer(NamedTuple):
     how: str
     """The engine and its settings, for the table's legend."""
     install: Callable[[Path], None]
-    """Into the given folder, with uv at the given path; raises `InstallFailed`."""
+    """Installs the peer with the uv at the given path; raises `InstallFailed`."""
     worker: Callable[[Path], Worker] | None
-    """From the path of the weights."""
+    """Returns the worker for the path of the weights."""
     server: Callable[[Path], Server] | None
 
 

@@ -1,7 +1,7 @@
-"""A worker that answers with and without a JSON schema: vLLM or Pagemill, whose offline interfaces have the same names.
+"""A worker that answers with and without a JSON schema: vLLM or Pagemill, whose offline APIs have the same names.
 
-Runs under the peer's own interpreter; `structured_peers` asks it. A line in has `batch`, `max_tokens`, `seed`, `prompt`
-and `schema` or null; a line out has the seconds and the number of tokens.
+It runs under the peer's own interpreter; `structured_peers` uses it. An input line has `batch`, `max_tokens`, `seed`,
+`prompt` and `schema` or null; an output line has the seconds and the number of tokens.
 """
 
 from __future__ import annotations

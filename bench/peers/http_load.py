@@ -1,7 +1,7 @@
-"""A closed loop of clients against an OpenAI-compatible completions endpoint, prompts as token ids, answers streamed.
+"""A closed loop of clients for an OpenAI-compatible completions endpoint: prompts as token ids, answers streamed.
 
-Every request opens a connection of its own, for all servers alike: one of them closes its sockets after a stream. The
-client shares the machine's cores with the server.
+Every request opens a connection of its own, for all servers alike, because one of them closes its sockets after a
+stream. The client shares the machine's cores with the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REQUEST_TIMEOUT_S = 600.0
 
 
 class Answer(NamedTuple):
-    """Times of one request, seconds."""
+    """Times of one request in seconds."""
 
     ttft_s: float
     e2e_s: float
@@ -33,11 +33,11 @@ class Answer(NamedTuple):
 
 
 class LoadError(Exception):
-    """A server that refused, broke off or answered in another length than asked for."""
+    """A server refused, broke off, or answered with another length than requested."""
 
 
 def send(url: str, model: str, jobs: Jobs, clients: int) -> tuple[float, list[Answer]]:
-    """All jobs in order, `clients` at a time. Returns the wall time in seconds and the answers."""
+    """Send all jobs in order, `clients` at a time; return the wall time in seconds and the answers."""
     return asyncio.run(_send(url, model, jobs, clients))
 
 
@@ -89,7 +89,7 @@ async def _one(session: aiohttp.ClientSession, url: str, model: str, prompt: lis
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """The JSON of one `data:` line; `None` for the others and for the end mark."""
+    """Return the JSON of a `data:` line; None for other lines and for the end mark."""
     if not line.startswith(b"data:"):
         return None
     data = line.removeprefix(b"data:").strip()

@@ -1,6 +1,6 @@
-"""Hugging Face transformers' `generate`: one static batch of everything, padded on the left, in our own environment.
+"""Hugging Face transformers' `generate`: one static batch of everything, padded on the left, in this environment.
 
-In bfloat16 where the CPU has arithmetic for it, else in float32: elsewhere bfloat16 is several times slower.
+It uses bfloat16 if the CPU has arithmetic for it, else float32: there bfloat16 is several times slower.
 """
 
 from __future__ import annotations

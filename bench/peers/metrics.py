@@ -1,4 +1,4 @@
-"""The figures of the comparison and the goals beside them: which value of which row, and what counts as ahead."""
+"""The figures of the comparison and their goals: which value of which row, and what counts as ahead."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Metric(NamedTuple):
     title: str
     more_is_better: bool
     percentile: int | None = None
-    """Of all runs' values together; `None`: the median of the runs."""
+    """Percentile over the values of all runs; None: the median of the runs."""
     goal: float | dict[Precision, float] | None = None
-    """How many times better than the best peer we want to be."""
+    """The wanted ratio to the best peer."""
     most: float | None = None
-    """A limit that our own figure has to keep."""
+    """A limit for Pagemill's own figure."""
     against: str = ""
-    """Only peers whose names begin so count for the ratio."""
+    """Only peers whose names begin with this count for the ratio."""
 
     def goal_of(self, precision: Precision) -> float | None:
         return self.goal.get(precision) if isinstance(self.goal, dict) else self.goal
@@ -53,7 +53,7 @@ METRICS = [
 
 
 def figure(results: Results, peer: str, metric: Metric) -> float | None:
-    """One number, or `None` where nothing was measured."""
+    """Return one number, or None if nothing was measured."""
     values = results.values(peer, metric.row, metric.key)
     if not values:
         return None
@@ -63,11 +63,11 @@ def figure(results: Results, peer: str, metric: Metric) -> float | None:
 
 
 def percentile(values: list[float], rank: int) -> float:
-    """Nearest rank."""
+    """Return the percentile by nearest rank."""
     ordered = sorted(values)
     return ordered[max(0, -(-rank * len(ordered) // 100) - 1)]
 
 
 def advantage(metric: Metric, ours: float, best: float) -> float:
-    """How many times better we are; below 1 we are behind."""
+    """Return how many times better Pagemill is; below 1 it is behind."""
     return ours / best if metric.more_is_better else best / ours

@@ -1,4 +1,6 @@
-"""OpenVINO GenAI's continuous batching, from GGUF files. It has no HTTP server in this package, so no online rows."""
+"""OpenVINO GenAI's continuous batching, from GGUF files. This package has no HTTP server, so there are no online
+rows.
+"""
 
 from __future__ import annotations
 

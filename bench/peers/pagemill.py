@@ -1,6 +1,6 @@
 """Pagemill itself: the offline `LLM` as worker, the engine's server for the online rows.
 
-Both refuse to be measured when torch's fallback runs where the native kernels were meant: the load says which it is.
+Both refuse to be measured if torch's fallback runs instead of the native kernels: the load report names which it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peers.install import FOLDER
 from peers.wire import Generate, Jobs, Tokens, serve
 
 NATIVE = ", native kernels"
-"""What the engine's report of its load holds when no torch fallback runs."""
+"""Text in the engine's load report if no torch fallback runs."""
 SETTINGS = {"max_model_len": 2048, "max_num_seqs": 64, "num_threads": THREADS}
 BENCH = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,7 @@ def _worker(weights: Path) -> Worker:
 
 
 def _server(weights: Path) -> Server:
-    # Here and not above: 21 MiB of the operator's libraries would count as the worker's.
+    # Imported here: at the top, 21 MiB of the operator's libraries would count as the worker's memory.
     from pagemill_operator.backends.local.ports import free_port
 
     port, control_port = free_port(), free_port()
@@ -69,7 +69,9 @@ def _server(weights: Path) -> Server:
 
 
 def must_say(weights: str) -> str:
-    """On a processor that multiplies bfloat16 floats are measured with it or not at all, by us or by oneDNN."""
+    """Return the text that the load report must contain. A CPU that multiplies bfloat16 must use it, natively or in
+    oneDNN.
+    """
     has_unit = not {"amx_bf16", "avx512_bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
     return f"{NATIVE}, " if has_unit and Path(weights).is_dir() else NATIVE
 

@@ -1,6 +1,6 @@
-"""The process of one peer: started with a clean log, asked by JSON lines or HTTP, paused, watched and ended.
+"""The process of one peer: started with a fresh log, asked by JSON lines or HTTP, paused, watched and ended.
 
-Knows no engine and no row. Every way in which a process can let us down becomes a `PeerFailed` with its cause.
+It knows neither engines nor rows. Every failure of a process becomes a `PeerFailed` with its cause.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PeerFailed(Exception):
 
 
 class PeerProcess:
-    """A process in a group of its own, so that pausing and ending it reaches what it started."""
+    """A process in a group of its own, so that pausing and ending it includes its children."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._log = log
@@ -75,7 +75,7 @@ class PeerProcess:
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """The next line of a worker."""
+        """Return the next line of a worker."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
@@ -86,7 +86,7 @@ class PeerProcess:
         return message
 
     def wait_http(self, url: str, timeout_s: float) -> None:
-        """Until a GET answers 200."""
+        """Wait until a GET returns 200."""
         while not _answers(url):
             if self._process.poll() is not None:
                 raise PeerFailed(self.why_ended())
@@ -95,7 +95,7 @@ class PeerProcess:
             time.sleep(0.02)
 
     def output(self) -> str:
-        """What a server has written to stdout so far. A worker's stdout is its conversation."""
+        """Return what a server has written to stdout so far. A worker's stdout is its protocol."""
         lines: list[str] = []
         while not self._lines.empty():
             lines.append(self._lines.get() or "")
@@ -108,15 +108,15 @@ class PeerProcess:
         return f"ended with {how}: {lines[-1][:160]}" if lines else f"ended with {how}"
 
     def pause(self) -> None:
-        """Stop everything in the group: a resident peer must not take the cores that another is measured on."""
+        """Stop the whole group: a resident peer must not use the cores on which another is measured."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """As a crash would; whatever it started goes too."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and so has all that it started
+        """Kill the whole group, as a crash would."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and so have its children
             os.killpg(self.pid, signal.SIGKILL)
         self.stop()
 

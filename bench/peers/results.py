@@ -1,6 +1,6 @@
-"""What was measured: one sample for each run of a row by a peer, and every reason why there is none.
+"""The measurements: one sample for each run of a row by a peer, and every reason why there is none.
 
-Results of several commands are merged, so that a long comparison can be measured in pieces.
+Results of several commands can be merged, so that a long comparison can be measured in parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Sample:
     row: str
     run: int
     values: dict[str, Any]
-    """Numbers by key; lists of milliseconds where percentiles are wanted."""
+    """Numbers by key; lists of milliseconds if percentiles are needed."""
 
 
 @dataclass
@@ -35,14 +35,14 @@ class Results:
     samples: list[Sample] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each peer said of itself."""
+    """Facts that each peer reported about itself."""
 
     def values(self, peer: str, row: str, key: str) -> list[Any]:
-        """Of every run that has the key."""
+        """Return the values of every run that has the key."""
         return [s.values[key] for s in self.samples if (s.peer, s.row) == (peer, row) and key in s.values]
 
     def cause(self, peer: str, row: str) -> str | None:
-        """Why the peer has no figure in this row; `None` when nothing went wrong or a later run went well."""
+        """Return why the peer has no figure in this row; None if nothing failed or a later run succeeded."""
         if any((sample.peer, sample.row) == (peer, row) for sample in self.samples):
             return None
         causes = [problem.cause for problem in self.problems if (problem.peer, problem.row) == (peer, row)]
@@ -65,13 +65,13 @@ def load(path: Path) -> Results:
 
 
 def merge(several: Iterable[Results]) -> Results:
-    """One comparison from the pieces of one machine; a run measured twice counts twice."""
+    """Merge the parts of a comparison on one machine; a run measured twice counts twice."""
     pieces = list(several)
     first = pieces[0]
     for piece in pieces[1:]:
         same = all(piece.machine[key] == first.machine[key] for key in ("cpu", "cores"))
         if not same or piece.quick != first.quick:
-            raise ValueError("results of different machines or sizes are no comparison; render them apart")
+            raise ValueError("results of different machines or sizes cannot be merged; render them separately")
     return Results(
         first.machine,
         first.quick,

@@ -1,6 +1,6 @@
-"""The rows of the comparison: which requests, and what is computed from their times.
+"""The rows of the comparison: which requests are sent, and what is computed from their times.
 
-Prompts are random ordinary token ids, other ones in every run (no cache of an earlier run answers them), of the same
+Prompts are random ordinary token ids, different in every run (so that no cache of an earlier run has them), of the same
 lengths in every run and for every peer. Output lengths are exact, end-of-sequence is ignored, decoding is greedy.
 """
 
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     title: str
     form: Form
     clients: int = 0
-    """Of an online row: requests in flight at any time."""
+    """Requests in flight at any time of an online row."""
 
 
 ROWS = {
@@ -46,11 +46,11 @@ ROWS = {
 
 
 class Size(NamedTuple):
-    """How much of the work is done; the quick one is for trying the harness, its figures are no result."""
+    """The amount of work; the quick size only tries the harness, and its figures are no result."""
 
     mixed_requests: int
     online_requests: dict[str, int]
-    """In one run, by row."""
+    """Requests of one run, by row."""
 
 
 FULL = Size(MIXED_REQUESTS, {"online-1": 100, "online-8": 100, "online-32": 100})
@@ -58,7 +58,7 @@ QUICK = Size(16, {"online-1": 4, "online-8": 16, "online-32": 32})
 
 
 def mixed(num_requests: int, run: int) -> Jobs:
-    """The lengths of every run are those of `workload.mixed_workload`; the tokens are the run's own."""
+    """Return jobs with the lengths of `workload.mixed_workload` in every run, and the run's own tokens."""
     draw = random.Random(f"mixed:{run}")
     return [
         (_tokens(draw, len(job.prompt_token_ids)), job.num_output_tokens)
@@ -67,7 +67,9 @@ def mixed(num_requests: int, run: int) -> Jobs:
 
 
 def single(run: int) -> tuple[Jobs, Jobs]:
-    """The request, and one of the same length that ends with its first token: their difference is pure decoding."""
+    """Return the request, and one of the same length that ends with its first token: the difference is pure
+    decoding.
+    """
     draw = random.Random(f"single:{run}")
     return [(_tokens(draw, SINGLE_PROMPT), SINGLE_OUTPUT)], [(_tokens(draw, SINGLE_PROMPT), 1)]
 
@@ -83,12 +85,14 @@ def prefix(run: int) -> Jobs:
 
 
 def warm_up() -> Jobs:
-    """Before anything is timed: every engine has compiled, packed and allocated what it needs."""
+    """Return requests to run before any timing, so that every engine has compiled, packed and allocated what it
+    needs.
+    """
     return [(job.prompt_token_ids, 8) for job in mixed_workload(8, prompt_tokens=(16, 256), seed=1)]
 
 
 def online(row: Row, num_requests: int, run: int) -> Jobs:
-    """Lengths of the mixed workload; longer lists begin with the shorter ones."""
+    """Return jobs with the lengths of the mixed workload; longer lists begin with the shorter ones."""
     draw = random.Random(f"{row.name}:{run}")
     return [
         (_tokens(draw, len(job.prompt_token_ids)), job.num_output_tokens)

@@ -1,4 +1,6 @@
-"""sentence-transformers, over our own torch and transformers: only what they lack is installed, beside."""
+"""sentence-transformers on this environment's torch and transformers: only its missing packages are installed,
+apart.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ PACKAGES = (
 
 
 def install_into(uv: Path) -> None:
-    """Into `LIBRARY`, unless it is there. Raises `InstallFailed`."""
+    """Install into `LIBRARY` unless it exists. Raise `InstallFailed`."""
     if (LIBRARY / "sentence_transformers").exists():
         return
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Measures rows: starts the peers that take part, lets them run in turns, keeps what they needed or why they failed.
+"""Measures rows: starts the peers, runs them alternately, and keeps their values or why they failed.
 
-While one is measured, all others that are loaded are stopped by a signal, so that nothing of theirs takes a core.
+While one peer is measured, all other loaded peers are stopped by a signal, so that they use no core.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ START_TIMEOUT_S = 400.0
 
 @dataclass
 class Resident:
-    """A peer that is loaded."""
+    """A loaded peer."""
 
     peer: Peer
     process: PeerProcess
     server: Server | None
-    """`None`: a worker."""
+    """None: a worker."""
     about: dict[str, Any]
     ready_s: float
     timeout_s: float
 
     def seconds(self, jobs: Jobs) -> float:
-        """All jobs at once: how long until the last is done. A worker's own clock, a client's for a server."""
+        """Run all jobs at once; return the seconds until the last is done, by the worker's clock or an HTTP
+        client's.
+        """
         if self.server is not None:
             return self.load(jobs, clients=len(jobs))[0]
         answer = self.process.ask({"jobs": jobs}, self.timeout_s)
@@ -60,7 +62,7 @@ class Resident:
 
 class Session:
     def __init__(self, size: Size, runs: Sequence[int], timeout_s: float, quick: bool) -> None:
-        """`runs`: numbers of the runs, which choose their prompts. `timeout_s`: for one run of one row."""
+        """`runs` are the numbers of the runs, which select their prompts; `timeout_s` limits one run of one row."""
         self._size = size
         self._runs = runs
         self._timeout_s = timeout_s

@@ -1,4 +1,4 @@
-"""Results as markdown: for each precision a table of peers, our ratio to the best of them, and the goal beside it."""
+"""Results as Markdown: for each precision a table of peers, Pagemill's ratio to the best of them, and the goal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def markdown(results: Results, peers: Sequence[Peer]) -> str:
 
 
 def ratios(results: Results, peers: Sequence[Peer]) -> dict[str, dict[str, float]]:
-    """By precision and title of the figure, for scripts."""
+    """Return the ratios by precision and title of the figure, for scripts."""
     found: dict[str, dict[str, float]] = {}
     for precision in PRECISIONS:
         same = [peer for peer in peers if peer.precision == precision]
@@ -58,7 +58,7 @@ def _cell(results: Results, metric: Metric, peer: Peer) -> str:
 
 
 def _ratio(results: Results, metric: Metric, peers: Sequence[Peer]) -> float | None:
-    """Ours against the best peer of the metric; `None` where either is missing."""
+    """Return Pagemill's ratio to the best peer of the metric; None if either is missing."""
     ours = [figure(results, peer.name, metric) for peer in peers if _is_ours(peer)]
     others = [
         figure(results, peer.name, metric)
@@ -73,7 +73,7 @@ def _ratio(results: Results, metric: Metric, peers: Sequence[Peer]) -> float | N
 
 
 def _goal(results: Results, metric: Metric, precision: Precision, peers: Sequence[Peer]) -> str:
-    """The goal, and whether it is met where that is known."""
+    """Return the goal and, if known, whether it is met."""
     goal = metric.goal_of(precision)
     if metric.most is not None:
         ours = next((figure(results, peer.name, metric) for peer in peers if _is_ours(peer)), None)

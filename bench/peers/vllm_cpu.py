@@ -1,8 +1,8 @@
 """vLLM for CPU: its offline `LLM` as worker, its OpenAI server for the online rows.
 
-Both threads are bound by hand: its own choice keeps one core free, which halves it on two. libiomp5 comes with it and
-is preloaded as it advises, so is tcmalloc where the machine has it. Its torch is the registry's: the CPU build that
-it names is not on the package index, and its C++ interface is the same.
+Both threads are bound explicitly: its own choice leaves one core free, which halves its speed on two. libiomp5 is
+preloaded as its documentation advises, and tcmalloc if the machine has it. Its torch is PyPI's: the CPU build that it
+requires is not on PyPI, and its C++ interface is the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _worker(weights: Path) -> Worker:
 
 
 def _server(weights: Path) -> Server:
-    from pagemill_operator.backends.local.ports import free_port  # the worker has no pagemill
+    from pagemill_operator.backends.local.ports import free_port  # imported here: the worker has no pagemill
 
     port = free_port()
     argv = [interpreter(ENVIRONMENT), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights)]

@@ -1,7 +1,7 @@
-"""The same information in every format: the embedded model's Q4_1 file, and what it holds written as others need it.
+"""The same weights in every format: the embedded model's Q4_1 file, and its values in the formats of other engines.
 
-The folder and the larger GGUF files are the dequantized values, rounded to bfloat16 once, so that no engine has better
-weights than another. They are written below `.pagemill/peers/weights` when first asked for.
+The folder and the larger GGUF files have the dequantized values, rounded to bfloat16 once, so that no engine has better
+weights than another. They are written below `.pagemill/peers/weights` on first use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def path_of(kind: str) -> Path:
-    """`folder`, `q4_1`, `q8_0`, `bf16` or `f16`; written if it is not there."""
+    """Return the path of `folder`, `q4_1`, `q8_0`, `bf16` or `f16`; write it if it does not exist."""
     if kind == "q4_1":
         return resolve_source(MODEL)
     target = FOLDER / "weights" / (NAME if kind == "folder" else f"{NAME}.{kind.upper()}.gguf")
@@ -40,7 +40,7 @@ def path_of(kind: str) -> Path:
 
 
 def write_folder(source: Path, folder: Path) -> None:
-    """A Hugging Face folder in bfloat16, from our own readers."""
+    """Write a Hugging Face folder in bfloat16, read by Pagemill's own readers."""
     import torch
     from safetensors.torch import save_file
 
@@ -79,7 +79,7 @@ def _write_tokenizer(source: Path, folder: Path, config: dict[str, Any]) -> None
 
 
 def write_gguf(source: Path, target: Path, kind: str) -> None:
-    """The same file with its matrices in another storage type; norms stay float32."""
+    """Write the same file with its matrices in another storage type; norms stay float32."""
     import gguf
     from gguf.quants import dequantize, quantize
 

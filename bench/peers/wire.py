@@ -1,6 +1,6 @@
-"""The worker's half of the conversation: one JSON line in, one out. Runs under every peer's own interpreter.
+"""The worker's side of the protocol: one JSON line in, one out. It runs under every peer's own interpreter.
 
-Only the standard library is imported here. Stdout belongs to the conversation: whatever an engine prints goes to
+Only the standard library is imported here. Stdout is reserved for the protocol: whatever an engine prints goes to
 stderr, which the session keeps in a log.
 """
 
@@ -20,7 +20,7 @@ Generate = Callable[[Jobs], Tokens]
 
 
 def serve(load: Callable[[], tuple[Generate, dict[str, Any]]]) -> None:
-    """`load` returns the function that generates, and facts about the engine. Ends when stdin does."""
+    """Serve until stdin ends. `load` returns the function that generates, and facts about the engine."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""The arithmetic: percentiles of both sides, the spread of repeats, and how far the simulated is from the measured."""
+"""The arithmetic: percentiles of both sides, the spread of repeats, and the simulation's error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLUMNS = ["load", "figure", "measured", "repeats", "spread %", "simulated", "er
 
 
 class Latencies(NamedTuple):
-    """Of all requests of one run, milliseconds."""
+    """Times of all requests of one run in milliseconds."""
 
     ttfts_ms: list[float]
     tpots_ms: list[float]
@@ -33,7 +33,7 @@ class Band(NamedTuple):
     measured: list[Latencies]
     simulated: Latencies
     step_time_after: StepTimeParams = StepTimeParams()
-    """As the engine says it when the last repeat is over: how far the machine has drifted since the calibration."""
+    """The engine's step times after the last repeat: how far the machine has drifted since the calibration."""
 
 
 class Comparison(NamedTuple):
@@ -48,17 +48,17 @@ class Comparison(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """From the lowest repeat to the highest, of their mean."""
+        """Difference between the highest and the lowest repeat, as a share of their mean."""
         return (max(self.repeats) - min(self.repeats)) / self.measured
 
     @property
     def error(self) -> float:
-        """Above 0: the simulated is longer."""
+        """Relative error; above 0 the simulated value is larger."""
         return self.simulated / self.measured - 1.0
 
 
 def quantile(values: Iterable[float], percent: int) -> float:
-    """Nearest rank."""
+    """Return the quantile by nearest rank."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
@@ -76,7 +76,7 @@ def rows(bands: Sequence[Band]) -> list[list[str]]:
 
 
 def plan_rows(rate: float, found: Sequence[Comparison]) -> list[list[str]]:
-    """Of one length at one load."""
+    """Return the rows of one length at one load."""
     return [[f"plan: {rate:.2f}/s", *_cells(each)] for each in found]
 
 

@@ -1,7 +1,7 @@
-"""The load: streamed completions at given times over kept connections, in a process of its own, asked by JSON lines.
+"""The load: streamed completions at given times over kept connections, in a process of its own that gets JSON lines.
 
-Nothing waits for answers but the end. Times of an answer count from the moment its request is handed to the HTTP
-client; how late that was is reported too. What is asked, and of whom, is `site`'s.
+Requests do not wait for answers. An answer's times count from the moment its request is handed to the HTTP client; how
+late that was is reported too. `site` chooses the requests and the server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANSWER_TIMEOUT_S = 300.0
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     at_s: float
-    """After the first."""
+    """Seconds after the first request."""
     prompt: list[int]
     num_tokens: int
 
@@ -37,17 +37,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: str
     key: str
     requests: str
-    """File of JSON: a list of requests by time."""
+    """JSON file: a list of requests by time."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms: float
-    """Behind its time."""
+    """How late the request was sent."""
     ttft_ms: float
     tpot_ms: float | None
-    """None: it has one token."""
+    """None: the answer has one token."""
     end_s: float
-    """Since the job's beginning."""
+    """Seconds since the job's beginning."""
 
 
 def latencies(answers: Sequence[Answer]) -> Latencies:
@@ -108,7 +108,7 @@ async def _one(session: aiohttp.ClientSession, job: Job, request: Request, body:
 
 
 async def _serve() -> None:
-    """One line of JSON in, one out, until stdin ends."""
+    """Read one line of JSON and write one until stdin ends."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ANSWER_TIMEOUT_S)
     decoder = msgspec.json.Decoder(Job)

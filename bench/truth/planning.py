@@ -1,7 +1,7 @@
-"""`pagemill plan` beside the real engine: the same requests per second of one length, predicted, simulated and served.
+"""`pagemill plan` compared with the real engine: the same requests per second of one length, predicted and served.
 
-The plan measures an engine of its own, as it does for a user; nothing that the replayed engine has learned is passed on
-to it. What a replica holds is the plan's `requestsPerSecond` beside what is served of more than that.
+The plan measures an engine of its own, as for a user; it gets nothing that the replayed engine has learned. The plan's
+`requestsPerSecond` of a replica is compared with what is served at a higher rate.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from truth.site import MAX_MODEL_LEN, THREADS
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 160, 48
 OVERLOAD = 1.4
-"""Times what is held, by the plan: the engine is never short of work."""
+"""Multiple of the planned rate at which the engine always has work."""
 OVERLOAD_S = 40.0
 FULL_AFTER_S = 15.0
-"""From then on as many requests as it has seats run, or nearly."""
+"""Seconds after which nearly as many requests run as the engine has sequence slots."""
 MEASURE_S = 20
 TIMEOUT_S = 180.0
 DEPLOYMENT = f"""\
@@ -43,7 +43,7 @@ spec:
 """
 
 Replay = Callable[[str, list[SimRequest]], list[Answer]]
-"""Its prompts are those of no other name."""
+"""Plays requests; its prompts differ from those of any other name."""
 
 
 class Planned(NamedTuple):
@@ -53,7 +53,7 @@ class Planned(NamedTuple):
 
 
 def compare_plan(folder: Path, replay: Replay, share: float, seconds: float, seed: int) -> Planned:
-    """`share`: of the load that the plan says is held."""
+    """Compare the plan with the engine at `share` of the load that the plan allows."""
     (folder / "plan.yaml").write_text(DEPLOYMENT)
     first = _plan(folder, 1.0, 50)
     (folder / "fit.json").write_text(json.dumps(first))

@@ -1,7 +1,7 @@
-"""The real thing: one engine of the embedded model, a gateway before it, and the load generator, each a process.
+"""The real system: one engine of the embedded model, a gateway in front of it, and the load generator, each a process.
 
 The engine computes with one thread on one core; its HTTP process, the gateway and the generator have the others. What
-the simulator must know of the engine comes from its state frames, as a gateway would read them.
+the simulator must know of the engine comes from its state frames, as a gateway reads them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from truth.generator import Answer, Request
 
 START_TIMEOUT_S = 180.0
 MARGIN_S = 240.0
-"""For answers that are open when the last request was sent."""
+"""Seconds for answers that are open when the last request was sent."""
 MAX_MODEL_LEN = 2048
 THREADS = 1
 POLL_S = 0.2
 WARM_UP = [Request(at_s=0.01 * n, prompt=list(range(100 + n, 140 + n)), num_tokens=8) for n in range(16)]
-"""Connections are opened, code is run once."""
+"""Opens connections and runs the code once."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class RealSite:
     folder: Path
 
     def replay(self, requests: Sequence[Request]) -> list[Answer]:
-        """Every request at its time, to the last token. Raises `PeerFailed`."""
+        """Play every request at its time, to the last token. Raise `PeerFailed`."""
         path = self.folder / "requests.json"
         path.write_bytes(msgspec.json.encode(requests))
         job = {"url": self.gateway_url, "model": MODEL, "key": KEY, "requests": str(path)}
@@ -59,7 +59,7 @@ class RealSite:
         return msgspec.convert(reported["answers"], list[Answer])
 
     def state(self) -> StateFrame:
-        """The engine's latest: its room and its step times."""
+        """Return the engine's latest state frame: its capacity and its step times."""
         decoder = StateDecoder()
         headers = {"Authorization": f"Bearer {read_made_token(self.control_url)}"}
         request = urllib.request.Request(f"{self.control_url}/internal/state", headers=headers)
@@ -71,7 +71,7 @@ class RealSite:
 
 
 def engine_of(state: StateFrame) -> EngineConfig:
-    """As the simulator needs it: the same room, and steps that take what the engine has learned."""
+    """Return the simulator's engine settings: the same capacity, and the step times that the engine has learned."""
     return EngineConfig(
         model="measured",
         num_kv_blocks=state.load.num_blocks_total,
@@ -80,13 +80,13 @@ def engine_of(state: StateFrame) -> EngineConfig:
         max_num_seqs=state.max_num_seqs,
         max_num_batched_tokens=state.max_num_batched_tokens,
         step_time=state.step_time,
-        overlap=False,  # as the CPU engine runs unless it is set otherwise
+        overlap=False,  # the CPU engine's default
     )
 
 
 @contextmanager
 def real_site(folder: Path) -> Iterator[RealSite]:
-    """Warm: some requests have gone all the way."""
+    """Start everything; yield the site once some requests have been answered."""
     with _engine(folder) as (engine, port, control_port), _generator(folder) as generator:
         start = start_pagemill(Site([port], folder, max_streams=256, controls=[control_port]))
         gateway = PeerProcess(start.argv, start.environment, folder / "gateway.log")

@@ -1,4 +1,4 @@
-"""The alerts: what is wrong, how urgent, and the page in docs/runbooks that says what to do."""
+"""The alerts: the fault, its severity, and the page in docs/runbooks that describes what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Alert(NamedTuple):
     expr: str
     wait: str
     severity: str
-    """critical: a person is called. warning: a person looks during the day."""
+    """critical: page the person on call. warning: look at it during the day."""
     summary: str
     description: str
 
@@ -35,7 +35,10 @@ class Alert(NamedTuple):
 
 
 def _burns(*pairs: tuple[float, str, str]) -> str:
-    """Both windows of a pair burn so fast: the long one shows that it matters, the short one that it goes on."""
+    """Return a condition under which both windows of a pair burn that fast: the long one shows that the burn matters,
+    the
+    short one that it continues.
+    """
     return " or ".join(f"({burn(long)} > {factor} and {burn(short)} > {factor})" for factor, long, short in pairs)
 
 
@@ -46,7 +49,7 @@ ALERTS = [
         "2m",
         "critical",
         "{{ $labels.model }} misses its {{ $labels.slo }} objective for many requests",
-        "The error budget of 30 days is used up {{ $value | humanize }} times as fast as allowed.",
+        "Requests use up the error budget of 30 days {{ $value | humanize }} times as fast as allowed.",
     ),
     Alert(
         "PagemillErrorBudgetBurnsSlowly",
@@ -54,7 +57,7 @@ ALERTS = [
         "15m",
         "warning",
         "{{ $labels.model }} will miss its {{ $labels.slo }} objective this month",
-        "The error budget of 30 days is used up {{ $value | humanize }} times as fast as allowed.",
+        "Requests use up the error budget of 30 days {{ $value | humanize }} times as fast as allowed.",
     ),
     Alert(
         "PagemillSaturationSoon",
@@ -62,7 +65,7 @@ ALERTS = [
         "5m",
         "warning",
         "{{ $labels.model }} will have no free KV cache in {{ $value | humanize }} minutes",
-        "At the trend of the last 30 minutes, even the most replicas that the autoscaler may reach do not suffice.",
+        "If the trend of the last 30 minutes continues, even the autoscaler's maximum of replicas does not suffice.",
     ),
     Alert(
         "PagemillNoHeadroom",
@@ -70,31 +73,31 @@ ALERTS = [
         "10m",
         "critical",
         "{{ $labels.model }} has {{ $value | humanizePercentage }} of its capacity free",
-        "New requests wait for KV cache or for a place in the batch.",
+        "New requests wait for KV cache or for a sequence slot.",
     ),
     Alert(
         "PagemillRolloutStuck",
         "pagemill_deployment_updated_replicas < pagemill_deployment_desired_replicas",
         "20m",
         "warning",
-        "{{ $labels.variant }} has {{ $value }} ready replicas of its present spec, fewer than it wants",
-        "A rollout or a scale-up has not become ready for 20 minutes. Conditions of the LLMDeployment name the cause.",
+        "{{ $labels.variant }} has {{ $value }} ready replicas of its current spec, fewer than desired",
+        "A rollout or scale-up has not become ready for 20 minutes. The LLMDeployment's conditions name the cause.",
     ),
     Alert(
         "PagemillEngineStateStale",
         'sum by (model) (pagemill_gateway_endpoints{phase="stale"}) > 0',
         "5m",
         "warning",
-        "Gateways have no fresh state of {{ $value }} engines of {{ $labels.model }}",
-        "Requests are routed to these engines by the gateway's own counts alone.",
+        "Gateways have no recent state of {{ $value }} engines of {{ $labels.model }}",
+        "Gateways route requests to these engines by their own counts alone.",
     ),
     Alert(
         "PagemillPoisonRequests",
         'sum by (model) (increase(pagemill_gateway_poison_probes_total{outcome="blamed"}[30m])) > 0',
         "0m",
         "warning",
-        "Requests for {{ $labels.model }} end the engines that serve them",
-        "A request was found to end engines and is refused from now on. It may be sent on purpose.",
+        "Requests for {{ $labels.model }} crash the engines that serve them",
+        "A request was found to crash engines and is refused from now on. A client may send it on purpose.",
     ),
     Alert(
         "PagemillGatewayDown",
@@ -102,14 +105,14 @@ ALERTS = [
         "2m",
         "critical",
         "No gateway is ready",
-        "No request is answered, or Prometheus does not reach the gateways.",
+        "No request is answered, or Prometheus cannot reach the gateways.",
     ),
     Alert(
         "PagemillOperatorDown",
         'absent(leader_election_master_status{name="llmdeployment"} == 1)',
         "5m",
         "critical",
-        "No operator leads",
+        "No operator is the leader",
         "Requests are answered, but nothing is scaled, replaced or rolled out.",
     ),
 ]

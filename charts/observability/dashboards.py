@@ -1,4 +1,4 @@
-"""The five dashboards: Fleet capacity, Model, Autoscaling, Gateway and Operator. A list of panels each.
+"""The five dashboards: Fleet capacity, Model, Autoscaling, Gateway and Operator. Each is a list of panels.
 
 `panels` makes Grafana's JSON of them; recorded series come from `rules`.
 """
@@ -10,13 +10,13 @@ from observability.panels import Page, Panel, engine, of_model, per_second, proc
 
 MODEL = "{{model}}"
 CURRENCY = "none"
-"""Prices have the currency that `spec.cost.gpuHour` is written in."""
+"""Grafana's unit of prices: they have the currency of `spec.cost.gpuHour`."""
 ENGINES = "label_values(pagemill_engine_ready, model_name)"
 GATEWAYS = "label_values(pagemill_gateway_endpoints, model)"
 
 
 def fleet() -> Page:
-    about = "How much of the fleet is free, for how long it suffices, and what it costs."
+    about = "Free capacity of the fleet, how long it suffices, and its cost."
     rows = {"Now": _now(), "Capacity": _capacity(), "Work and cost": _work()}
     return Page("pagemill-fleet", "Pagemill / Fleet capacity", about, "pagemill_engine_ready", ENGINES, rows)
 
@@ -25,14 +25,14 @@ def _now() -> list[Panel]:
     return [
         Panel(
             "Headroom",
-            "What is free of the scarcer of KV cache and sequences that may run, over the ready engines.",
+            "Free share of the scarcer of KV cache and sequence slots, over the ready engines.",
             "percentunit",
             [(recorded(rules.HEADROOM), MODEL)],
             is_stat=True,
         ),
         Panel(
             "Minutes until saturation",
-            "Until 90 % of the KV cache of all replicas that there may be is used, at the last hour's trend. Empty: "
+            "Minutes until 90 % of the KV cache of the maximum of replicas is used, at the last hour's trend. Empty: "
             "the use does not grow.",
             "m",
             [(recorded(rules.SATURATION), MODEL)],
@@ -40,7 +40,7 @@ def _now() -> list[Panel]:
         ),
         Panel(
             "Cost per hour",
-            "Price of the GPUs that are held, of deployments with spec.cost.gpuHour.",
+            "Price of all GPUs of deployments with spec.cost.gpuHour.",
             CURRENCY,
             [(recorded(rules.COST), MODEL)],
             is_stat=True,
@@ -50,33 +50,39 @@ def _now() -> list[Panel]:
 
 def _capacity() -> list[Panel]:
     return [
-        Panel("Headroom over time", "As above.", "percentunit", [(recorded(rules.HEADROOM), MODEL)], max=1),
+        Panel(
+            "Headroom over time",
+            "Free share of the capacity.",
+            "percentunit",
+            [(recorded(rules.HEADROOM), MODEL)],
+            max=1,
+        ),
         Panel(
             "Use by resource",
-            "KV cache that running requests hold, and sequences that run, over those there are.",
+            "KV cache that running requests hold, and sequences that run, as shares of the capacity.",
             "percentunit",
             [(recorded(rules.USAGE), "{{model}} {{resource}}")],
             max=1,
         ),
         Panel(
             "Minutes until saturation over time",
-            "As above, at most a day.",
+            "At the trend of the last hour; at most a day.",
             "m",
             [(recorded(rules.SATURATION), MODEL)],
         ),
         Panel(
             "Replicas needed",
-            "Replicas that hold the KV cache at 80 %, now and in 5 and 30 minutes, beside those there may be.",
+            "Replicas at which the KV cache is 80 % full, now and in 5 and 30 minutes, beside the maximum.",
             "none",
             [(recorded(rules.NEEDED), "{{model}} in {{horizon}}"), (recorded(rules.CEILING), "{{model}} most")],
         ),
         Panel(
             "KV cache in use",
-            "In caches of whole replicas, beside the engines that are ready.",
+            "In units of one replica's cache, beside the engines that are ready.",
             "none",
             [(recorded(rules.KV_USED), "{{model}} used"), (recorded(rules.READY), "{{model}} ready")],
         ),
-        Panel("GPUs held", "Of all pods that exist, ready or not.", "none", [
+        Panel("GPUs held", "GPUs of all pods that exist, ready or not.", "none", [
             (total(of_model("pagemill_deployment_gpus"), "model"), MODEL)
         ]),
     ]  # fmt: skip
@@ -94,8 +100,8 @@ def _work() -> list[Panel]:
         ),
         Panel(
             "Waste",
-            "Share of the generated tokens that no client of a gateway got: lost with engines, aborted, or of clients "
-            "that ask engines directly.",
+            "Share of the generated tokens that no client of a gateway got: lost with engines, aborted, or sent to "
+            "clients that call engines directly.",
             "percentunit",
             [(recorded(rules.WASTE), MODEL)],
             max=1,
@@ -106,12 +112,12 @@ def _work() -> list[Panel]:
             CURRENCY,
             [(recorded(rules.TOKEN_COST), MODEL)],
         ),
-        Panel("Cost of headroom", "Price of what is free, by the hour.", CURRENCY, [
+        Panel("Cost of headroom", "Price of the free capacity per hour.", CURRENCY, [
             (recorded(rules.IDLE_COST), MODEL)
         ]),
         Panel(
             "Error budget burn",
-            "How many times faster than allowed the budget of 30 days is used up, over the last hour.",
+            "Rate at which the budget of 30 days is used up, as a multiple of the allowed rate, over the last hour.",
             "none",
             [(recorded(rules.burn("1h")), "{{model}} {{slo}}")],
         ),
@@ -123,7 +129,7 @@ def model() -> Page:
     latency = [
         Panel(
             "Time to first token",
-            "At engines: from arrival to the first token.",
+            "At engines, from arrival to the first token.",
             "s",
             quantiles(engine("vllm:time_to_first_token_seconds_bucket"), "model_name"),
         ),
@@ -141,7 +147,7 @@ def model() -> Page:
         ),
     ]
     work = [
-        Panel("Requests", "That run and that wait, at engines.", "none", [
+        Panel("Requests", "Requests that run and that wait at engines.", "none", [
             (total(engine("vllm:num_requests_running"), "model_name"), f"{name} running"),
             (total(engine("vllm:num_requests_waiting"), "model_name"), f"{name} waiting"),
         ]),
@@ -153,7 +159,7 @@ def model() -> Page:
               quantiles(engine("vllm:iteration_tokens_total_bucket"), "model_name")),
         Panel("Step time", "Duration of one engine step.", "s",
               quantiles(engine("pagemill_engine_step_seconds_bucket"), "model_name")),
-        Panel("Ended requests", "By what ended them.", "reqps", [
+        Panel("Ended requests", "By finish reason.", "reqps", [
             (per_second(engine("vllm:request_success_total"), "model_name", "finished_reason"),
              f"{name} {{{{finished_reason}}}}"),
         ]),
@@ -170,7 +176,7 @@ def model() -> Page:
         Panel("Prefix cache hits", "Share of the prompt tokens that were found in the prefix cache.", "percentunit", [
             (f"{found} / ({looked_up} > 0)", name)
         ], max=1),
-        Panel("Predicted prefix hits", "Answers by whether the gateway's prediction was exact, over or under.", "ops", [
+        Panel("Predicted prefix hits", "Answers by the gateway's prediction: exact, over or under.", "ops", [
             (per_second(of_model("pagemill_gateway_cached_token_predictions_total"), "model", "outcome"),
              "{{model}} {{outcome}}"),
         ]),
@@ -183,40 +189,40 @@ def model() -> Page:
 def autoscaling() -> Page:
     forecast, needed = (recorded(rules.NEEDED, f'horizon="{minutes}m"') for minutes in (30, 0))
     replicas = [
-        Panel("Replicas", "Wanted, ready, and the most there may be.", "none", [
-            (total(of_model("pagemill_deployment_desired_replicas"), "variant"), "{{variant}} wanted"),
+        Panel("Replicas", "Desired, ready, and the maximum.", "none", [
+            (total(of_model("pagemill_deployment_desired_replicas"), "variant"), "{{variant}} desired"),
             (total(of_model("pagemill_deployment_ready_replicas"), "variant"), "{{variant}} ready"),
-            (total(of_model("pagemill_deployment_max_replicas"), "variant"), "{{variant}} most"),
+            (total(of_model("pagemill_deployment_max_replicas"), "variant"), "{{variant}} maximum"),
         ]),
-        Panel("Present spec", "Ready replicas that run the present spec, beside those wanted.", "none", [
+        Panel("Current spec", "Ready replicas that run the current spec, beside those desired.", "none", [
             (total(of_model("pagemill_deployment_updated_replicas"), "variant"), "{{variant}} updated"),
-            (total(of_model("pagemill_deployment_desired_replicas"), "variant"), "{{variant}} wanted"),
+            (total(of_model("pagemill_deployment_desired_replicas"), "variant"), "{{variant}} desired"),
         ]),
-        Panel("Decided or advised", "Replicas that the autoscaler has decided for, or advises.", "none", [
+        Panel("Decided or recommended", "Replicas that the autoscaler has decided on, or recommends.", "none", [
             (total(process("pagemill_autoscaler_replicas"), "variant"), "{{variant}}")
         ]),
-        Panel("Forecast", "Replicas needed by the trend of 30 minutes.", "none", [
+        Panel("Forecast", "Replicas needed at the trend of the last 30 minutes.", "none", [
             (recorded(rules.NEEDED), "{{model}} in {{horizon}}")
         ]),
-        Panel("Forecast error", "Replicas forecast 30 minutes ago for now, less those needed now.", "none", [
+        Panel("Forecast error", "Replicas forecast 30 minutes ago for now, minus those needed now.", "none", [
             (f"{forecast} offset 30m - ignoring (horizon) {needed}", MODEL),
         ]),
-        Panel("Waiting requests", "In gateways, until an engine has capacity.", "none", [
+        Panel("Waiting requests", "Requests that wait in gateways until an engine has capacity.", "none", [
             (total(of_model("pagemill_gateway_queue_requests"), "model"), MODEL)
         ]),
     ]  # fmt: skip
     starts = [
-        Panel("Cold starts by phase, median", "Of engine pods: from creation to ready.", "s", [
+        Panel("Cold starts by phase, median", "Starts of engine pods, from creation to readiness.", "s", [
             (f"histogram_quantile(0.5, {_phase_rates()})", "{{phase}}")
         ]),
-        Panel("Cold starts by phase, 95th percentile", "Of engine pods: from creation to ready.", "s", [
+        Panel("Cold starts by phase, 95th percentile", "Starts of engine pods, from creation to readiness.", "s", [
             (f"histogram_quantile(0.95, {_phase_rates()})", "{{phase}}")
         ]),
-        Panel("Engines by phase", "As gateways know them.", "none", [
+        Panel("Engines by phase", "Engines as gateways see them.", "none", [
             (f'max by (model, phase) ({of_model("pagemill_gateway_endpoints")})', "{{model}} {{phase}}")
         ]),
     ]  # fmt: skip
-    about = "Replicas wanted, ready and needed, and how long starts take."
+    about = "Replicas desired, ready and needed, and how long starts take."
     rows = {"Replicas": replicas, "Starts": starts}
     return Page("pagemill-autoscaling", "Pagemill / Autoscaling", about, "pagemill_gateway_endpoints", GATEWAYS, rows)
 
@@ -227,21 +233,21 @@ def _phase_rates() -> str:
 
 def gateway() -> Page:
     requests = [
-        Panel("Requests", "Answered, by status; 499: the client left.", "reqps", [
+        Panel("Requests", "Answered requests by status; 499: the client disconnected.", "reqps", [
             (per_second(of_model("pagemill_gateway_requests_total"), "model", "status"), "{{model}} {{status}}")
         ]),
         Panel("Time to first token", "From the request's headers to its first content.", "s",
               quantiles(of_model("pagemill_gateway_time_to_first_token_seconds_bucket"), "model")),
         Panel("Request time", "From the request's headers to its last byte.", "s",
               quantiles(of_model("pagemill_gateway_request_seconds_bucket"), "model")),
-        Panel("In flight", "Requests being served, those that wait too.", "none", [
+        Panel("In flight", "Requests being served, including those that wait.", "none", [
             (total(of_model("pagemill_gateway_in_flight_requests"), "model"), MODEL)
         ]),
-        Panel("Refused", "At the door by error code, and by limits of keys.", "reqps", [
+        Panel("Refused", "Requests refused on arrival by error code, and by the limits of keys.", "reqps", [
             (per_second(process("pagemill_gateway_requests_rejected_total"), "code"), "{{code}}"),
             (per_second(process("pagemill_gateway_limited_total"), "reason"), "limit: {{reason}}"),
         ]),
-        Panel("Tokens by tenant", "Charged, prompt and completion.", "ops", [
+        Panel("Tokens by tenant", "Charged prompt and completion tokens.", "ops", [
             (per_second(process("pagemill_gateway_tenant_tokens_total"), "tenant", "kind"), "{{tenant}} {{kind}}")
         ]),
     ]  # fmt: skip
@@ -249,50 +255,50 @@ def gateway() -> Page:
         Panel("Waiting", "Requests that wait for capacity.", "none", [
             (total(of_model("pagemill_gateway_queue_requests"), "model"), MODEL)
         ]),
-        Panel("Time in the queue", "Of requests that waited and were served.", "s",
+        Panel("Time in the queue", "Waiting time of requests that waited and were served.", "s",
               quantiles(of_model("pagemill_gateway_queue_seconds_bucket"), "model")),
         Panel("End of waiting", "By outcome: served, shed, full, timeout, deadline, failed or left.", "reqps", [
             (per_second(of_model("pagemill_gateway_queue_ended_total"), "model", "outcome"), "{{model}} {{outcome}}")
         ]),
     ]  # fmt: skip
     routing = [
-        Panel("Error of predicted first tokens", "As share of the measured time. Streams only.", "percentunit",
+        Panel("Error of predicted first tokens", "Error as a share of the measured time. Streams only.", "percentunit",
               quantiles(of_model("pagemill_gateway_ttft_prediction_error_ratio_bucket"), "model")),
         Panel("Routing", "Time to choose an endpoint.", "s",
               quantiles(of_model("pagemill_gateway_routing_seconds_bucket"), "model")),
-        Panel("Decisions", "By policy and by what was known of the chosen endpoint.", "ops", [
+        Panel("Decisions", "Routing decisions by policy and by what was known of the chosen endpoint.", "ops", [
             (per_second(of_model("pagemill_gateway_routing_decisions_total"), "policy", "basis"),
              "{{policy}} {{basis}}"),
         ]),
     ]  # fmt: skip
     failures = [
-        Panel("Attempts at engines", "By outcome.", "reqps", [
+        Panel("Attempts at engines", "Attempts by outcome.", "reqps", [
             (per_second(of_model("pagemill_gateway_upstream_attempts_total"), "model", "outcome"),
              "{{model}} {{outcome}}"),
         ]),
-        Panel("Retries, migrations and broken streams", "Requests begun anew, answers that another engine continued, "
+        Panel("Retries, migrations and broken streams", "Restarted requests, answers that another engine continued, "
               "and streams that ended with an error.", "ops", [
             (per_second(of_model("pagemill_gateway_upstream_retries_total"), "model"), "{{model}} retries"),
             (per_second(of_model("pagemill_gateway_migrations_total"), "model"), "{{model}} migrations"),
             (per_second(of_model("pagemill_gateway_broken_streams_total"), "model"), "{{model}} broken"),
         ]),
-        Panel("Probes for poison requests", "Of requests with which engines ended, by outcome.", "ops", [
+        Panel("Probes for poison requests", "Probes of requests with which engines crashed, by outcome.", "ops", [
             (per_second(of_model("pagemill_gateway_poison_probes_total"), "model", "outcome"), "{{model}} {{outcome}}")
         ]),
     ]  # fmt: skip
-    about = "Requests as clients see them: rates, errors, waiting, routing and what was repaired."
+    about = "Requests as clients see them: rates, errors, waiting, routing, retries and migrations."
     rows = {"Requests": requests, "Queue": queue, "Routing": routing, "Failures": failures}
     return Page("pagemill-gateway", "Pagemill / Gateway", about, "pagemill_gateway_ready", GATEWAYS, rows)
 
 
 def operator() -> Page:
     reconciles = [
-        Panel("Reconciles", "By result: success, requeue or error.", "ops", [
+        Panel("Reconciles", "Reconciles by result: success, requeue or error.", "ops", [
             (per_second(process("controller_runtime_reconcile_total"), "result"), "{{result}}")
         ]),
         Panel("Reconcile time", "Duration of one reconcile.", "s",
               quantiles(process("controller_runtime_reconcile_time_seconds_bucket"))),
-        Panel("Queue", "Deployments whose turn is due.", "none", [
+        Panel("Queue", "Deployments that are due for a reconcile.", "none", [
             (total(process("workqueue_depth"), "name"), "{{name}}")
         ]),
         Panel("Time in the queue", "How long a due deployment waited for a worker.", "s",
@@ -300,22 +306,22 @@ def operator() -> Page:
         Panel("Writes", "Objects written, by kind and verb.", "ops", [
             (per_second(process("pagemill_operator_writes_total"), "kind", "verb"), "{{kind}} {{verb}}")
         ]),
-        Panel("API server", "Requests by answer.", "reqps", [
+        Panel("API server", "Requests by status code.", "reqps", [
             (per_second(process("rest_client_requests_total"), "code"), "{{code}}")
         ]),
     ]  # fmt: skip
     health = [
-        Panel("Leader", "1 for the operator that leads.", "none", [
+        Panel("Leader", "1 for the operator that is the leader.", "none", [
             (total(process("leader_election_master_status"), "instance"), "{{instance}}")
         ]),
-        Panel("Quietest watch", "Since a watch last received something, by kind.", "s", [
+        Panel("Quietest watch", "Time since a watch last received anything, by kind.", "s", [
             (f'max by (resource) ({process("pagemill_operator_watch_age_seconds")})', "{{resource}}")
         ]),
         Panel("Deployments", "LLMDeployments that are served.", "none", [
             (f'max by (instance) ({process("pagemill_operator_deployments")})', "{{instance}}")
         ]),
     ]  # fmt: skip
-    about = "Whether the operator leads, keeps up, and what it writes."
+    about = "Leadership of the operator, its reconciles, and its writes."
     rows = {"Reconciles": reconciles, "Health": health}
     models = "label_values(pagemill_deployment_desired_replicas, model)"
     return Page("pagemill-operator", "Pagemill / Operator", about, "leader_election_master_status", models, rows)

@@ -1,6 +1,6 @@
-"""What dashboards are made of: panels, selectors of series by the dashboard's variables, and the frame around them.
+"""The parts of dashboards: panels, selectors of series by the dashboard's variables, and the frame around them.
 
-Built with Grafana's own typed builders (`grafana-foundation-sdk`). Neighbours: `dashboards` lists the panels.
+They are built with Grafana's own typed builders (`grafana-foundation-sdk`). `dashboards` lists the panels.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class Panel(NamedTuple):
     title: str
     description: str
     unit: str
-    """Of Grafana: https://github.com/grafana/grafana/blob/main/packages/grafana-data/src/valueFormats/categories.ts"""
+    """Grafana's unit:
+    https://github.com/grafana/grafana/blob/main/packages/grafana-data/src/valueFormats/categories.ts
+    """
     targets: Sequence[Target]
     is_stat: bool = False
-    """The latest values alone."""
+    """Whether to show only the latest values."""
     width: int = 8
     max: float | None = None
 
@@ -41,29 +43,29 @@ class Page(NamedTuple):
     title: str
     description: str
     scraped: str
-    """A metric whose `job` and `instance` are offered."""
+    """The metric whose `job` and `instance` labels can be selected."""
     models: str
     """A query for the names of models."""
     rows: dict[str, list[Panel]]
 
 
 def engine(name: str, *matchers: str) -> str:
-    """A series of engines of the selected models."""
+    """Return a series of engines of the selected models."""
     return _series(name, SELECTED, 'model_name=~"$model"', *matchers)
 
 
 def of_model(name: str, *matchers: str) -> str:
-    """A series of gateways or the operator, of the selected models."""
+    """Return a series of gateways or the operator, of the selected models."""
     return _series(name, SELECTED, 'model=~"$model"', *matchers)
 
 
 def process(name: str, *matchers: str) -> str:
-    """A series of a process, about no model."""
+    """Return a series of a process that does not belong to one model."""
     return _series(name, SELECTED, *matchers)
 
 
 def recorded(name: str, *matchers: str) -> str:
-    """A recorded series, which has no `job` and `instance` any more."""
+    """Return a recorded series, which has no `job` and `instance` labels."""
     return _series(name, 'model=~"$model"', *matchers)
 
 
@@ -80,7 +82,7 @@ def total(series: str, *by: str) -> str:
 
 
 def quantiles(series: str, *by: str) -> list[Target]:
-    """Median, 95th and 99th percentile of a histogram. `series`: with the suffix `_bucket`."""
+    """Return median, 95th and 99th percentile of a histogram; `series` ends in `_bucket`."""
     legend = " ".join(f"{{{{{label}}}}}" for label in by)
     rates = per_second(series, "le", *by)
     return [(f"histogram_quantile({q}, {rates})", f"{legend} p{q * 100:g}".strip()) for q in (0.5, 0.95, 0.99)]

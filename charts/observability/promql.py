@@ -6,12 +6,12 @@ SERVES = "(pagemill_engine_ready == 1)"
 
 
 def by_model(expression: str) -> str:
-    """The sum for each model, of engines' series. Gateways and the operator call the label `model`."""
+    """Return the sum of engines' series per model, under the label `model` that gateways and the operator use."""
     return f'sum by (model) (label_replace({expression}, "model", "$1", "model_name", "(.+)"))'
 
 
 def serving(series: str) -> str:
-    """Only of engines that accept requests: one that loads or sleeps has capacity for none."""
+    """Limit a series to engines that accept requests: one that loads or sleeps has no capacity."""
     return f"({series} and on (instance, model_name) {SERVES})"
 
 

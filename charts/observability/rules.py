@@ -1,6 +1,7 @@
 """The recording rules: headroom, forecast, goodput, waste, cost and burn rates, each for one model.
 
-Recorded names say what they are by: `model:pagemill_headroom:ratio`. `alerts` and `dashboards` read them.
+Recorded names begin with the labels that they keep: `model:pagemill_headroom:ratio`. `alerts` and `dashboards` use
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import yaml
 from observability.promql import by_model, rate, serving
 
 SATURATED = 0.9
-"""Share of the KV cache from which requests wait or are preempted."""
+"""Share of the KV cache above which requests wait or are preempted."""
 TARGET = 0.8
 """Share of the KV cache for which `replicas_needed` counts replicas."""
 TREND = "30m"
@@ -22,7 +23,7 @@ LINEAR, GROWTH = "45m", "60m"
 FIRST_TOKEN_WITHIN_S = "2.5"
 """A bound of `pagemill_gateway_time_to_first_token_seconds`: the objective of deployments that declare none."""
 BUDGETS = {"availability": 0.005, "first_token": 0.05}
-"""Share of requests that may miss each objective; that of first tokens where a deployment declares none."""
+"""Share of requests that may miss each objective; for first tokens only if a deployment declares none."""
 FIRST_TOKENS = "pagemill_gateway_time_to_first_token_seconds"
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
 MAX_FORECAST_MINUTES = 1440
@@ -62,7 +63,7 @@ def burn(window: str) -> str:
 
 
 def within_objective(window: str) -> str:
-    """First tokens per second of each model that came within the objective of their deployment."""
+    """Return each model's first tokens per second that were within the objective of their deployment."""
     return f"sum by (model) ({rate(f'{FIRST_TOKENS}_bucket', window)} and on (model, variant, le) {OBJECTIVE})"
 
 
@@ -72,25 +73,25 @@ def capacity_rules() -> list[Rule]:
     usage = by_model(serving("vllm:kv_cache_usage_perc"))
     return [
         Rule(READY, by_model("pagemill_engine_ready"), "Engines that accept requests."),
-        Rule(KV_USED, usage, "KV cache that requests hold, in caches of whole replicas."),
+        Rule(KV_USED, usage, "KV cache that requests hold, in units of one replica's cache."),
         Rule(
-            KV_USED_LOG, f"ln(clamp_min({KV_USED}, 0.001))", "Its natural logarithm: a line where growth is a factor."
+            KV_USED_LOG, f"ln(clamp_min({KV_USED}, 0.001))", "Its natural logarithm: linear if growth is exponential."
         ),
         Rule(USAGE, f"{KV_USED} / ({READY} > 0)", "Share of the KV cache in use.", {"resource": "kv"}),
-        Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequences that may run.", {"resource": "sequences"}),
-        Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "What is free of the scarcer of KV cache and sequences."),
-        Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Replicas that there may be."),
+        Rule(USAGE, f"{running} / ({places} > 0)", "Share of the sequence slots in use.", {"resource": "sequences"}),
+        Rule(HEADROOM, f"1 - max by (model) ({USAGE})", "Free share of the scarcer of KV cache and sequence slots."),
+        Rule(CEILING, f"sum by (model) (pagemill_deployment_max_replicas) or {READY}", "Maximum of replicas."),
         Rule(
             SATURATION,
             f"clamp({_minutes_until_saturation()}, 0, {MAX_FORECAST_MINUTES})",
-            f"Until {SATURATED:.0%} of the KV cache of all replicas that there may be is used, at the better fitting "
+            f"Minutes until {SATURATED:.0%} of the KV cache of the maximum of replicas is used, at the better fitting "
             f"of a linear trend of {LINEAR} and an exponential one of {GROWTH}; absent while it falls.",
         ),
         *(
             Rule(
                 NEEDED,
                 f"ceil(clamp_min(predict_linear({KV_USED}[{TREND}], {minutes_ahead * 60}), 0) / {TARGET})",
-                f"Replicas that hold the KV cache at {TARGET:.0%}.",
+                f"Replicas at which the KV cache is {TARGET:.0%} full.",
                 {"horizon": f"{minutes_ahead}m"},
             )
             for minutes_ahead in (0, 5, 30)
@@ -99,9 +100,12 @@ def capacity_rules() -> list[Rule]:
 
 
 def _minutes_until_saturation() -> str:
-    """By the trend that explains more of the variance of the last `GROWTH`: a line, or a line through the logarithms.
+    """Return the minutes by the trend that explains more of the variance of the last `GROWTH`: a line, or a line
+    through
+    the logarithms.
 
-    The share explained is the squared slope times the variance of time over that of the values; time's is the same.
+    The explained share is the squared slope times the variance of time, divided by that of the values; the variance of
+    time is the same for both.
     """
     linear = f"({SATURATED} * {CEILING} - predict_linear({KV_USED}[{LINEAR}], 0)) / (deriv({KV_USED}[{LINEAR}]) > 0)"
     target = f"ln({SATURATED} * {CEILING})"
@@ -114,7 +118,7 @@ def _explained(series: str) -> str:
 
 
 def work_rules() -> list[Rule]:
-    """What users got for the work and the money."""
+    """Return the rules of what users got for the work and the money."""
     served = 'pagemill_gateway_tokens_total{kind=~"prompt|completion"}'
     got = "sum by (model) (" + rate('pagemill_gateway_tokens_total{kind="completion"}', "15m") + ")"
     generated = by_model(rate("vllm:generation_tokens_total", "15m"))
@@ -132,7 +136,7 @@ def work_rules() -> list[Rule]:
             f"clamp_min(1 - {got} / ({generated} > 0), 0)",
             "Share of the generated tokens that no client of a gateway got.",
         ),
-        Rule(COST, f"sum by (model) ({spent})", "Price of the GPUs that are held."),
+        Rule(COST, f"sum by (model) ({spent})", "Price of all GPUs of the model's pods."),
         Rule(IDLE_COST, f"{COST} * {HEADROOM}", "Price of the headroom."),
         Rule(TOKEN_COST, f"1e6 * {COST} / ({hourly})", "Price of a million tokens served in the last hour."),
     ]
@@ -145,7 +149,7 @@ def objective_rule() -> Rule:
     return Rule(
         OBJECTIVE,
         f"{declared} or on (model, variant) {default}",
-        "Share of the first tokens that may come after more than `le` seconds.",
+        "Share of the requests whose first token may take more than `le` seconds.",
     )
 
 
@@ -153,7 +157,7 @@ def slo_rules() -> Iterator[Rule]:
     requests = 'pagemill_gateway_requests_total{model!=""}'
     failed = 'pagemill_gateway_requests_total{model!="",status=~"5.."}'
     budget = f"on (model) min by (model) ({OBJECTIVE})"
-    about = "How many times faster than allowed the error budget is used up."
+    about = "Rate at which the error budget is used up, as a multiple of the allowed rate."
     for window in WINDOWS:
         total = f"sum by (model) ({rate(requests, window)})"
         errors = f"(sum by (model) ({rate(failed, window)}) or 0 * {total}) / ({total} > 0)"
@@ -172,7 +176,7 @@ def recording_groups() -> dict[str, list[Rule]]:
 
 
 def rules_file(alerts: list[dict[str, Any]]) -> str:
-    """A file of Prometheus; `alerts` form its last group."""
+    """Return a rules file for Prometheus; `alerts` form its last group."""
     groups = [
         {"name": name, "interval": "30s", "rules": [each.document() for each in rules]}
         for name, rules in recording_groups().items()

@@ -1,4 +1,4 @@
-"""A minute without the API server: answers go on, even from a gateway that was restarted meanwhile."""
+"""A minute without the API server: requests are answered, even by a gateway that was restarted meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_minute_without_the_api_server_fails_no_request(one_node: OneNode, rel
 def test_a_minute_of_silence_of_the_api_server_fails_no_request(
     one_node: OneNode, release: Release, space: Kubectl
 ) -> None:
-    """Connections stay open and nothing answers: worse than a refusal for whoever has no timeouts."""
+    """Connections stay open and nothing answers, which is worse than a refusal for clients without timeouts."""
     _survive(one_node.silent("kube-apiserver"), release, space)
 
 

@@ -1,4 +1,4 @@
-"""Replicas follow the load, whatever happens: 1 to 3, held while the load is unknown, back to 0, and awake again.
+"""Replicas follow the load: 1 to 3, kept while the load is unknown, back to 0, and woken again.
 
 The leader is killed while replicas start, and the load stream is cut off while the load falls. No request fails.
 """
@@ -23,16 +23,16 @@ from support.waiting import until
 
 MOST = 3
 HEAVY = 8
-"""Requests at once: what waits beyond the seats of three engines still asks for more than two."""
+"""Concurrent requests: with more than the sequence slots of three engines, waiting requests ask for more than two."""
 WINDOW_S = 10
 IDLE_S = 15
 HELD_S = 3.0 * WINDOW_S
-"""The number stands for this long without a word from gateways: it would have fallen to 1, and the last one be due."""
+"""Seconds that the number must stay without gateways' reports: with them it would have fallen to 1 and nearly to 0."""
 QUEUED = "pagemill_gateway_queue_requests"
 STARTED_S = 300.0
-"""Three engines start on two cores that serve meanwhile."""
+"""Three engines start on two cores that also serve."""
 SETTLED_S = 240.0
-"""A minute after a burst nothing is removed; then come the windows and the drains."""
+"""For a minute after a burst nothing is removed; then come the windows and the drains."""
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -126,7 +126,7 @@ def _desired(chat: Deployed) -> int:
 
 
 def _num_pods(chat: Deployed) -> int:
-    """Those that drain are among them."""
+    """Return the number of pods, including draining ones."""
     return len(chat.kubectl.items("pods", "--selector", chat.pod_selector))
 
 

@@ -1,4 +1,4 @@
-"""Weights come once from a hub onto a volume; its credentials reach the loader alone."""
+"""Weights are fetched once from a hub onto a volume; only the loader gets the credentials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.release import Release
 
 @pytest.fixture
 def endpoint(release: Release, space: Kubectl) -> str:
-    """URL of a hub that runs in this namespace and asks for the token."""
+    """Run a hub in this namespace that requires the token; return its URL."""
     return hubs.start(space, release.image_tag)
 
 

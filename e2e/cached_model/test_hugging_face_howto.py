@@ -40,7 +40,7 @@ def test_the_page_leads_from_a_token_to_an_answer(release: Release, space: Kubec
 
 
 def _from_hub(example: Document, endpoint: str) -> Document:
-    """The example with the hub's only file as its model, in a size that the node has."""
+    """Return the example with the hub's only file as its model, in a size that fits the node."""
     small = llmdeployment("", engine={"env": [{"name": "HF_ENDPOINT", "value": endpoint}]})["spec"]
     small["model"] = {"source": f"hf://{hubs.REPOSITORY}/{hubs.FILE}", "cache": {"size": "1Gi"}}
     return {**example, "spec": merged(example["spec"], small)}

@@ -1,4 +1,4 @@
-"""One model name, two deployments: a share of the requests by weight, or a refusal that says so."""
+"""One model name, two deployments: a share of the requests by weight, or a refusal with the remedy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def test_a_canary_gets_its_share_of_the_requests(one_node: OneNode, release: Rel
         list(pool.map(lambda _: service.ask(max_tokens=1), range(REQUESTS)))
     answered = {deployed.name: _answered(deployed) - before[deployed.name] for deployed in (stable, canary)}
     assert sum(answered.values()) == REQUESTS
-    # Four standard deviations (7.7) around 320 throws with one in four: fails by chance once in 15,000 runs. Of a half
-    # (160, deviation 9) and of a tenth (32, deviation 5) it is five and three of theirs away.
+    # Four standard deviations (7.7) around a mean of 80 in 320 draws: fails by chance once in 15,000 runs. The means of
+    # a
+    # half (160, deviation 9) and of a tenth (32, deviation 5) are five and three of their deviations outside.
     assert 49 <= answered["canary"] <= 111, answered
 
 

@@ -1,4 +1,4 @@
-"""What only Helm's own programs say of the chart: unit tests, lint, and that Helm 3 and 4 render the same."""
+"""Checks of the chart by Helm's own programs: unit tests, lint, and that Helm 3 and 4 render the same."""
 
 from __future__ import annotations
 

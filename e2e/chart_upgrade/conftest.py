@@ -1,4 +1,4 @@
-"""Where the upgrade starts from: `--previous REF`, the commit before this one by default."""
+"""The version that an upgrade starts from: `--previous REF`, by default the commit before this one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.history import Previous
 
 @pytest.fixture
 def previous(request: pytest.FixtureRequest, tmp_path: Path, cluster: Cluster) -> Previous:
-    """An earlier commit's chart, and its gateway and operator where we may bring images to the nodes."""
+    """Return an earlier commit's chart, with its gateway and operator if images can be loaded onto the nodes."""
     found = history.previous(tmp_path, request.config.getoption("--previous"))
     if cluster.node is not None:
         program("platform", str(found.root), found.image_tag)

@@ -1,4 +1,4 @@
-"""From the previous commit's platform to today's and back under load; a release of Helm 3 goes on under Helm 4."""
+"""Upgrade from the previous commit's platform and rollback under load; a release of Helm 3 continues under Helm 4."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.waiting import until
 from pagemill_crds import API_VERSION, SERVED_VERSIONS, STORED_API_VERSION
 
 ROLLING = {"gateway": {"drainTimeoutSeconds": 45}, "operator": {"resyncSeconds": 700}}
-"""Settings that replace every pod of the release, whatever else the charts differ in."""
+"""Settings that replace every pod of the release, whatever else differs between the charts."""
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def _uids(release: Release) -> set[str]:
 
 
 def _replaced(release: Release, before: set[str]) -> set[str]:
-    """The pods after all of `before` have been replaced; helm returns when enough new ones are ready."""
+    """Wait until all of `before` are replaced and return the new pods; helm returns when enough new ones are ready."""
     until("every pod of the release is replaced", lambda: _uids(release).isdisjoint(before), timeout_s=60)
     return _uids(release)
 
 
 def _install(release: Release, previous: Previous) -> None:
-    """The earlier commit's platform; on clusters whose images are not ours to bring, today's programs in its chart."""
+    """Install the earlier commit's platform; on clusters without image loading, today's programs with its chart."""
     older = {"tag": previous.image_tag} if release.cluster.node is not None else {}
     release.install(chart=previous.chart, values={"image": {"operator": older, "gateway": older}})
 
@@ -52,7 +52,7 @@ def test_upgrade_and_rollback_interrupt_no_stream(
     unbroken_path: None, own: Release, space: Kubectl, previous: Previous
 ) -> None:
     _install(own, previous)
-    # The earlier release may serve one version only, and what was applied with it goes on in the next one.
+    # The earlier release may serve only one version; objects applied with it must stay valid in the next one.
     chat = deploy(space, {**llmdeployment("chat", replicas=2), "apiVersion": STORED_API_VERSION})
     chat.wait_ready(2)
     engines = {pod["metadata"]["uid"] for pod in chat.pods()}
@@ -61,7 +61,7 @@ def test_upgrade_and_rollback_interrupt_no_stream(
         own.install(values=ROLLING)
         load.wait_for(10)
         upgraded = _replaced(own, before)
-        space.apply(llmdeployment("chat", replicas=2))  # in the newest version: nothing else of it changes
+        space.apply(llmdeployment("chat", replicas=2))  # the newest version: nothing else changes
         _forget_versions(space)
         assert chat.get()["apiVersion"] == API_VERSION
         own.helm("rollback", own.name, "1", "--wait")
@@ -74,7 +74,7 @@ def test_upgrade_and_rollback_interrupt_no_stream(
 
 
 def _forget_versions(kubectl: Kubectl) -> None:
-    """kubectl keeps for hours which versions a cluster serves, unless it is asked for them."""
+    """Make kubectl refresh the versions that the cluster serves, which it caches for hours."""
     newest = kubectl.json("get", "crd/llmdeployments.pagemill.dev")["spec"]["versions"][0]["name"]
     asked = ("api-resources", "--api-group=pagemill.dev")
     until("kubectl knows the newest version", lambda: newest in kubectl.ok(*asked), timeout_s=30)
@@ -92,7 +92,7 @@ def test_the_definition_is_upgraded_with_the_release(own: Release, previous: Pre
 
 
 def _descriptions(schema: dict[str, Any]) -> Iterator[str]:
-    """Of the first level, which is where most changes are seen."""
+    """Yield the descriptions of the first level, where most changes are visible."""
     yield schema["description"]
     for each in schema["properties"]["spec"]["properties"].values():
         yield each["description"]

@@ -1,8 +1,8 @@
 """Starts and stops a Kubernetes API server with its etcd, on free loopback ports, as the calling user.
 
-A real API server without nodes: admission, validation, defaulting, subresources and watches are the real ones; nothing
-schedules or runs pods (`one_node` does). All state lies in one folder, so any number can run side by side; `down`
-removes it.
+It is a real API server without nodes: admission, validation, defaulting, subresources and watches are real; nothing
+schedules or runs pods (`one_node` does). All state is in one folder, so any number can run concurrently; `down` removes
+it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ READY_TIMEOUT_S = 90.0
 
 
 class ClusterError(Exception):
-    """The cluster did not start; the message holds the end of the log at fault."""
+    """The cluster did not start; the message contains the end of the failed program's log."""
 
 
 def up(state: Path) -> Path:
-    """Start etcd and kube-apiserver in `state`; returns the path of the kubeconfig once the server is ready."""
+    """Start etcd and kube-apiserver in `state`; return the path of the kubeconfig once the server is ready."""
     binaries.require(binaries.API_ONLY)
     state.mkdir(parents=True, exist_ok=True)
-    state.chmod(0o700)  # it will hold an administrator's token
+    state.chmod(0o700)  # it will contain an administrator's token
     if processes.started(state):
         raise ClusterError(
             f"A cluster already uses {state}; stop it first: python3 e2e/cluster down --api-only {state}"
@@ -61,7 +61,7 @@ def down(state: Path, *, keep_logs: bool = False) -> None:
 
 
 def wait_ready(state: Path, kubeconfig: Path, timeout_s: float) -> None:
-    """Return once the API server is ready; raise with its log when a process ended or the time is up."""
+    """Wait until the API server is ready. Raise `ClusterError` with its log if a process ended or the time is up."""
     kubectl = [str(binaries.bin_dir() / "kubectl"), "--kubeconfig", str(kubeconfig)]
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -1,8 +1,9 @@
-"""Compiles the cluster's programs from their Go modules and caches them by the digest of what pins them.
+"""Compiles the cluster's programs from their Go modules and caches them by the digest of their pins.
 
 Each folder below `modules/` pins one family of programs in its own `go.mod` and `go.sum`: families that share a module
-would force versions on each other. Does not start anything: `api_only` and `one_node` do.
-Standard library only, so that any python3 can run it.
+would force versions on each other. It starts nothing: `api_only` and `one_node` do.
+
+It uses the standard library only, so that any python3 can run it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GO_HELP = (
 @dataclass(frozen=True)
 class Program:
     family: str
-    """The folder below `modules/` that pins it."""
+    """The folder below `modules/` that pins the program."""
     package: str
     tags: str = ""
 
@@ -56,7 +57,7 @@ PROGRAMS = {
 }
 API_ONLY = ("etcd", "kube-apiserver", "kubectl")
 ON_DEMAND = ("kwok", "prometheus-adapter")
-"""Single cases need them, and none of the smoke."""
+"""Programs that only some cases need, and no smoke test."""
 USUAL = tuple(name for name in PROGRAMS if name not in ON_DEMAND)
 
 
@@ -65,7 +66,7 @@ class BuildError(Exception):
 
 
 def bin_dir() -> Path:
-    """Folder of the programs of exactly these pinned versions; it may not exist yet."""
+    """Return the folder of the programs of exactly these pinned versions; it may not exist yet."""
     digest = hashlib.blake2b(digest_size=6)
     for pins in sorted([*MODULES.glob("*/go.*"), *MODULES.glob("*/*.go")]):
         digest.update(pins.read_bytes())
@@ -73,7 +74,7 @@ def bin_dir() -> Path:
 
 
 def share_dir() -> Path:
-    """Files that programs need at run time and that come with their modules."""
+    """Return the folder of files that programs need at run time and that come with their modules."""
     return bin_dir().parent / "share"
 
 
@@ -88,7 +89,7 @@ def require(names: Iterable[str]) -> None:
 
 
 def build(names: Iterable[str] = PROGRAMS) -> dict[str, float]:
-    """Compile what is missing; returns seconds by program. Raises `BuildError` without a usable Go."""
+    """Compile missing programs; return the seconds by program. Raise `BuildError` without a usable Go."""
     wanted = missing(names)
     if wanted:
         check_go()
@@ -113,7 +114,7 @@ def check_go() -> None:
 
 
 def pinned(family: str, pattern: str) -> str:
-    """The first group of `pattern` in the family's `go.mod`."""
+    """Return the first group of `pattern` in the family's `go.mod`."""
     path = MODULES / family / "go.mod"
     match = re.search(pattern, path.read_text(), re.MULTILINE)
     if match is None:
@@ -124,7 +125,7 @@ def pinned(family: str, pattern: str) -> str:
 def _build_one(name: str) -> float:
     start = time.monotonic()
     program = PROGRAMS[name]
-    # A half-written program must never look built: compile beside it, then rename.
+    # A half-written program must never look built: compile to another name, then rename.
     partial = bin_dir() / f".{name}.{os.getpid()}"
     argv = ["go", "build", "-buildvcs=false", "-tags", program.tags, "-ldflags", _link_flags(program.family)]
     _go([*argv, "-o", str(partial), program.package], program.family)
@@ -133,7 +134,7 @@ def _build_one(name: str) -> float:
 
 
 def _copy_kwok_stages() -> None:
-    """KWOK plays the life of nodes and pods from these files, which lie in its module."""
+    """Copy the files by which KWOK simulates nodes and pods from its module."""
     target = share_dir() / "kwok"
     if target.exists():
         return
@@ -156,7 +157,7 @@ def _go(argv: list[str], family: str) -> str:
 
 
 def _link_flags(family: str) -> str:
-    """Kubernetes reports its version from link-time variables; without them clients refuse to compare versions."""
+    """Return the link flags. Kubernetes reports its version from link-time variables, which clients compare."""
     if family != "kubernetes":
         return "-s -w"
     version = pinned(family, r"^\s*k8s\.io/kubernetes (v\S+)")

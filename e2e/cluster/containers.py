@@ -1,4 +1,4 @@
-"""Talks to the node's containerd with `ctr`: images, and signals to the containers of pods."""
+"""Controls the node's containerd with `ctr`: images, and signals to the containers of pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ContainerError(Exception):
 
 
 def argv(*arguments: str) -> list[str]:
-    """The command line of `ctr` for this node."""
+    """Return the command line of `ctr` for this node."""
     program = str(binaries.bin_dir() / "ctr")
     return [program, "--address", str(CONTAINERD_SOCKET), "--namespace", "k8s.io", *arguments]
 
@@ -42,7 +42,7 @@ def blob_digests() -> set[str]:
 
 
 def send(container: str, action: str) -> None:
-    """`kill` (SIGKILL from outside: PID 1 of a container ignores its own), `pause` or `resume` a container."""
+    """`kill`, `pause` or `resume` a container; SIGKILL from outside, because a container's PID 1 ignores its own."""
     arguments = {
         "kill": ["tasks", "kill", "--signal", "SIGKILL", container],
         "pause": ["tasks", "pause", container],
@@ -63,13 +63,13 @@ def end_all() -> None:
 
 
 def forget_all() -> None:
-    """Remove the records of containers that no longer run, so that the next cluster starts without them."""
+    """Remove the records of ended containers, so that the next cluster starts without them."""
     for container in ctr("containers", "ls", "-q").split():
         ctr("containers", "rm", container)
 
 
 def _kill_container(container: str, pid: int) -> None:
-    """Only while the process is still in that container's control group: process ids are reused."""
+    """Kill a container's process if it is still in that container's control group: process ids are reused."""
     try:
         if container in Path(f"/proc/{pid}/cgroup").read_text():
             _thaw(container)
@@ -79,7 +79,7 @@ def _kill_container(container: str, pid: int) -> None:
 
 
 def _thaw(container: str) -> None:
-    """A paused container does not die before it is resumed (control groups version 1)."""
+    """Resume a paused container, which could not be killed otherwise (control groups version 1)."""
     for state in Path("/sys/fs/cgroup/freezer").glob(f"**/{container}/freezer.state"):
         state.write_text("THAWED")
 

@@ -1,4 +1,4 @@
-"""Makes a cluster's certificate, the tokens of its parts, and the kubeconfigs that carry them."""
+"""Creates a cluster's certificate, the tokens of its parts, and the kubeconfigs with them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 class CredentialsError(Exception):
-    """openssl is missing or refused; the message names the remedy."""
+    """openssl is missing or failed; the message names the remedy."""
 
 
 def make_certificate(path: Path, names: Sequence[str]) -> None:
-    """A self-signed certificate `path.crt` with its key `path.key`; `names` like `DNS:localhost` or `IP:127.0.0.1`."""
+    """Create a self-signed certificate `path.crt` with its key; `names` are like `DNS:localhost` or `IP:127.0.0.1`."""
     argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", f"/CN={path.name}"]
     argv += ["-addext", f"subjectAltName={','.join(names)}", "-keyout", f"{path}.key", "-out", f"{path}.crt"]
     try:
@@ -26,7 +26,9 @@ def make_certificate(path: Path, names: Sequence[str]) -> None:
 
 
 def make_tokens(path: Path, users: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """A token for each user, written to the API server's token file with the user's groups."""
+    """Create a token for each user, write them with the users' groups to the API server's token file, and return
+    them.
+    """
     tokens = {user: secrets.token_hex(16) for user in users}
     path.touch(mode=0o600)
     path.write_text("".join(f'{tokens[user]},{user},{user},"{",".join(users[user])}"\n' for user in users))

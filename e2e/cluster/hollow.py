@@ -1,4 +1,4 @@
-"""Adds nodes that exist only as objects: KWOK plays their life and that of the pods on them. For tests of scale."""
+"""Adds nodes that exist only as objects; KWOK simulates them and the pods on them. For tests of scale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAINT = {"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}
 
 
 def add_nodes(count: int) -> None:
-    """Start KWOK where it does not run yet and let the cluster have `count` hollow nodes."""
+    """Start KWOK if needed, and add `count` hollow nodes."""
     _start_kwok()
     nodes = [node(number) for number in range(count)]
     one_node.kubectl("apply", "--server-side", "-f", "-", manifest={"apiVersion": "v1", "kind": "List", "items": nodes})
@@ -28,7 +28,7 @@ def remove_nodes() -> None:
 
 
 def node(number: int) -> dict[str, Any]:
-    """Tainted: only pods that tolerate it land there."""
+    """Return a node with a taint, so that only pods that tolerate it are placed there."""
     return {
         "apiVersion": "v1",
         "kind": "Node",

@@ -1,6 +1,6 @@
-"""What the one-node cluster needs of this machine beyond processes: a bridge, forwarding, mounts, control groups.
+"""Prepares this machine for the one-node cluster beyond processes: a bridge, forwarding, mounts, control groups.
 
-`prepare` makes it, `restore` leaves the machine as it was.
+`prepare` creates them, `restore` leaves the machine as it was.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prepare() -> None:
 
 
 def restore() -> None:
-    """Remove what `prepare` and the kubelet, kube-proxy and containerd left; whatever is gone already is fine."""
+    """Remove what `prepare`, the kubelet, kube-proxy and containerd left; missing things are ignored."""
     _unmount_below(RUN)
     _remove_control_groups()
     for family in ("ip", "ip6"):
@@ -68,7 +68,7 @@ def _unmount_below(folder: Path) -> None:
 
 
 def _remove_control_groups() -> None:
-    """The kubelet's groups outlive it; empty by now, so removing them innermost first works."""
+    """Remove the kubelet's control groups, innermost first: they outlive it and are empty by now."""
     root = Path("/sys/fs/cgroup")
     for group in [root / "kubepods", *root.glob("*/kubepods")]:
         for folder, _, _ in os.walk(group, topdown=False):

@@ -1,4 +1,4 @@
-"""Builds the project's images with buildah from their Dockerfiles. `loading` brings them to the node."""
+"""Builds the project's images with buildah from their Dockerfiles. `loading` copies them to the node."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from layout import HOME
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPONENTS = ("gateway", "operator", "engine-cpu")
-"""What every case needs; `engine`, which has torch and runs on GPUs, is built where it is named."""
+"""Images that every case needs; `engine`, which has torch and runs on GPUs, is built only if it is named."""
 TARGETS = {"engine-cpu": ("engine", "cpu")}
-"""Folder of the Dockerfile, and stage in it, of images that are not the last stage of a folder of their name."""
+"""Folder of the Dockerfile and its stage, for images that are not the last stage of a folder of their name."""
 BASE = "docker.io/library/debian:trixie-slim"
 SUITE = "trixie"
 UNUSED_PATHS = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*")
 ADAPTER = "prometheus-adapter"
 PACKAGES_HELP = "On Debian: apt-get install buildah mmdebstrap"
 HOST_SETTINGS = ("/etc/ssl/certs", "/etc/pip.conf")
-"""How this machine reaches package registries; lent to the build, never part of an image."""
+"""Files for access to package registries; they are mounted during the build and never part of an image."""
 
 
 class ImageError(Exception):
-    """An image cannot be built; the message holds the end of the output."""
+    """An image cannot be built; the message contains the end of the output."""
 
 
 def reference(component: str, tag: str) -> str:
@@ -40,12 +40,12 @@ def reference(component: str, tag: str) -> str:
 
 
 def tag_of_sources() -> str:
-    """A digest of what the images are built from: the same sources have the same tag."""
+    """Return a digest of the images' sources: the same sources have the same tag."""
     return sources.digest(ROOT)
 
 
 def build_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, float]:
-    """Build what buildah does not have yet; seconds by phase. Needs no cluster."""
+    """Build missing images, without a cluster; return the seconds by phase."""
     durations: dict[str, float] = {}
     for component in components:
         if _exists(reference(component, tag)):
@@ -58,7 +58,7 @@ def build_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, flo
 
 
 def load_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, float]:
-    """Bring what the running node does not have yet to it; seconds by phase."""
+    """Load missing images into the running node; return the seconds by phase."""
     present = containers.image_names()
     durations: dict[str, float] = {}
     for component in components:
@@ -69,9 +69,9 @@ def load_all(tag: str, components: Iterable[str] = COMPONENTS) -> dict[str, floa
 
 
 def forget_others(tag: str) -> list[str]:
-    """Drop the images of earlier sources from node and buildah; what they share with this tag's stays.
+    """Remove the images of earlier sources from node and buildah; layers shared with this tag's images stay.
 
-    Returns why some could not be dropped: they cost disk, and nothing depends on their absence.
+    Return why some could not be removed: they only cost disk space.
     """
     problems = []
     for name in sorted(_stale(containers.image_names(), tag)):
@@ -105,7 +105,7 @@ def _exists(image: str) -> bool:
 
 
 def make_base() -> None:
-    """Debian slim from Debian's packages alone, where buildah has no such image yet."""
+    """Create the Debian slim base from Debian's packages, if buildah does not have it yet."""
     if _exists(BASE):
         return
     HOME.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def build(component: str, tag: str, root: Path = ROOT) -> None:
 
 
 def make_platform(root: Path, tag: str) -> None:
-    """Gateway and operator of another checkout, on the node: what an upgrade starts from."""
+    """Build and load gateway and operator of another checkout, for upgrades from it."""
     for component in ("gateway", "operator"):
         if not _exists(reference(component, tag)):
             build(component, tag, root)
@@ -137,7 +137,7 @@ def make_platform(root: Path, tag: str) -> None:
 
 
 def derive(image: str, target: str) -> None:
-    """A really different image with one tiny layer more: what a rollout to a new engine version needs."""
+    """Create and load a different image with one more tiny layer, for a rollout to a new engine version."""
     with _working_container("--pull-never", image) as container:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as marker:
             marker.write(target + "\n")
@@ -148,7 +148,7 @@ def derive(image: str, target: str) -> None:
 
 
 def make_redis(target: str) -> None:
-    """What the chart's own Redis runs on the node: Debian's server and client, started by arguments alone."""
+    """Create and load the image of the chart's own Redis: Debian's server and client, started by arguments alone."""
     if not _exists(target):
         with _installed("redis-server", "redis-tools") as container:
             _run("buildah", "config", "--entrypoint", "[]", "--cmd", '["redis-server"]', container)
@@ -158,7 +158,7 @@ def make_redis(target: str) -> None:
 
 
 def make_metrics(target: str) -> None:
-    """What serves an autoscaler its metrics on the node: Debian's Prometheus, and the adapter built from its module."""
+    """Create and load an image of Debian's Prometheus and the adapter, which serve metrics to an autoscaler."""
     if not _exists(target):
         binaries.build([ADAPTER])
         with _installed("prometheus") as container:
@@ -172,7 +172,7 @@ def make_metrics(target: str) -> None:
 
 @contextmanager
 def _installed(*packages: str) -> Iterator[str]:
-    """A working container of the base with these packages of Debian."""
+    """Yield a working container of the base with these Debian packages."""
     make_base()
     with _working_container(BASE) as container:
         install = f"apt-get update && apt-get install -y --no-install-recommends {' '.join(packages)}"
@@ -183,7 +183,7 @@ def _installed(*packages: str) -> Iterator[str]:
 
 @contextmanager
 def _working_container(*source: str) -> Iterator[str]:
-    """Gone at the end whatever happens: one that is left keeps its image from ever being dropped."""
+    """Yield a working container and remove it at the end: one that is left would keep its image from being removed."""
     container = _run("buildah", "from", *source).strip()
     try:
         yield container
@@ -192,7 +192,7 @@ def _working_container(*source: str) -> Iterator[str]:
 
 
 def sizes(tag: str) -> dict[str, str]:
-    """By component, uncompressed."""
+    """Return the uncompressed sizes by component."""
     names = {
         name: each["size"] for each in json.loads(_run("buildah", "images", "--json")) for name in each["names"] or []
     }

@@ -1,4 +1,4 @@
-"""Where the one-node cluster keeps its things, and its addresses. Decides nothing and starts nothing."""
+"""Paths and addresses of the one-node cluster. It decides nothing and starts nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ HOME = Path("/var/lib/pagemill-e2e")
 RUN = HOME / "run"
 """All that a running cluster leaves on disk; `down` removes it."""
 IMAGES = HOME / "images"
-"""containerd's store: survives `down`, so that six gigabytes are unpacked once."""
+"""containerd's store; it survives `down`, so that six gigabytes are unpacked only once."""
 VOLUMES = RUN / "volumes"
 AUDIT_LOG = RUN / "audit.log"
 KUBECONFIG = RUN / "admin.conf"
@@ -16,7 +16,7 @@ KUBECONFIG = RUN / "admin.conf"
 BRIDGE = "pagemill-e2e"
 NODE = "node1"
 NODE_IP = "10.200.0.1"
-"""The bridge's address: of the node, the API server and the DNS server."""
+"""The bridge's address, used by the node, the API server and the DNS server."""
 POD_RANGE = "10.200.0.0/24"
 FIRST_POD_IP = "10.200.0.10"
 SERVICE_RANGE = "10.96.0.0/16"

@@ -1,7 +1,7 @@
-"""Puts images into the node's containerd, moving only the layers that it does not have yet.
+"""Loads images into the node's containerd, copying only the layers that it does not have yet.
 
-An image travels as an archive without what containerd already holds: after the first time, six gigabytes of torch stay
-where they are, and a change of code is a matter of seconds. Builds nothing: `images` does.
+An image is sent as an archive without what containerd already has: after the first time six gigabytes of torch stay
+where they are, and a change of code takes seconds. It builds nothing: `images` does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import containers
 from layout import HOME, IMAGES, PAUSE_IMAGE
 
 LAYOUT = HOME / "layout"
-"""An OCI image layout that skopeo writes to; it skips the layers that lie there already."""
+"""An OCI image layout to which skopeo writes; it skips the layers that are already there."""
 BLOBS = IMAGES / "io.containerd.content.v1.content" / "blobs" / "sha256"
 """containerd's own files, on the same file system as the layout."""
 LARGE_BYTES = 1 << 20
 NUM_ADOPTIONS = 3
 KEEP = "containerd.io/gc.root"
-"""A label by which containerd keeps a layer that no image names yet."""
+"""A label by which containerd keeps a layer that no image references yet."""
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
@@ -42,11 +42,11 @@ class LoadError(Exception):
 
 
 def load(image: str) -> None:
-    """Copy an image of buildah's store into containerd under the same name."""
+    """Copy an image from buildah's store into containerd under the same name."""
     LAYOUT.mkdir(parents=True, exist_ok=True)
     present = containers.blob_digests()
     _forget_blobs_but(present)
-    (LAYOUT / "index.json").unlink(missing_ok=True)  # it would go on listing every image ever loaded
+    (LAYOUT / "index.json").unlink(missing_ok=True)  # otherwise it would keep listing every image ever loaded
     _copy_to_layout(image)
     entry = json.loads((LAYOUT / "index.json").read_text())["manifests"][-1]
     new = [blob for blob in _blobs_of(entry) if _digest_of(blob) not in present]
@@ -62,11 +62,11 @@ def load(image: str) -> None:
 
     _import(write)
     for blob in large:
-        containers.ctr("content", "label", _digest_of(blob), f"{KEEP}=")  # the image holds it from now on
+        containers.ctr("content", "label", _digest_of(blob), f"{KEEP}=")  # the image references the layer from now on
 
 
 def load_pause() -> None:
-    """The image that holds a pod's namespaces: one program, put together here."""
+    """Build and load the image that holds a pod's namespaces: a single program."""
     if PAUSE_IMAGE in containers.image_names():
         return
     layer_file = io.BytesIO()
@@ -93,7 +93,7 @@ def load_pause() -> None:
 
 
 def _copy_to_layout(image: str) -> None:
-    """Uncompressed, because packing six gigabytes takes minutes; skopeo can, Debian's buildah cannot."""
+    """Copy uncompressed, because compressing six gigabytes takes minutes; skopeo can, Debian's buildah cannot."""
     argv = ["skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
     argv += [f"containers-storage:{image}", f"oci:{LAYOUT}:{image}"]
     try:
@@ -115,14 +115,14 @@ def _import(write: Callable[[tarfile.TarFile], None]) -> None:
             with process.stdin, tarfile.open(fileobj=process.stdin, mode="w|", bufsize=1 << 20) as archive:
                 write(archive)
         except BrokenPipeError:
-            pass  # containerd's own words say more
+            pass  # containerd's own output has the cause
         if process.wait() != 0:
             output.seek(0)
             raise LoadError(f"containerd refused the image: {output.read().decode(errors='replace')[-2000:]}")
 
 
 def _blobs_of(entry: dict[str, Any]) -> list[Path]:
-    """The files of a manifest: config, layers, and the manifest itself."""
+    """Return the files of a manifest: config, layers, and the manifest itself."""
     manifest = json.loads(_blob(entry["digest"]).read_text())
     digests = [manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"]), entry["digest"]]
     return [_blob(digest) for digest in dict.fromkeys(digests)]
@@ -133,7 +133,7 @@ def _blob(digest: str) -> Path:
 
 
 def _adopt(blob: Path) -> None:
-    """Give containerd a layer, and its word to keep it: one that just started may collect the layer in between."""
+    """Give containerd a layer and make it keep it: a just started containerd may collect the layer in between."""
     for _ in range(NUM_ADOPTIONS - 1):
         _ingest(blob)
         with suppress(containers.ContainerError):
@@ -148,7 +148,7 @@ def _keep(blob: Path) -> None:
 
 
 def _ingest(blob: Path) -> None:
-    """Without writing it again: a second link in its store, then its own word for it."""
+    """Add a layer without writing it again: link it into containerd's store, then register it."""
     target = BLOBS / blob.name
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
@@ -162,7 +162,7 @@ def _ingest(blob: Path) -> None:
 
 
 def _forget_blobs_but(present: set[str]) -> None:
-    """A layer that containerd has dropped is of no use; the others cost no space, their files are the same."""
+    """Remove layers that containerd has dropped; the others cost no space, because their files are linked."""
     for blob in (LAYOUT / "blobs" / "sha256").glob("*"):
         if _digest_of(blob) not in present:
             blob.unlink()

@@ -1,8 +1,8 @@
-"""Starts and stops a real one-node Kubernetes, and kills and restarts its parts one by one.
+"""Starts and stops a real one-node Kubernetes, and kills and restarts its parts individually.
 
 etcd, API server, controller manager, scheduler, kubelet, containerd, kube-proxy and CoreDNS run as plain processes of
 this machine, pods as containers on one bridge; nothing listens beyond it. One such cluster fits on a machine.
-`parts` knows the command lines, `host` the machine, `images` and `loading` what pods run.
+`parts` has the command lines, `host` prepares the machine, `images` and `loading` provide the pods' images.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ DEFAULT_STORAGE_CLASS = {
 
 
 def up() -> None:
-    """Start the cluster; returns once pods can be scheduled. Takes some seconds."""
+    """Start the cluster; return once pods can be scheduled, after some seconds."""
     host.check()
     binaries.require(binaries.USUAL)
     if processes.started(RUN):
         raise api_only.ClusterError("The cluster already runs; stop it first: python3 e2e/cluster down")
-    down()  # what an interrupted run may have left
+    down()  # removes what an interrupted run may have left
     for folder in (RUN, IMAGES, VOLUMES):
         folder.mkdir(parents=True, exist_ok=True)
     RUN.chmod(0o711)
@@ -70,18 +70,18 @@ def start(name: str) -> None:
 
 
 def stop(name: str) -> None:
-    """Kill a part like a crash does; pods and everything else go on."""
+    """Kill a part as a crash does; pods and everything else continue."""
     processes.stop(RUN, name)
 
 
 def fake_gpus(count: int) -> None:
-    """Let the node offer that many `nvidia.com/gpu`: accounting only, no device."""
+    """Make the node offer so many `nvidia.com/gpu`: accounting only, no device."""
     value = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": str(count)}]
     kubectl("patch", "node", NODE, "--subresource=status", "--type=json", "-p", json.dumps(value))
 
 
 def kubectl(*arguments: str, manifest: Any = None) -> str:
-    """As administrator; raises `ClusterError` where kubectl fails."""
+    """Run kubectl as administrator. Raise `ClusterError` if it fails."""
     argv = [str(binaries.bin_dir() / "kubectl"), "--kubeconfig", str(KUBECONFIG), *arguments]
     stdin = None if manifest is None else json.dumps(manifest)
     done = subprocess.run(argv, input=stdin, capture_output=True, text=True)
@@ -118,14 +118,16 @@ def _wait(what: str, ready: Callable[[], bool]) -> None:
             if ready():
                 return
         except (api_only.ClusterError, containers.ContainerError):
-            pass  # not yet
+            pass  # not ready yet
         time.sleep(0.2)
     logs = "\n".join(f"--- {name}\n{processes.log_tail(RUN, name)[-800:]}" for name in processes.started(RUN))
     raise api_only.ClusterError(f"{what} is not ready after {READY_TIMEOUT_S:.0f} s:\n{logs}")
 
 
 def _end_all() -> None:
-    """The kubelet first: it would start again what is killed. containerd last: it has the records of containers."""
+    """End everything. The kubelet is first, as it would restart what is killed; containerd last, as it has the
+    records.
+    """
     for name in reversed(processes.started(RUN)):
         if name != "containerd":
             processes.stop(RUN, name)

@@ -1,4 +1,6 @@
-"""The parts of the one-node cluster: their command lines and configuration files. Starts nothing: `one_node` does."""
+"""The parts of the one-node cluster: their command lines and configuration files. It starts nothing: `one_node`
+does.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ HERE = Path(__file__).resolve().parent
 CERTIFICATE = RUN / "apiserver.crt"
 KEY = RUN / "apiserver.key"
 REGISTRIES = "registries"
-"""Folder with a `HOST/hosts.toml` for each registry that is reached in another way than by HTTPS; read at each pull."""
+"""Folder with a `HOST/hosts.toml` for each registry that is not reached by plain HTTPS; it is read at each pull."""
 FRONT_PROXY = "front-proxy"
-"""Certificate and authority in one, by which the API server is known to the API servers behind it (metrics APIs)."""
+"""Certificate and authority in one, by which the API server authenticates to aggregated API servers (metrics APIs)."""
 SERVER_NAMES = (
     "DNS:localhost",
     "DNS:kubernetes.default.svc",
@@ -48,13 +50,14 @@ USERS: dict[str, Sequence[str]] = {
     "system:kube-controller-manager": [],
     "system:kube-scheduler": [],
     "system:kube-proxy": [],
-    # Not parts of Kubernetes, so it has no roles for them. Users of their own: the audit log separates them from tests.
+    # Kubernetes has no roles for these other programs. With users of their own, the audit log separates them from
+    # tests.
     "e2e:coredns": ["system:masters"],
     "e2e:storage": ["system:masters"],
     "e2e:kwok": ["system:masters"],
 }
 API_RATE = ("--kube-api-qps=300", "--kube-api-burst=500")
-"""The parts' own limit of 20 requests a second would be all that a run with thousands of objects measures."""
+"""With their own limit of 20 requests per second, a run with thousands of objects would measure only that limit."""
 START_ORDER = (
     "etcd",
     "containerd",
@@ -69,7 +72,7 @@ START_ORDER = (
 
 
 def argv(name: str) -> list[str]:
-    """The command line of a part."""
+    """Return the command line of a part."""
     if name == "storage":
         return [sys.executable, str(HERE / "storage.py"), str(kubeconfig("e2e:storage"))]
     return [str(binaries.bin_dir() / name), *_FLAGS[name]()]
@@ -135,7 +138,7 @@ def _apiserver_flags() -> list[str]:
         "--requestheader-extra-headers-prefix=X-Remote-Extra-",
         f"--audit-policy-file={RUN / 'audit.yaml'}",
         f"--audit-log-path={AUDIT_LOG}",
-        "--audit-log-maxsize=10000",  # never rotated: tests read on from a place in it
+        "--audit-log-maxsize=10000",  # never rotated: tests continue reading from an offset
     ]
 
 
@@ -178,7 +181,7 @@ _FLAGS: dict[str, Callable[[], list[str]]] = {
 
 
 def _network() -> dict[str, Any]:
-    """Pods on one bridge, reached from this machine alone: no masquerading, so nothing to clean up in the firewall."""
+    """Return the network: pods on one bridge, reachable only from this machine, without masquerading."""
     bridge = {
         "type": "bridge",
         "bridge": BRIDGE,
@@ -195,7 +198,9 @@ def _network() -> dict[str, Any]:
 
 
 def _audit_policy() -> dict[str, Any]:
-    """One line a request of whoever is not a part of Kubernetes itself: tests count an operator's writes with it."""
+    """Return a policy with one line per request that is not from Kubernetes itself: tests count an operator's
+    writes.
+    """
     parts = {"level": "None", "userGroups": ["system:nodes", "system:serviceaccounts:kube-system"]}
     users = {"level": "None", "users": [user for user in USERS if user != "admin"] + ["system:apiserver"]}
     return {
@@ -221,7 +226,7 @@ def _kubelet() -> dict[str, Any]:
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "failCgroupV1": False,
         "failSwapOn": False,
-        # Images stay until someone removes them: loading the engine's again takes minutes.
+        # Images stay until they are removed explicitly: loading the engine's again takes minutes.
         "imageGCHighThresholdPercent": 100,
         "localStorageCapacityIsolation": False,
         "makeIPTablesUtilChains": False,

@@ -1,4 +1,4 @@
-"""A digest of everything that the images are built from: images of unchanged sources are not built again."""
+"""A digest of all sources of the images: images of unchanged sources are not built again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CODE = {".py", ".cpp", ".h", ".hpp", ".toml", ".json", ".yaml", ".jinja"}
 
 
 def digest(root: Path) -> str:
-    """Ten hexadecimal digits of the files' names and contents."""
+    """Return ten hexadecimal digits of the files' names and contents."""
     found = hashlib.blake2b(digest_size=5)
     for path in _files(root):
         content = path.read_bytes()

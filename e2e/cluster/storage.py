@@ -1,9 +1,9 @@
-"""A program beside the cluster that gives every claim of its storage class a folder of this machine.
+"""A provisioner that gives every claim of the cluster's storage class a folder of this machine.
 
     python3 storage.py KUBECONFIG
 
-What a cloud's volume driver does, in the least that tests need: it creates a PersistentVolume for a claim that names
-the class, and removes volume and folder once the claim is gone. Capacity is not enforced.
+It does what tests need of a cloud's volume driver: it creates a PersistentVolume for a claim that names the class, and
+removes volume and folder once the claim is gone. Capacity is not enforced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IDLE_TIMEOUT_S = 60
 
 
 class Api:
-    """The few requests of the API that are needed, as JSON."""
+    """The few needed requests of the API, as JSON."""
 
     def __init__(self, kubeconfig: Path) -> None:
         config = json.loads(kubeconfig.read_text())
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _follow(api: Api) -> None:
-    """Everything as it is, then every change until the connection ends."""
+    """Process the present state, then every change until the connection ends."""
     _, listed = api.request("GET", CLAIMS)
     claims = {claim["metadata"]["uid"]: claim for claim in listed["items"]}
     for claim in claims.values():
@@ -98,7 +98,7 @@ def _provide(api: Api, claim: dict[str, Any]) -> None:
 
 
 def volume_for(claim: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The volume that a claim gets, bound to it from the start."""
+    """Return the volume of a claim, bound to it from the start."""
     metadata, spec = claim["metadata"], claim["spec"]
     return {
         "apiVersion": "v1",

@@ -1,6 +1,6 @@
-"""The LLMDeployment definition, applied once, and objects that leave with their test.
+"""The CRD, applied once, and objects that are deleted with their test.
 
-These tests need no node and patch statuses, so they have an API server of their own beside the cluster of the others.
+These tests need no node and patch statuses, so they have an API server of their own beside the other tests' cluster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def kubectl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubectl]:
 
 @pytest.fixture(scope="session")
 def applied(kubectl: Any) -> subprocess.CompletedProcess[str]:
-    """The output of applying the definition; every test of a served object depends on it."""
+    """Apply the definition and return the output; every test of a served object depends on it."""
     done: subprocess.CompletedProcess[str] = kubectl.run("apply", "--server-side", "-f", str(DEFINITION))
     assert done.returncode == 0, done.stderr
     kubectl.ok("wait", "--for=condition=Established", "--timeout=30s", f"crd/{RESOURCE}")

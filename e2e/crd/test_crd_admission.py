@@ -1,4 +1,4 @@
-"""What the API server fills in, and what it refuses with which words; every CEL rule is broken once."""
+"""Defaults and refusals of the API server, with their messages; every CEL rule is broken once."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_minimal_object_gets_every_default(create: Callable[..., Any], deploym
 
 
 def test_the_servers_defaults_are_the_models_defaults(create: Callable[..., Any], deployment: Any) -> None:
-    """`pagemill up` and the API server must read the same document as the same spec."""
+    """`pagemill up` and the API server must read the same spec from the same document."""
     from pagemill_crds.models import LLMDeployment
 
     document = deployment(autoscaling={"maxReplicas": 2}, engine={"speculative": {"method": "ngram"}})
@@ -171,7 +171,7 @@ def test_the_servers_defaults_are_the_models_defaults(create: Callable[..., Any]
 
 
 def test_the_examples_are_accepted(kubectl: Any, applied: object) -> None:
-    """Beside their deployments examples hold settings of other programs, whose kinds are not here."""
+    """Beside deployments, examples contain settings of other programs, whose kinds this server does not have."""
     examples = sorted((ROOT / "examples").rglob("*.yaml"))
     documents = [document for example in examples for document in yaml.safe_load_all(example.read_text())]
     known = [document for document in documents if document.get("apiVersion") in SERVED]

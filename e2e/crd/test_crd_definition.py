@@ -1,4 +1,4 @@
-"""The definition itself, on a real API server: accepted without warnings, listed, explained, printed."""
+"""The CRD itself on a real API server: accepted without warnings, listed, explained, printed."""
 
 from __future__ import annotations
 

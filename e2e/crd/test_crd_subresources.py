@@ -1,4 +1,4 @@
-"""`/scale`, `/status` and server-side apply: what controllers and autoscalers do to an LLMDeployment."""
+"""`/scale`, `/status` and server-side apply, as controllers and autoscalers use them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_kubectl_scale_sets_the_replicas(kubectl: Any, create: Create, deploymen
 
 
 def test_scale_reports_replicas_and_the_selector(kubectl: Any, create: Create, deployment: Any) -> None:
-    """What HorizontalPodAutoscaler and KEDA read."""
+    """HorizontalPodAutoscaler and KEDA read these."""
     stored = create(deployment(replicas=2))
     name = stored["metadata"]["name"]
     stored["status"] = {"replicas": 2, "selector": f"pagemill.dev/deployment={name}"}
@@ -54,7 +54,7 @@ def test_status_and_spec_do_not_touch_each_other(kubectl: Any, create: Create, d
 
 
 def test_conditions_of_two_managers_merge(kubectl: Any, create: Create, deployment: Any) -> None:
-    """A list-map: each field manager owns its condition types and leaves the others alone."""
+    """Conditions are a list-map: each field manager owns its types and leaves the others alone."""
     stored = create(deployment())
     name = stored["metadata"]["name"]
     apply_status(kubectl, stored, "operator", [condition("Ready", "False", "ModelLoading")])

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESOURCE = "llmdeployments.pagemill.dev"
 STORED, NEWEST = "v1alpha1", "v1beta1"
 MIGRATE = "kubectl get llmdeployments.pagemill.dev --all-namespaces --output json | kubectl replace --filename -"
-"""As docs/how-to/upgrade.md has it."""
+"""The command of docs/how-to/upgrade.md."""
 API_RESOURCES = ("api-resources", "--api-group=pagemill.dev")
 Definition = dict[str, Any]
 
@@ -39,11 +39,11 @@ def today() -> Definition:
 
 
 def define(kubectl: Kubectl, definition: Definition) -> None:
-    """As Helm does it: a whole new definition in place of the old one."""
+    """Apply a whole new definition instead of the old one, as Helm does."""
     kubectl.ok("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=definition)
     names = [each["name"] for each in definition["spec"]["versions"]]
     until("the API server serves these versions", lambda: served(kubectl) == set(names), timeout_s=30)
-    # Asks anew, as a plain `kubectl get` does not: of which version objects are, unless one is named.
+    # This refreshes what a plain `kubectl get` does not: the version in which objects are shown by default.
     until("kubectl knows the newest", lambda: names[0] in kubectl.ok(*API_RESOURCES), timeout_s=30)
 
 
@@ -101,7 +101,7 @@ def test_an_applied_manifest_keeps_its_owner_when_its_version_changes(own: Kubec
 
 
 def test_the_definition_of_the_last_release_comes_back_with_all_objects(own: Kubectl) -> None:
-    """A rollback of the chart: refused if anything might be stored in the version that goes."""
+    """A rollback of the chart; it is refused if anything might be stored in the removed version."""
     own.ok("create", "-f", "-", stdin=document("chat", NEWEST, replicas=2))
     define(own, only(STORED, stored=STORED))
     assert own.json("get", "llmd", "chat")["apiVersion"] == f"pagemill.dev/{STORED}"
@@ -123,7 +123,7 @@ def test_objects_move_to_another_stored_version_as_the_page_says(own: Kubectl) -
         own.ok("replace", "-f", "-", stdin=own.ok("get", RESOURCE, "--all-namespaces", "--output", "json"))
         return bool(read(own, "chat", NEWEST)["metadata"]["resourceVersion"] != before["metadata"]["resourceVersion"])
 
-    # The server takes a moment to write by its new definition; what it would write as before is no change to it.
+    # The server takes a moment to use its new definition; until then a write is no change.
     until("the object is stored anew", write_again, timeout_s=30)
     after = read(own, "chat", NEWEST)
     assert (after["metadata"]["generation"], after["spec"]) == (before["metadata"]["generation"], before["spec"])

@@ -1,4 +1,6 @@
-"""TLS between gateways and engines: turned on, its certificate changed and turned off under load; no client notices."""
+"""TLS between gateways and engines: turned on, its certificate changed, and turned off under load; no client
+notices.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ SERVER_NAME = "pagemill-engine"
 MODEL = "chat"
 HTTPS_PORTS = {8443, 8444}
 SECRET_UPDATE_S = 240.0
-"""A kubelet brings a changed Secret into pods within its sync period and the age of its cache."""
+"""Seconds until a kubelet updates a changed Secret in pods: its sync period plus the age of its cache."""
 
 
 @pytest.fixture
 def changed(releases: Releases) -> Iterator[Release]:
-    """A release of this case alone, since its settings change."""
+    """A release of this case alone, because its settings change."""
     yield releases.fresh()
     releases.close()
 
@@ -76,7 +78,7 @@ def test_tls_to_engines_is_turned_on_renewed_and_turned_off_without_a_lost_answe
 
 
 def certificate(folder: Path, name: str) -> dict[str, str]:
-    """One that signed itself, so that it is its own authority."""
+    """Return a self-signed certificate, which is its own authority."""
     files = {"tls.crt": folder / f"{name}.crt", "tls.key": folder / f"{name}.key"}
     command = [
         "openssl",
@@ -98,7 +100,7 @@ def certificate(folder: Path, name: str) -> dict[str, str]:
 
 
 def keep(release: Release, space: Kubectl, pair: dict[str, str], authority: str) -> None:
-    """The Secret, where engines serve it and where gateways read `ca.crt`."""
+    """Write the Secret where engines serve it and where gateways read `ca.crt`."""
     document = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -111,13 +113,13 @@ def keep(release: Release, space: Kubectl, pair: dict[str, str], authority: str)
 
 
 def listening(deployed: Deployed) -> set[int]:
-    """Ports that its engines' containers declare."""
+    """Return the ports that its engines' containers declare."""
     containers = [pod["spec"]["containers"][0] for pod in deployed.pods()]
     return {port["containerPort"] for container in containers for port in container["ports"]}
 
 
 def served(pod: Document) -> str:
-    """The certificate on the pod's data port; empty while it does not answer."""
+    """Return the certificate on the pod's data port, or "" while it does not answer."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
@@ -131,7 +133,7 @@ def served(pod: Document) -> str:
 
 
 def authorities(release: Release) -> set[str]:
-    """What each gateway's pod has for `ca.crt`."""
+    """Return the `ca.crt` of each gateway pod."""
     kubectl = release.cluster.kubectl.within(release.namespace)
     read = "import pathlib; print(pathlib.Path('/etc/pagemill-engine-ca/ca.crt').read_text(), end='')"
     names = [pod["metadata"]["name"] for pod in release.pods("gateway")]

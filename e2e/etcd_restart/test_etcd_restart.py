@@ -1,4 +1,4 @@
-"""etcd restarts under load: clients notice nothing, and the operator goes on with the next change."""
+"""etcd restarts under load: clients notice nothing, and the operator carries out the next change."""
 
 from __future__ import annotations
 

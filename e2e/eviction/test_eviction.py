@@ -1,4 +1,4 @@
-"""A node drain as the cluster does it: pods are evicted one at a time, through the Eviction API."""
+"""Node drains by the Eviction API: pods are evicted one at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_evicting_every_pod_in_turn_loses_no_request(release: Release, space: Ku
 
 
 def test_a_single_replica_may_be_evicted(release: Release, space: Kubectl) -> None:
-    """A budget for one replica would block every node drain for good."""
+    """A budget for a single replica would block every node drain."""
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
     assert space.items("poddisruptionbudgets") == []

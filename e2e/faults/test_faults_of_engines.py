@@ -1,4 +1,4 @@
-"""The fault matrix, second half: engines that start and cannot go on, reported by themselves or by how they ended."""
+"""The fault matrix, second half: engines that start and fail, reported by themselves or by their exit."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ MOUNTED = {
 }
 GREEDY = "held = bytearray(2**30)\nfor i in range(0, len(held), 4096): held[i] = 1"
 NO_GPU = {name: {**amounts, "nvidia.com/gpu": "0"} for name, amounts in SHARED_CORES.items()}
-"""The pod gets none, and its engine expects one: as behind a broken driver."""
+"""The pod gets no GPU although its engine expects one, as with a broken driver."""
 UNANSWERED = {"httpGet": {"path": "/none"}, "periodSeconds": 1, "failureThreshold": 2}
-"""For readiness too: between two restarts the engine would else be ready for as long as liveness takes to fail."""
+"""Also used for readiness: otherwise the engine would be ready between two restarts until liveness fails."""
 
 ROWS = [
     row(
@@ -138,11 +138,11 @@ def test_reasons_of_engines_are_distinct() -> None:
 
 
 def test_a_fault_that_lasts_is_written_once(matrix: dict[str, Deployed], release: Release) -> None:
-    """Engines go on crashing with other free bytes, exit after exit; the status says the same and is left alone."""
+    """Engines keep crashing with other free bytes in their messages; the status must stay unchanged."""
     for each in ROWS:
         matrix[each.name].wait_reason("Ready", each.reason, TIMEOUT_S)
     before = {name: deployed.status() for name, deployed in matrix.items()}
-    # Nothing is waited for: this is the time in which nothing may happen.
+    # Nothing can be awaited: nothing may happen during this time.
     time.sleep(QUIET_S)
     assert {name: deployed.status() for name, deployed in matrix.items()} == before
     reported = {name: warnings(deployed) for name, deployed in matrix.items()}

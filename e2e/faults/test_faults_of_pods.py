@@ -1,4 +1,4 @@
-"""The fault matrix, first half: pods that are refused, find no place, or cannot start. No engine runs here."""
+"""The fault matrix, first half: pods that are refused, cannot be scheduled, or cannot start. No engine runs here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.waiting import until
 
 TIMEOUT_S = 60
 PATIENCE_S = {"no-class": 30.0}
-"""A volume may be in the making: only after so long it is called a fault."""
+"""Seconds that a volume may be pending before that is a fault."""
 BESIDE = ({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "present"}, "data": {"a": "b"}},)
 MANY_GPUS = {"requests": {"nvidia.com/gpu": "64"}, "limits": {"nvidia.com/gpu": "64"}}
 ABSENT = {"name": "A", "valueFrom": {"secretKeyRef": {"name": "absent", "key": "k"}}}

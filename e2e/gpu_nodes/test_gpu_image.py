@@ -1,4 +1,4 @@
-"""What an engine meets first on a GPU, as far as a machine without one says: Triton can build its launcher."""
+"""The first step of an engine on a GPU that can be tested without one: Triton builds its launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", f"{driver}/libcu
 folders = [str(root / "lib"), driver], [str(root / "include")]
 print(compile_so_from_file(str(root / "driver.c"), "cuda_utils", *folders, ["libcuda.so.1"]))
 """
-"""Triton's own call, with an empty library in place of the driver's."""
+"""Triton's own call, with an empty library instead of the driver's."""
 
 
 def test_triton_builds_its_launcher_in_an_engines_container(release: Release, space: Kubectl) -> None:

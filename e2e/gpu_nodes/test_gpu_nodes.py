@@ -1,6 +1,6 @@
-"""Engines that ask for GPUs find the nodes that have them, by count and by product. Only the nodes are hollow.
+"""Engines that request GPUs are placed on nodes that have them, by count and by product. Only the nodes are hollow.
 
-What an engine does with a GPU is proven by the tests marked `gpu`; here it is where its pod goes.
+The tests marked `gpu` cover what an engine does with a GPU; this one covers the placement of its pod.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def gpu_node(one_node: OneNode) -> Iterator[None]:
 def test_engines_go_where_their_gpus_are_until_these_are_taken(
     gpu_node: None, release: Release, space: Kubectl
 ) -> None:
-    """One node of eight GPUs: eight engines, and no place for a ninth."""
+    """One node of eight GPUs takes eight engines and no ninth."""
     resources = {"gpus": 1, "gpuProduct": hollow.GPU_PRODUCT}
     chat = deploy(space, llmdeployment("chat", replicas=8, resources=resources, template={"spec": hollow.PLACED}))
     space.wait(chat.target, "condition=Scheduled", 60)

@@ -1,6 +1,7 @@
 """The heaviest bodies that a gateway's data port accepts, at pods with the chart's limit of 1 GiB: none is killed.
 
-Memory is the cgroup's, which the kernel kills by; every route with bounded CPU and waits: `tests/doors`.
+The memory is that of the cgroup, by which the kernel kills. `tests/doors` covers every route with bounded CPU and
+waits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ root = pathlib.Path("/sys/fs/cgroup")
 paths = root / "memory.peak", root / "memory/memory.max_usage_in_bytes"
 print(next(path for path in paths if path.exists()).read_text())
 """
-"""Of cgroup v2, or of v1."""
+"""The peak of cgroup v2 or of v1."""
 
 
 def body(**fields: Any) -> bytes:
@@ -80,7 +81,7 @@ def _posted(url: str, content: bytes, key: str) -> int:
     request = urllib.request.Request(url, content, headers, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            answer.read1()  # who leaves early aborts the rest: a million tokens take a CPU engine minutes
+            answer.read1()  # a client that leaves early aborts the rest: a million tokens take a CPU engine minutes
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

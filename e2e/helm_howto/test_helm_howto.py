@@ -1,6 +1,6 @@
-"""Every command of docs/how-to/install-with-helm.md and of the README's part on Kubernetes, by bash, as readers do.
+"""Every command of docs/how-to/install-with-helm.md and of the README's Kubernetes section, run by bash.
 
-`REGISTRY` and `TAG` name the images that the nodes hold; `docker` is a script that writes down what it is asked for.
+`REGISTRY` and `TAG` name the images on the nodes; `docker` is a script that records its arguments.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ PAGE = ROOT / "docs" / "how-to" / "install-with-helm.md"
 COMPONENTS = ("engine", "gateway", "operator")
 STEP_TIMEOUT_S = 600.0
 NAMES = "export REGISTRY="
-"""Beginning of the page's own choice of names, which the node's take the place of."""
+"""Beginning of the page's own choice of names, which the test replaces with the node's."""
 
 pytestmark = pytest.mark.timeout(STEP_TIMEOUT_S + 300)
 
 
 @pytest.fixture
 def empty(releases: Releases, cluster: Cluster) -> Iterator[Cluster]:
-    """Without the shared release, and afterwards without what the page leaves when one of its steps fails."""
+    """Remove the shared release, and afterwards what the page leaves if one of its steps fails."""
     with releases.absent():
         cluster.kubectl.delete("crd/llmdeployments.pagemill.dev", "--ignore-not-found")
         try:
@@ -70,7 +70,7 @@ def _steps(text: str) -> list[str]:
 
 
 def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> str:
-    """Type all but the names, and return what was printed; the images that the steps push must be the node's."""
+    """Run all steps but the names and return their output; the pushed images must be the node's."""
     reported = [_reported(step) for step in steps if not step.startswith(NAMES)]
     assert len(reported) == len(steps) - 1
     log = folder / "steps.log"
@@ -102,13 +102,15 @@ def _typed(steps: list[str], cluster: Cluster, image_tag: str, folder: Path) -> 
 
 
 def _reported(step: str) -> str:
-    """The step, announced in the log, so that a failure names it."""
+    """Return the step with an announcement in the log, so that a failure names it."""
     first = step.splitlines()[0].replace("'", "")
     return f"echo '== {first}'\n{step}"
 
 
 def _environment(cluster: Cluster, folder: Path) -> dict[str, str]:
-    """The reader's PATH; helm asks for as little as fits the node, docker builds nothing: the images are there."""
+    """Return the reader's environment; helm requests little resources, and docker builds nothing as the images
+    exist.
+    """
     helm, kubectl = Path(cluster.helm), Path(cluster.kubectl.binary)
     values = folder / "node-values.yaml"
     small = "resources: {requests: {cpu: 20m, memory: 64Mi}, limits: {memory: 1Gi}}"

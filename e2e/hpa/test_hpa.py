@@ -1,8 +1,8 @@
-"""`mode: External`: Kubernetes' own HorizontalPodAutoscaler writes the replicas through `/scale`.
+"""`mode: External`: Kubernetes's own HorizontalPodAutoscaler writes the replicas through `/scale`.
 
-Here the cluster serves no metrics API: the autoscaler finds the deployment's scale and its selector, its bounds move
-the replicas at once, what it writes is carried out without a lost request, and metrics that are missing remove nothing.
-`test_hpa_metrics` serves them.
+This cluster serves no metrics API: the autoscaler finds the deployment's scale and its selector, its bounds move the
+replicas at once, its writes are carried out without a lost request, and missing metrics remove nothing.
+`test_hpa_metrics` serves the metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.release import Release
 from support.waiting import until
 
 DECIDED_S = 90.0
-"""Controllers look every 15 s."""
+"""Seconds; controllers look every 15 s."""
 
 
 def test_an_hpa_moves_the_replicas_through_the_scale_subresource(release: Release, space: Kubectl) -> None:

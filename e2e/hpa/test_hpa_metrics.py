@@ -1,7 +1,7 @@
-"""Kubernetes' HorizontalPodAutoscaler decides from metrics that Pagemill exports, through Prometheus and its adapter.
+"""Kubernetes's HorizontalPodAutoscaler decides by metrics that Pagemill exports, through Prometheus and its adapter.
 
-All of it runs from the files in examples/external-scaling: what is scraped, the adapter's rules, the autoscaler.
-The one-node cluster alone: elsewhere another server may serve the metrics API.
+All of it runs from the files in examples/external-scaling: the scrape configuration, the adapter's rules, the
+autoscaler. This runs on the one-node cluster only: elsewhere another server may serve the metrics API.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from support.waiting import until
 MOST = 3
 SEATS = 2
 HEAVY = 8
-"""Requests at once: more than the seats of three engines."""
+"""Concurrent requests: more than the sequence slots of three engines."""
 WINDOW_S = 10
 SYNC_S = 15.0
-"""Time between two looks of the autoscaler."""
+"""Seconds between two looks of the autoscaler."""
 DECIDED_S = 120.0
-"""A scrape, the adapter's list of series, and a few looks."""
+"""Seconds for a scrape, the adapter's list of series, and a few looks."""
 STARTED_S = 300.0
 KV = "pagemill_kv_cache_usage_sum"
 WAITING = "pagemill_gateway_requests_waiting"
@@ -40,13 +40,13 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture
 def metrics(one_node: OneNode) -> Iterator[None]:
-    """The cluster serves external metrics."""
+    """Serve external metrics in the cluster."""
     with metrics_api.served(one_node):
         yield
 
 
 def scaler() -> Document:
-    """The example's, for engines of two seats, and with windows as short as the case."""
+    """Return the example's autoscaler for engines of two sequence slots, with windows as short as the case."""
     found = autoscaler("chat", lowest=1, highest=MOST)
     targets = {each["external"]["metric"]["name"]: each["external"]["target"] for each in found["spec"]["metrics"]}
     assert targets.keys() == {KV, WAITING, IN_FLIGHT}
@@ -74,7 +74,7 @@ def test_an_hpa_follows_the_exported_metrics_to_three_and_back_to_one(
         ready_s = time.monotonic()
         until("windows and looks are over", lambda: time.monotonic() > ready_s + WINDOW_S + 2 * SYNC_S, timeout_s=60)
         assert _wanted(chat) == MOST, "busy replicas stay, also where little waits"
-        # Three engines that start may leave a scrape no time on two cores; what is missing then moves nothing.
+        # Three starting engines may delay a scrape on two cores; missing values then change nothing.
         until("every metric has a value under load", lambda: len(current(space, "chat")) == 3, timeout_s=DECIDED_S)
         seen = current(space, "chat")
         heavy.wait_for(HEAVY)

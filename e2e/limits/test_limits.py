@@ -1,7 +1,7 @@
-"""docs/how-to/keys-and-limits.md on a cluster: two gateways of two workers hold one limit, by the chart's own Redis.
+"""docs/how-to/keys-and-limits.md on a cluster: two gateways of two workers share one limit through the chart's Redis.
 
-The commands of the page are run by bash as they stand there; only the limit is made small enough to be used up, and
-`helm` is given which images the node holds.
+bash runs the page's commands as written; only the limit is lowered so that it can be used up, and `helm` gets the
+images of the node.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CONTROL_PORT = 8081
 UP = "pagemill_gateway_redis_up"
 LIMIT = 6
 BUDGETED = f"sk-{secrets.token_hex(16)}"
-"""A key whose requests ask Redis each time, and whose limit is far away."""
+"""A key whose requests use Redis each time, and whose limit is far away."""
 
 
 @pytest.fixture
 def limited(releases: Releases, one_node: OneNode, tmp_path: Path) -> Iterator[tuple[Release, str]]:
-    """A release whose keys and Redis are made by the page's commands, and the plain key that they made."""
+    """Create a release whose keys and Redis come from the page's commands; yield it and the plain key."""
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         try:
@@ -63,7 +63,7 @@ def limited(releases: Releases, one_node: OneNode, tmp_path: Path) -> Iterator[t
 
 
 def _steps() -> tuple[str, str]:
-    """The page's blocks for bash, for the Secret of keys and for the chart's Redis."""
+    """Return the page's bash blocks for the Secret of keys and for the chart's Redis."""
     steps = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     keys, bundled = (step for step in steps if f"generic {SECRET}" in step or "redis.bundled" in step)
     return keys, bundled
@@ -79,7 +79,7 @@ def _bash(lines: list[str], environment: dict[str, str], folder: Path) -> str:
 
 
 def _environment(node: OneNode, folder: Path) -> dict[str, str]:
-    """The reader's PATH; `helm upgrade` names the image of Redis that the node holds."""
+    """Return the reader's environment, in which `helm upgrade` names the node's image of Redis."""
     program("redis", REDIS_IMAGE)
     repository, tag = REDIS_IMAGE.removeprefix("docker.io/").split(":")
     image = {"repository": repository, "tag": tag, "pullPolicy": "IfNotPresent"}
@@ -93,7 +93,7 @@ def _environment(node: OneNode, folder: Path) -> dict[str, str]:
 
 
 def _doors(release: Release, key: str) -> list[Service]:
-    """Each gateway pod by itself, past the Service."""
+    """Return each gateway pod as a service of its own, bypassing the Service."""
     pods = release.pods("gateway")
     assert len(pods) == 2
     return [Service(f"http://{pod['status']['podIP']}:8080/v1", key, "chat") for pod in pods]

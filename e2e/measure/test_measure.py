@@ -1,4 +1,4 @@
-"""How long things take on this machine; every number is printed as one JSON line and kept in the artifacts."""
+"""Measures how long things take on this machine; every number is printed as a JSON line and kept in the artifacts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.measure
 def test_apply_to_first_token_cold_and_warm(
     one_node: OneNode, release: Release, space: Kubectl, measures: Measures
 ) -> None:
-    """Cold: image on the node, nothing of it in memory. Warm: the same once more."""
+    """Cold: the image is on the node and not in memory. Warm: the same once more."""
     service = release.service("timed")
     for temperature in ("cold", "warm"):
         if temperature == "cold":

@@ -22,7 +22,7 @@ def served(cluster: OneNode, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def bucket(served: Bucket) -> Iterator[Bucket]:
-    """As fast as it can be, unless a case slows it down."""
+    """The bucket at full speed, unless a case slows it down."""
     yield served
     served.proxy.bytes_per_s = float("inf")
 

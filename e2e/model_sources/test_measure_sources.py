@@ -1,4 +1,4 @@
-"""How long a model of a bucket takes from apply to Ready: fetched first, and with what the node has already."""
+"""Time from apply to Ready for a model of a bucket: fetched first, and from the node's cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.release import Release
 pytestmark = pytest.mark.measure
 ROUNDS = 3
 FAR_BYTES_PER_S = 5e6
-"""Of each of a file's four connections, to a store that is not next door."""
+"""Speed of each of a file's four connections to a distant store."""
 
 
 @pytest.mark.parametrize(("store", "bytes_per_s"), [("near", float("inf")), ("far", FAR_BYTES_PER_S)])

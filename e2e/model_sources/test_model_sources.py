@@ -1,4 +1,6 @@
-"""Models from a bucket and a registry: fetched once for a node, bounded there, and one condition if they cannot be."""
+"""Models from a bucket and a registry: fetched once per node, limited there, and reported in one condition on
+failure.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def models_below(folder: Path) -> list[Path]:
 
 
 def progress(chat: Deployed, more_than: float) -> float:
-    """Units that the condition says are there, once they are more than that."""
+    """Wait until the condition reports more than `more_than` units, and return them."""
 
     def found() -> float | None:
         condition = chat.condition("ModelLoaded")

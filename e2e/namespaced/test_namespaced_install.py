@@ -1,4 +1,4 @@
-"""A release that serves two namespaces, installed by a user who has no right outside of its namespaces."""
+"""A release that serves two namespaces, installed by a user without rights outside of its namespaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.release import SHARED_NAME, SHARED_NAMESPACE, Release, Releases
 
 OWNER = "namespace-owner"
 NOTICE_S = 20.0
-"""Time in which an operator that watched too much would have acted."""
+"""Seconds in which an operator that watched too much would have acted."""
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def elsewhere(make_space: Callable[..., Kubectl]) -> Kubectl:
 
 @pytest.fixture
 def namespaced(releases: Releases, space: Kubectl, elsewhere: Kubectl) -> Iterator[Release]:
-    """Installed with the rights of an account that owns the release's namespace and `space`, and nothing else."""
+    """Install with the rights of an account that owns only the release's namespace and `space`."""
     releases.fresh()  # leaves the definition behind, as an administrator would
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
@@ -37,7 +37,7 @@ def namespaced(releases: Releases, space: Kubectl, elsewhere: Kubectl) -> Iterat
 
 
 def _own(release: Release, space: Kubectl) -> None:
-    """All rights in two namespaces for one account."""
+    """Grant one account all rights in two namespaces."""
     kubectl = release.cluster.kubectl
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": OWNER}}
     rules = [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}]

@@ -1,4 +1,4 @@
-"""The operator dies in the middle of its work; what it began is finished by whoever comes next."""
+"""The operator is killed in the middle of its work; the next one finishes it."""
 
 from __future__ import annotations
 

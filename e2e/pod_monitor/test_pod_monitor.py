@@ -1,4 +1,4 @@
-"""Where Prometheus' operator is installed, each deployment has a PodMonitor; where it is not, nothing misses it."""
+"""Each deployment has a PodMonitor if Prometheus's operator is installed; without it everything works too."""
 
 from __future__ import annotations
 

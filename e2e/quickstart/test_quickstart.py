@@ -1,4 +1,4 @@
-"""The first page of the documentation, step by step, on a cluster that knows nothing of pagemill."""
+"""The first page of the documentation, step by step, on a cluster without Pagemill."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RELEASED = (
 @pytest.mark.smoke
 def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, space: Kubectl) -> None:
     release = releases.fresh()
-    release.helm("test", release.name)  # without a model: the gateway answers and refuses strangers
+    release.helm("test", release.name)  # without a model: the gateway answers, and refuses requests without a key
 
     space.ok("apply", "-f", str(EXAMPLE))
     smollm2 = Deployed(space, "smollm2")
@@ -56,7 +56,7 @@ def test_from_helm_install_to_an_answer_and_back_to_nothing(releases: Releases, 
 
 
 def _left(release: Release) -> set[str]:
-    """What still carries the release's label, anywhere, and all that is in its namespace, labelled or not."""
+    """Return what still has the release's label, anywhere, and everything in its namespace."""
     kubectl = release.cluster.kubectl
     selector = f"app.kubernetes.io/instance={release.name}"
     labelled = kubectl.ok("get", RELEASED, "--all-namespaces", "--selector", selector, "-o", "name")

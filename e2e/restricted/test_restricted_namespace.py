@@ -56,7 +56,7 @@ def test_no_object_of_the_release_and_of_a_deployment_is_warned_about(strict: Re
 
 
 def _renamed(manifest: str) -> str:
-    """Only what makes pods, without what is there already."""
+    """Return only the objects that create pods, under new names."""
     made = [
         {**each, "metadata": {**each["metadata"], "name": f"{each['metadata']['name']}-again"}}
         for each in yaml.safe_load_all(manifest)
@@ -67,7 +67,9 @@ def _renamed(manifest: str) -> str:
 
 
 def test_the_audit_log_knows_no_violation(audit: AuditLog, strict: Release, make_space: Callable[..., Kubectl]) -> None:
-    """Since before the release was installed, but for the violation that shows that violations are noted at all."""
+    """The log is read from before the release's installation; a control violation shows that violations are
+    recorded.
+    """
     space = make_space(STRICT)
     chat = deploy(space, hubs.cached("chat", hubs.start(space, strict.image_tag)))
     chat.wait_ready(1)
@@ -81,15 +83,15 @@ def test_the_audit_log_knows_no_violation(audit: AuditLog, strict: Release, make
 
 
 def _careless_pod(image: str) -> Document:
-    """Without a security context: the restricted profile has much to say about it."""
+    """Return a pod without a security context, which violates the restricted profile."""
     container = {"name": "careless", "image": image}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "careless"}, "spec": {"containers": [container]}}
 
 
 def _violators(audit: AuditLog) -> set[str]:
-    """Namespaces in which something was created against their audited profile."""
+    """Return the namespaces in which something was created against their audited profile."""
     with audit.path.open() as log:
         log.seek(audit.offset)
-        # A last line that is still being written has no end yet.
+        # A last line that is still being written has no newline yet.
         noted = [json.loads(line) for line in log if VIOLATION in line and line.endswith("\n")]
     return {event["objectRef"]["namespace"] for event in noted}

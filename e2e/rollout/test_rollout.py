@@ -14,7 +14,7 @@ from support.release import Release
 from support.waiting import until
 
 ALIAS = "chat"
-"""Clients use the alias, so that the model's own name may change under them."""
+"""Clients use the alias, so that the model's own name may change."""
 
 
 @pytest.fixture

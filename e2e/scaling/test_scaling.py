@@ -1,4 +1,4 @@
-"""`kubectl scale` under load: new replicas join, leaving ones finish what they began."""
+"""`kubectl scale` under load: new replicas join, and removed ones finish their requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_list_shows_the_load_of_the_engines(release: Release, space: Kubectl
 
 
 def _shown_load(space: Kubectl) -> tuple[int, int]:
-    """KV% and QUEUE of the only row; 0 where a column is empty."""
+    """Return KV% and QUEUE of the only row; 0 for an empty column."""
     header, row = space.ok("get", "llmd").splitlines()
     kv, queue = (row[header.index(name) :].split(" ")[0] for name in ("KV%", "QUEUE"))
     return int(kv or 0), int(queue or 0)

@@ -1,5 +1,5 @@
-"""The operator's account writes its own Secrets and no others, and of pods only notes on its engines, whatever RBAC
-alone would allow.
+"""The operator's account may write only its own Secrets, and of pods only annotations of engines, whatever RBAC alone
+allows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from support.release import Release
 from support.waiting import until
 
 DENIED = "writes only token Secrets that it made itself"
-PODS_DENIED = "changes only annotations of the engines that it made"
+PODS_DENIED = "may change only annotations of its engine pods"
 COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
@@ -40,7 +40,7 @@ def test_a_stolen_operator_account_changes_no_pod_but_for_annotations_of_engines
     idle = ["python", "-c", "import time; time.sleep(600)"]
     space.apply(probe_pod("mine", f"docker.io/pagemill/gateway:{release.image_tag}", idle))
     account = f"{release.namespace}:{release.name}-operator"
-    # kubectl reads what it patches, which the operator may not; nothing else is given.
+    # kubectl reads what it patches, which the operator may not; no other right is added.
     space.ok("create", "role", "reader", "--verb=get", "--resource=pods")
     space.ok("create", "rolebinding", "reader", "--role=reader", f"--serviceaccount={account}")
     engine = f"pod/{chat.pods()[0]['metadata']['name']}"

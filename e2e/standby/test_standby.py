@@ -1,4 +1,4 @@
-"""`autoscaling.warm`: at zero one engine sleeps with its weights, and the next request wakes that very pod."""
+"""`autoscaling.warm`: at zero one engine sleeps with its weights, and the next request wakes that pod."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.waiting import until
 
 STARTED_S = 300.0
 ASLEEP_S = 240.0
-"""The engine starts, is idle for `scaleToZeroAfter`, and its Deployment has been complete."""
+"""Seconds for the engine's start, `scaleToZeroAfter`, and the completion of its Deployment."""
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -38,7 +38,7 @@ def test_the_last_replica_sleeps_and_the_next_request_wakes_it(
     measures.record("a standby replica on the cluster", woken_and_answered_s=time.monotonic() - asked_s)
     assert _identity(chat) == (pod["metadata"]["uid"], 0)
 
-    # Another leader goes on with what it finds.
+    # A new leader continues with the present state.
     kill_pod(release.leader(), "pagemill_operator")
     _wait_asleep(chat)
     assert "Paris" in service.ask("What is the capital of France?")
@@ -50,7 +50,7 @@ def _wait_asleep(chat: Deployed) -> None:
 
 
 def _identity(chat: Deployed) -> tuple[str, int]:
-    """Uid and restarts of the only pod."""
+    """Return uid and restarts of the only pod."""
     (pod,) = chat.pods()
     restarts: int = pod["status"]["containerStatuses"][0]["restartCount"]
     return pod["metadata"]["uid"], restarts

@@ -1,4 +1,4 @@
-"""What a failed case leaves for people: objects, events and logs of every pod, in one folder that is printed."""
+"""Collects what helps to debug a failed case: objects, events and logs of every pod, in one folder that is printed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERYTHING = (
 
 
 def folder_of(root: Path, test: str) -> Path:
-    """An empty folder for the logs of one test."""
+    """Create an empty folder for the logs of one test."""
     folder = root / re.sub(r"[^\w.-]+", "_", test)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -23,7 +23,7 @@ def folder_of(root: Path, test: str) -> Path:
 
 
 def collect(kubectl: Kubectl, namespaces: list[str], folder: Path) -> None:
-    """Write what is known about these namespaces; what cannot be read says so in its file."""
+    """Write what is known about these namespaces; a file contains the error if something cannot be read."""
     for namespace in namespaces:
         here = kubectl.within(namespace)
         _write(here, folder / f"{namespace}-objects.yaml", "get", EVERYTHING, "-o", "yaml")

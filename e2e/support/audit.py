@@ -1,4 +1,4 @@
-"""The API server's audit log: who wrote what, and when. Only the one-node cluster offers it."""
+"""The API server's audit log: which user wrote what, and when. Only the one-node cluster has it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Call:
 
 @dataclass
 class AuditLog:
-    """Reads calls from a moment on: make one, act, then ask for the calls since."""
+    """Reads the calls since a moment: create it, act, then read the calls."""
 
     path: Path
     offset: int = 0
@@ -51,7 +51,7 @@ class AuditLog:
             return list(_calls(log.read()))
 
     def writes(self, user: str = "", pod: str = "") -> list[Call]:
-        """Accepted writes of users whose name holds `user`, made from that pod."""
+        """Return accepted writes of users whose name contains `user`, made from that pod."""
         return [
             call
             for call in self.calls()

@@ -1,4 +1,6 @@
-"""The HorizontalPodAutoscaler of examples/external-scaling for a deployment of a case, and what it says of itself."""
+"""The HorizontalPodAutoscaler of examples/external-scaling for a deployment of a case, and its conditions and
+events.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from support.objects import Document
 
 
 def autoscaler(name: str, *, lowest: int, highest: int) -> Document:
-    """Scales the LLMDeployment of that name, which clients ask by the same name."""
+    """Return an autoscaler of the LLMDeployment of that name, whose model has the same name."""
     documents = yaml.safe_load_all((EXAMPLES / "hpa.yaml").read_text())
     found: Document = next(each for each in documents if each["kind"] == "HorizontalPodAutoscaler")
     found["metadata"]["name"] = found["spec"]["scaleTargetRef"]["name"] = name
@@ -23,20 +25,20 @@ def autoscaler(name: str, *, lowest: int, highest: int) -> Document:
 
 
 def condition(kubectl: Kubectl, name: str, kind: str) -> dict[str, Any]:
-    """The condition of that type; empty while there is none."""
+    """Return the condition of that type, or an empty one."""
     conditions: list[dict[str, Any]] = kubectl.json("get", f"hpa/{name}").get("status", {}).get("conditions", [])
     return next((each for each in conditions if each["type"] == kind), {})
 
 
 def current(kubectl: Kubectl, name: str) -> dict[str, str]:
-    """What it saw last, per replica; by metric."""
+    """Return the values that it saw last per replica, by metric."""
     metrics = kubectl.json("get", f"hpa/{name}").get("status", {}).get("currentMetrics") or []
     seen = [each["external"] for each in metrics if "external" in each]
     return {each["metric"]["name"]: each["current"]["averageValue"] for each in seen}
 
 
 def rescales(kubectl: Kubectl, name: str) -> list[str]:
-    """Its own words on each new size, oldest first."""
+    """Return its messages about each new size, oldest first."""
     selector = f"involvedObject.kind=HorizontalPodAutoscaler,involvedObject.name={name},reason=SuccessfulRescale"
     events = kubectl.items("events", f"--field-selector={selector}")
     return [each["message"] for each in sorted(events, key=lambda each: str(each["firstTimestamp"]))]

@@ -1,6 +1,6 @@
-"""Connections of a pod to the API server that swallow everything: open for both ends, and nothing arrives any more.
+"""Drops all packets of a pod's connections to the API server, which stay open on both ends. New connections work.
 
-That is how a lost NAT entry or a dead load balancer looks: no reset, no end, only silence. New connections pass.
+A lost NAT entry or a dead load balancer looks like this: no reset, no end, only silence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TABLE = "pagemill-e2e-black-hole"
 
 @contextmanager
 def swallowed(pods: Iterable[dict[str, Any]], program: str) -> Iterator[int]:
-    """While the block runs, what these pods' open API connections send and receive is dropped; yields their number."""
+    """Drop what these pods' open API connections send and receive while the block runs; yield their number."""
     rules, count = [], 0
     for pod in pods:
         ports = _local_ports(of_pod(pod, program)[0].pid)
@@ -45,7 +45,7 @@ def _table(rules: list[tuple[str, str]]) -> str:
 
 
 def _local_ports(pid: int) -> set[int]:
-    """Ports of the pod's established connections to an API server, seen in its own network namespace."""
+    """Return the ports of the pod's established connections to an API server, read in its network namespace."""
     ports = set()
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         _, local, remote, state = line.split()[:4]

@@ -1,7 +1,7 @@
 """The cluster under test: the current context of a user, or the one-node cluster that `e2e/cluster` starts.
 
-Only the second kind can lose its API server or be asked for its audit log and processes; cases that need that take the
-fixture `one_node` and are skipped elsewhere, loudly.
+Only the second kind can lose its API server and has an audit log and local processes; cases that need these take the
+fixture `one_node` and are skipped elsewhere with a reason.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ PROGRAM_TIMEOUT_S = 2400.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """How to reach a cluster, whoever runs it."""
+    """Access to a cluster of either kind."""
 
     kubectl: Kubectl
     helm: str
 
     @property
     def node(self) -> OneNode | None:
-        """Power over the cluster's parts, where the tests have it."""
+        """Control of the cluster's parts, if the tests have it."""
         return None
 
 
 @dataclass(frozen=True)
 class OneNode(Cluster):
-    """The cluster of `e2e/cluster` on this machine: its parts can be stopped, its processes and audit log seen."""
+    """The cluster of `e2e/cluster` on this machine: its parts can be stopped, its processes and audit log read."""
 
     state: Path
 
@@ -68,7 +68,7 @@ class OneNode(Cluster):
 
     @contextmanager
     def without(self, part: str) -> Iterator[None]:
-        """The cluster without one of its parts; it is back, and the API server ready, when the block ends."""
+        """Run the block without one of the cluster's parts, then start it and wait until the API server is ready."""
         self.stop(part)
         try:
             yield
@@ -78,7 +78,7 @@ class OneNode(Cluster):
 
     @contextmanager
     def silent(self, part: str) -> Iterator[None]:
-        """A part that answers nothing and ends nothing: its connections stay open."""
+        """Suspend a part while the block runs: it answers nothing, and its connections stay open."""
         pid: int = json.loads((self.state / "pids.json").read_text())[part]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -90,9 +90,10 @@ class OneNode(Cluster):
 
 @contextmanager
 def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
-    """The cluster of a context that is run elsewhere (kind, a test cluster); refused where Pagemill is installed.
+    """Use the cluster of a context that is managed elsewhere (kind, a test cluster); refuse one with Pagemill
+    installed.
 
-    Cases are given a kubeconfig in `folder` that knows nothing but this context: no command can meet another cluster.
+    Cases get a kubeconfig in `folder` with only this context, so that no command can reach another cluster.
     """
     theirs = Kubectl(_program("kubectl"), kubeconfig or _default_kubeconfig(), context)
     own = folder / "kubeconfig"
@@ -104,7 +105,7 @@ def foreign(context: str, kubeconfig: str, folder: Path) -> Iterator[Cluster]:
 
 
 def refuse_installed(kubectl: Kubectl) -> None:
-    """Cases remove the definition, and with it every LLMDeployment: never those of the cluster's other users."""
+    """Exit if the cluster has the CRD or a release: cases delete the CRD, and with it every LLMDeployment."""
     looks = (
         (DEFINITION,),
         (f"namespace/{RELEASE_NAMESPACE}",),
@@ -121,7 +122,7 @@ def refuse_installed(kubectl: Kubectl) -> None:
 
 
 def running(kubeconfig: Path, programs: str = "") -> OneNode:
-    """A one-node cluster that runs already; its state lies beside its kubeconfig."""
+    """Return a one-node cluster that runs already; its state is beside its kubeconfig."""
     path = f"{programs}{os.pathsep}{os.environ['PATH']}" if programs else os.environ["PATH"]
     kubectl = Kubectl(_program("kubectl", path), str(kubeconfig))
     return OneNode(kubectl, _program("helm", path), kubeconfig.resolve().parent)
@@ -129,7 +130,7 @@ def running(kubeconfig: Path, programs: str = "") -> OneNode:
 
 @contextmanager
 def started() -> Iterator[OneNode]:
-    """A one-node cluster of our own, gone when the block ends; a machine has room for one."""
+    """Run a one-node cluster while the block runs; a machine can have only one."""
     exports = _exports(program("up"))
     try:
         yield running(Path(exports["KUBECONFIG"]), exports["PATH"].split(os.pathsep)[0])
@@ -139,7 +140,7 @@ def started() -> Iterator[OneNode]:
 
 @contextmanager
 def api_server(state: Path) -> Iterator[Kubectl]:
-    """Only an API server and its etcd, without a node, as any user; gone when the block ends."""
+    """Run only an API server and its etcd, without a node and as any user, while the block runs."""
     exports = _exports(program("up", "--api-only", str(state)))
     try:
         yield Kubectl(_program("kubectl", exports["PATH"].split(os.pathsep)[0]), exports["KUBECONFIG"])
@@ -148,19 +149,19 @@ def api_server(state: Path) -> Iterator[Kubectl]:
 
 
 def build_images() -> str:
-    """Build the images of this checkout and load them into the one-node cluster; returns their tag."""
+    """Build the images of this checkout and load them into the one-node cluster; return their tag."""
     return _exports(program("images"))["PAGEMILL_TAG"]
 
 
 def program(*arguments: str) -> str:
-    """Run `e2e/cluster`; what it prints."""
+    """Run `e2e/cluster`; return its output."""
     done = subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
     assert done.returncode == 0, f"e2e/cluster {' '.join(arguments)}: {done.stderr}{done.stdout[-2000:]}"
     return done.stdout
 
 
 def _exports(printed: str) -> dict[str, str]:
-    """The variables of its last line, `export NAME=value NAME=value`."""
+    """Return the variables of its last line, `export NAME=value NAME=value`."""
     return dict(word.split("=", 1) for word in printed.splitlines()[-1].split()[1:])
 
 

@@ -1,4 +1,4 @@
-"""Words for LLMDeployments on a cluster: apply one, wait for it, change it, look at what it owns."""
+"""Helpers for LLMDeployments on a cluster: apply one, wait for it, change it, read what it owns."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Deployed:
         return found
 
     def condition(self, kind: str) -> Document:
-        """The condition of that type; empty while there is none."""
+        """Return the condition of that type, or an empty one."""
         conditions = self.status().get("conditions", [])
         return next((each for each in conditions if each["type"] == kind), {})
 
     def pods(self) -> list[Document]:
-        """Engine pods that are not about to end."""
+        """Return the engine pods that are not being deleted."""
         found = self.kubectl.items("pods", "--selector", self.pod_selector)
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def wait_ready(self, replicas: int | None = None, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until condition Ready holds for the current spec (and so many replicas take requests)."""
+        """Wait until condition Ready is true for the current spec (and so many replicas are ready)."""
         generation = self.get()["metadata"]["generation"]
         deadline = time.monotonic() + timeout_s
         self.kubectl.wait(self.target, f"jsonpath={{.status.observedGeneration}}={generation}", timeout_s)
@@ -67,7 +67,7 @@ class Deployed:
             self.kubectl.wait(self.target, f"jsonpath={{.status.readyReplicas}}={replicas}", left_s)
 
     def wait_reason(self, kind: str, reason: str, timeout_s: float = 60) -> Document:
-        """Until that condition has that reason; returns the condition."""
+        """Wait until the condition has the reason; return the condition."""
         return (
             until(
                 f"{self.target}: condition {kind} has reason {reason}",
@@ -78,20 +78,20 @@ class Deployed:
         )
 
     def patch(self, **spec: Any) -> None:
-        """Merge into the spec, as a user's edit would."""
+        """Merge into the spec, as a user's edit does."""
         self.kubectl.ok("patch", self.target, "--type=merge", "--patch", json.dumps({"spec": spec}))
 
     def scale(self, replicas: int) -> None:
         self.kubectl.ok("scale", self.target, f"--replicas={replicas}")
 
     def wait_rolled_out(self, old_pods: list[Document], timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until none of the old pods is left and the new ones are Ready."""
+        """Wait until none of the old pods is left and the new ones are Ready."""
         for pod in old_pods:
             self.kubectl.wait(f"pod/{pod['metadata']['name']}", "delete", timeout_s)
         self.wait_ready(timeout_s=timeout_s)
 
     def wait_settled(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Until the current spec is Ready and no pod of another template is left."""
+        """Wait until the current spec is Ready and no pod of another template is left."""
         self.wait_ready(timeout_s=timeout_s)
         arguments = ["rollout", "status", f"deployment/{self.name}-engine", f"--timeout={timeout_s:.0f}s"]
         self.kubectl.ok(*arguments, timeout_s=timeout_s + 30)
@@ -110,7 +110,7 @@ def deploy(kubectl: Kubectl, document: Document) -> Deployed:
 
 
 def wait_no_children(kubectl: Kubectl, selector: str = MANAGED, timeout_s: float = 120) -> None:
-    """Until owner references have deleted everything that the operator made there."""
+    """Wait until owner references have deleted everything that the operator created there."""
 
     def nothing_left() -> bool:
         return kubectl.ok("get", CHILDREN, "--selector", selector, "-o", "name") == ""

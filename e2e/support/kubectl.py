@@ -1,6 +1,6 @@
-"""kubectl as the tests use it: the real program, one context, output as text or as parsed JSON.
+"""kubectl for the tests: the real program, one context, output as text or as parsed JSON.
 
-Knows nothing of pagemill; `deployments` adds the words for LLMDeployments on top.
+It knows nothing of Pagemill; `deployments` adds the helpers for LLMDeployments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ REQUEST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Kubectl:
-    """Runs kubectl against one cluster; `ok` and `json` fail the test where kubectl fails."""
+    """Runs kubectl against one cluster; `ok` and `json` fail the test if kubectl fails."""
 
     binary: str
     kubeconfig: str
@@ -23,7 +23,7 @@ class Kubectl:
     namespace: str = ""
 
     def within(self, namespace: str) -> Kubectl:
-        """The same cluster, in another namespace."""
+        """Return the same cluster in another namespace."""
         return replace(self, namespace=namespace)
 
     def argv(self, *arguments: str) -> list[str]:
@@ -47,22 +47,24 @@ class Kubectl:
         return json.loads(self.ok(*arguments, "-o", "json", stdin=stdin))
 
     def items(self, kinds: str, *arguments: str) -> list[dict[str, Any]]:
-        """Objects of these kinds, such as `"pods"` or `"secrets,configmaps"`."""
+        """Return the objects of these kinds, such as `"pods"` or `"secrets,configmaps"`."""
         found: list[dict[str, Any]] = self.json("get", kinds, *arguments)["items"]
         return found
 
     def apply(self, *documents: object) -> None:
-        """Create or change objects as their owner would, with all fields checked."""
+        """Create or change objects as their owner would, with all fields validated."""
         listed = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
         self.ok("apply", "--validate=strict", "-f", "-", stdin=listed)
 
     def wait(self, target: str, condition: str, timeout_s: float = 120) -> None:
-        """`kubectl wait --for=CONDITION TARGET`: `condition=Ready`, `delete`, `jsonpath={.status.x}=y`, `create`."""
+        """Run `kubectl wait --for=CONDITION TARGET`: `condition=Ready`, `delete`, `jsonpath={.status.x}=y`,
+        `create`.
+        """
         arguments = ["wait", f"--for={condition}", f"--timeout={timeout_s:.0f}s", *target.split()]
         done = self.run(*arguments, timeout_s=timeout_s + REQUEST_TIMEOUT_S)
         gone = condition == "delete" and "NotFound" in done.stderr
         assert done.returncode == 0 or gone, f"kubectl {' '.join(arguments)}: {done.stderr}"
 
     def delete(self, target: str, *arguments: str, timeout_s: float = 120) -> None:
-        """Delete and wait until the objects are gone."""
+        """Delete the objects and wait until they are gone."""
         self.ok("delete", *target.split(), *arguments, f"--timeout={timeout_s:.0f}s", timeout_s=timeout_s + 30)

@@ -1,7 +1,7 @@
-"""Load from outside the cluster: the real `openai` client, a few workers, whole and streamed answers in turn.
+"""Load from outside the cluster: the real `openai` client, a few workers, whole and streamed answers alternately.
 
-The client never retries: that is the platform's work. Prompts are greedy and their golden answers are asked before the
-load starts, so that a retried or moved request is known to be right. The workers run on an event loop in a thread of
+The client never retries: that is the platform's task. Prompts are greedy and their golden answers are requested before
+the load starts, so that a retried or moved request can be checked. The workers run on an event loop in a thread of
 their own while the case changes the cluster.
 """
 
@@ -31,7 +31,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Service:
-    """Where a model is asked: the OpenAI base URL (with /v1), the API key and the model's name."""
+    """Access to a model: the OpenAI base URL (with /v1), the API key and the model's name."""
 
     base_url: str
     api_key: str
@@ -41,7 +41,7 @@ class Service:
         return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0, timeout=REQUEST_TIMEOUT_S)
 
     def ask(self, prompt: str = PROMPTS[0], max_tokens: int = 24) -> str:
-        """One greedy answer."""
+        """Return one greedy answer."""
         with self.client() as client:
             answer = client.chat.completions.create(
                 model=self.model, messages=[{"role": "user", "content": prompt}], max_tokens=max_tokens, temperature=0
@@ -49,14 +49,14 @@ class Service:
         return answer.choices[0].message.content or ""
 
     def models(self) -> list[str]:
-        """Names that clients get."""
+        """Return the model names that clients see."""
         with self.client() as client:
             return [model.id for model in client.models.list()]
 
 
 @dataclass
 class Load:
-    """A running load; `report` what happened so far."""
+    """A running load; `report` returns what happened so far."""
 
     service: Service
     workers: int
@@ -73,7 +73,7 @@ class Load:
         return Report(list(self.records), time.monotonic() - self.started_s)
 
     def wait_for(self, more: int, timeout_s: float = 120) -> None:
-        """Until that many more requests have ended, whatever their outcome."""
+        """Wait until that many more requests have ended, with any outcome."""
         wanted = len(self.records) + more
         until(f"{more} more requests ended", lambda: len(self.records) >= wanted, timeout_s=timeout_s)
 
@@ -142,12 +142,12 @@ class Load:
 
 @dataclass
 class _Answer:
-    """What has come of one answer so far, also when an error ends it."""
+    """The part of an answer that has arrived, also if an error ends it."""
 
     text: str = ""
     first_s: float | None = None
     begun: bool = False
-    """The stream's headers have come."""
+    """Whether the stream's headers have arrived."""
     finished: bool = False
 
     def add(self, text: str) -> None:
@@ -161,13 +161,13 @@ def _failure(error: Exception, *, begun: bool) -> Outcome:
         return "refused"
     if isinstance(error, openai.APIConnectionError) or not isinstance(error, openai.APIError):
         return "cut" if begun else "unreachable"
-    # The client raises a bare APIError for nothing but an error event inside a stream.
+    # The client raises a bare APIError only for an error event inside a stream.
     return "reported"
 
 
 @contextmanager
 def long_answers(service: Service) -> Iterator[Load]:
-    """One client that is nearly always in the midst of a long answer: whatever pod leaves, it had to let one go on."""
+    """Run one client that nearly always receives a long answer, so that any removed pod had to finish one."""
     with running_load(service, workers=1, max_tokens=200, warm_up=0, prompts=(LONG_PROMPT,)) as load:
         yield load
 
@@ -183,9 +183,9 @@ def running_load(
     prompts: Sequence[str] = PROMPTS,
     golden: Mapping[str, str] | None = None,
 ) -> Iterator[Load]:
-    """Keep the service under load while the block runs; when it ends every request has ended.
+    """Keep the service under load while the block runs; at its end every request has ended.
 
-    `golden`: answers that an earlier load with as many tokens has asked for; without them they are asked first.
+    `golden` has the answers that an earlier load with as many tokens requested; otherwise they are requested first.
     """
     load = Load(service, workers, max_tokens, max_requests, prompts)
     load.golden.update(golden or {prompt: service.ask(prompt, max_tokens) for prompt in load.prompts})

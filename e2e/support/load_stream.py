@@ -1,7 +1,7 @@
-"""The load stream, cut off: operators ask and hear no gateway any more, and everything else goes on.
+"""Cuts off the load stream: operators get no gateway's reports any more, and everything else continues.
 
-Packets are dropped in the pods' own network namespaces, so it does not matter how the cluster connects its pods. No
-reset, no end: that is how a wrong NetworkPolicy or a partition looks.
+Packets are dropped in the pods' own network namespaces, so it works with any pod network. There is no reset and no end,
+like with a wrong NetworkPolicy or a partition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from support.processes import of_pod
 
 CONTROL_PORT = 8081
-"""Of gateways, as the chart sets it."""
+"""The gateways' control port, the chart's default."""
 TABLE = "pagemill-e2e-load-stream"
 RULES = f"""table inet {TABLE} {{
     chain output {{
@@ -27,8 +27,8 @@ RULES = f"""table inet {TABLE} {{
 
 @contextmanager
 def cut(pods: Iterable[dict[str, Any]], program: str = "pagemill_operator") -> Iterator[None]:
-    """While the block runs, nothing that these pods send reaches the control port of a gateway."""
-    # An open file keeps the namespace in reach when its process is replaced meanwhile.
+    """Drop what these pods send to the control port of a gateway while the block runs."""
+    # An open file keeps the namespace accessible if its process is replaced meanwhile.
     spaces = [os.open(f"/proc/{of_pod(pod, program)[0].pid}/ns/net", os.O_RDONLY) for pod in pods]
     try:
         for space in spaces:

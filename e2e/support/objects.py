@@ -14,9 +14,10 @@ Document = dict[str, Any]
 
 
 def llmdeployment(name: str, **sections: Any) -> Document:
-    """A real but small deployment: `llmdeployment("a", replicas=2, engine={"maxNumSeqs": 4})` sets parts of the spec.
+    """Return a real but small deployment: `llmdeployment("a", replicas=2, engine={"maxNumSeqs": 4})` sets parts of the
+    spec.
 
-    Answers are exact (`deterministic`) where that can be, on the CPU: a moved request is compared with a golden one.
+    Answers are exact (`deterministic`) on the CPU, so that a moved request can be compared with a golden one.
     """
     engine = {"maxModelLen": 512, "maxNumSeqs": 8, "kvCacheMemory": "64Mi", "dtype": "float32", "deterministic": True}
     spec: Document = {
@@ -24,7 +25,7 @@ def llmdeployment(name: str, **sections: Any) -> Document:
         "engine": engine,
         "resources": {"gpus": 0, "cpu": 1, "memory": "1536Mi"},
         "rollout": {"drainTimeout": "30s"},
-        # Several engines share two cores: they ask for little and may take what is free.
+        # Several engines share two cores: they request little and may use what is free.
         "template": {"spec": {"containers": [{"name": "engine", "resources": SHARED_CORES}]}},
     }
     changed = merged(spec, sections)
@@ -39,7 +40,7 @@ def llmdeployment(name: str, **sections: Any) -> Document:
 
 
 def merged(base: Document, changes: Document) -> Document:
-    """`changes` over `base`; sections are merged, everything else is replaced."""
+    """Return `changes` over `base`; sections are merged, everything else is replaced."""
     result = copy.deepcopy(base)
     for key, value in changes.items():
         old = result.get(key)
@@ -56,7 +57,7 @@ def secret(name: str, **values: str) -> Document:
 
 
 def probe_pod(name: str, image: str, command: list[str]) -> Document:
-    """A pod that runs one command to its end, within the restricted profile."""
+    """Return a pod that runs one command to its end, within the restricted profile."""
     container = {
         "name": "probe",
         "image": image,

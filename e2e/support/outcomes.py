@@ -1,12 +1,13 @@
-"""What happened to requests: one record each, and what a case asserts about all of them. No I/O; `load` fills it.
+"""Outcomes of requests: one record each, and the assertions of cases about all of them. No I/O; `load` fills it.
 
 An outcome is one of
-    complete     the whole answer came, and a greedy one equals the golden text
-    wrong        a whole answer came, but another text than the golden one
+
+    complete     the whole answer arrived, and a greedy one equals the golden text
+    wrong        a whole answer arrived, but with another text than the golden one
     refused      the server answered with an HTTP error
     unreachable  no connection, or it ended before any answer
-    reported         a stream ended early with an SSE error event
-    cut          a stream ended early without a word
+    reported     a stream ended early with an SSE error event
+    cut          a stream ended early without an error event
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Record:
     """Monotonic."""
     seconds: float
     ttft_s: float | None
-    """Time to the first streamed text; None when nothing came or the answer was one body."""
+    """Time to the first streamed text; None if nothing arrived or the answer was one body."""
     text: str = ""
     detail: str = ""
-    """The error, or the golden text where `text` is another."""
+    """The error, or the golden text if `text` is another."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Report:
         return self.with_outcome(*FAILED)
 
     def between(self, start_s: float, end_s: float) -> Report:
-        """The requests that were started between two monotonic moments."""
+        """Return the requests that were started between two monotonic times."""
         return Report([record for record in self.records if start_s <= record.started_s < end_s], end_s - start_s)
 
     def ttft_ms(self, percentile: float) -> float | None:
@@ -76,6 +77,6 @@ class Report:
         return json.dumps({**numbers, **counts, "ttft_ms": ttft_ms})
 
     def assert_all_complete(self, at_least: int) -> None:
-        """No request failed, and there were enough of them to mean something."""
+        """Check that no request failed, and that there were enough of them to be meaningful."""
         assert self.failed == [], f"{self.summary()}\n" + "\n".join(map(str, self.failed[:5]))
         assert self.complete >= at_least, f"too little load to prove anything: {self.summary()}"

@@ -1,6 +1,6 @@
-"""When a new engine pod passed from phase to phase, seen from outside: from scheduled and started to warming and ready.
+"""Measures the phases of a new engine pod from outside: from scheduled and started to warming and ready.
 
-The pod's conditions have whole seconds only, so the pod and the engine's own `/readyz` are asked ten times a second.
+The pod's conditions have whole seconds only, so the pod and the engine's own `/readyz` are polled ten times a second.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DURATIONS = {
     "first_token": "first_token_s",
     "warming": "warm_s",
 }
-"""What the time after each moment is spent with."""
+"""The name of the duration that begins at each moment."""
 
 
 def of_new_pod(deployed: Deployed, known: set[str], started_s: float, timeout_s: float = 240) -> dict[str, float]:
-    """Seconds that each phase of the one pod whose uid is not known yet took, in order."""
+    """Return the seconds of each phase of the one pod whose uid is not in `known`, in order."""
     seen: dict[str, float] = {}
 
     def note(phase: str) -> None:
@@ -56,7 +56,7 @@ def of_new_pod(deployed: Deployed, known: set[str], started_s: float, timeout_s:
 
 
 def _durations(seen: dict[str, float]) -> dict[str, float]:
-    """From each moment to the next one that was seen."""
+    """Return the times from each moment to the next one that was seen."""
     order = sorted(seen.items(), key=lambda item: item[1])
     starts = [("asked", 0.0), *order]
     named = {DURATIONS[phase]: end - start for (phase, start), (_, end) in pairwise(starts)}

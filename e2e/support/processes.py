@@ -1,4 +1,4 @@
-"""The processes of pods, found on the one-node cluster's own machine: killed, paused and measured there.
+"""The processes of pods on the one-node cluster's own machine: they are killed, paused and measured there.
 
 Processes are found by their pod's uid in /proc/*/cgroup, so nothing inside the pod has to help.
 """
@@ -33,7 +33,7 @@ class Process:
 
     @property
     def cpu_s(self) -> float:
-        """User and system time so far."""
+        """User and system time so far in seconds."""
         fields = (PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
@@ -43,7 +43,7 @@ class Process:
 
 
 def of_pod(pod: dict[str, Any], program: str) -> list[Process]:
-    """The pod's processes whose command line holds `program`, parents first; fails where there is none."""
+    """Return the pod's processes whose command line contains `program`, parents first; fail if there is none."""
     uid = pod["metadata"]["uid"]
     found = [process for process in _all_of(uid) if program in process.command]
     assert found, f"pod {pod['metadata']['name']} has no process of {program}"
@@ -51,7 +51,7 @@ def of_pod(pod: dict[str, Any], program: str) -> list[Process]:
 
 
 def kill_pod(pod: dict[str, Any], program: str) -> None:
-    """kill -9 to the container's first process; the kernel ends all others of its PID namespace with it."""
+    """Send SIGKILL to the container's first process; the kernel then kills all others of its PID namespace."""
     of_pod(pod, program)[0].signal(signal.SIGKILL)
 
 
@@ -72,6 +72,6 @@ def _all_of(uid: str) -> list[Process]:
 
 
 def restart_count(pod: dict[str, Any]) -> int:
-    """How often the pod's only container was started again."""
+    """Return how often the pod's only container was restarted."""
     count: int = pod["status"]["containerStatuses"][0]["restartCount"]
     return count

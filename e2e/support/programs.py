@@ -1,4 +1,4 @@
-"""Helm's programs beside the cluster's own: those that `e2e/cluster build` compiled, or the user's on PATH."""
+"""Finds Helm's programs: those that `e2e/cluster build` compiled, or the user's on PATH."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BINARIES = Path(__file__).resolve().parents[1] / "cluster" / "binaries.py"
 
 
 def built_folder() -> Path:
-    """Where `e2e/cluster build` puts programs of the pinned versions."""
+    """Return the folder of `e2e/cluster build`'s programs of the pinned versions."""
     spec = importlib.util.spec_from_file_location("e2e_cluster_binaries", BINARIES)
     assert spec is not None
     assert spec.loader is not None
@@ -23,7 +23,7 @@ def built_folder() -> Path:
 
 
 def find(name: str) -> str:
-    """Path of `helm`, `helm3` or `helm-unittest`."""
+    """Return the path of `helm`, `helm3` or `helm-unittest`."""
     built = built_folder() / name
     found = str(built) if built.exists() else shutil.which(name)
     assert found is not None, f"{name} is neither built (python e2e/cluster build) nor on PATH"

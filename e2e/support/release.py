@@ -1,7 +1,7 @@
-"""A Helm release of the chart: installed with small values and a real API key, asked from outside, uninstalled.
+"""A Helm release of the chart: installed with small values and a real API key, used from outside, uninstalled.
 
-`Releases` keeps the one release that most cases share; cases that install in their own way take it away first, and the
-next case that wants it installs it again.
+`Releases` keeps the one release that most cases share; cases that install in another way remove it first, and the next
+case that needs it installs it again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAITING_VERBS = {"install", "upgrade", "rollback", "uninstall", "test"}
 
 @dataclass
 class Release:
-    """One installed (or removed) release."""
+    """One release, installed or removed."""
 
     cluster: Cluster
     name: str
@@ -45,7 +45,7 @@ class Release:
         return f"sk-e2e-{self.name}"
 
     def values(self) -> Document:
-        """Two replicas of each component, requests that fit a laptop, images that the node already holds."""
+        """Return two replicas of each component, requests that fit a laptop, and the images on the node."""
         image = {"registry": "docker.io", "tag": self.image_tag, "pullPolicy": "IfNotPresent"}
         engine_cpu = {name: image[name] for name in ("registry", "tag")}
         small = {"requests": {"cpu": "20m", "memory": "64Mi"}}
@@ -58,7 +58,7 @@ class Release:
         }
 
     def prepare(self) -> None:
-        """The namespace and the Secret of API keys, which are the user's."""
+        """Create the namespace and the Secret of API keys, which belong to the user."""
         kubectl = self.cluster.kubectl
         kubectl.apply(namespace(self.namespace))
         digest = hashlib.sha256(self.api_key.encode()).hexdigest()
@@ -91,13 +91,13 @@ class Release:
         return done.stdout
 
     def pods(self, component: str) -> list[dict[str, Any]]:
-        """Running pods of the operator or the gateway."""
+        """Return the pods of the operator or the gateway that are not being deleted."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         found = self.cluster.kubectl.within(self.namespace).items("pods", "--selector", selector)
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def leader(self) -> dict[str, Any]:
-        """The operator pod that holds the Lease."""
+        """Return the operator pod that holds the Lease."""
         kubectl = self.cluster.kubectl.within(self.namespace)
 
         def holder() -> dict[str, Any] | None:
@@ -108,11 +108,11 @@ class Release:
         return until("an operator pod holds the Lease", holder, timeout_s=60) or {}
 
     def service(self, model: str) -> Service:
-        """The gateway's Service as a client outside the pods reaches it."""
+        """Return the gateway's Service as a client outside the pods reaches it."""
         return Service(f"{self._address()}/v1", self.api_key, model)
 
     def gateway_pod(self, pod: dict[str, Any], model: str) -> Service:
-        """One gateway pod, past the Service; only where pod addresses are reachable."""
+        """Return one gateway pod, bypassing the Service; only where pod addresses are reachable."""
         return Service(f"http://{pod['status']['podIP']}:8080/v1", self.api_key, model)
 
     def _address(self) -> str:
@@ -124,13 +124,13 @@ class Release:
 
 
 class Releases:
-    """The shared release, installed when a case wants it and taken away when one needs its place."""
+    """The shared release, installed when a case needs it and removed when one needs its place."""
 
     def __init__(self, cluster: Cluster, image_tag: str) -> None:
         self._shared = Release(cluster, SHARED_NAME, SHARED_NAMESPACE, image_tag)
         self._installed = False
         self._begun = False
-        """Something may be there, if only half of an installation that failed."""
+        """Whether something may be installed, even only half of an installation that failed."""
 
     def shared(self) -> Release:
         if not self._installed:
@@ -141,18 +141,18 @@ class Releases:
         return self._shared
 
     def fresh(self) -> Release:
-        """The shared release, installed anew."""
+        """Return the shared release, newly installed."""
         self.close()
         return self.shared()
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """No shared release while the block runs."""
+        """Remove the shared release while the block runs."""
         self.close()
         yield
 
     def new(self, name: str, namespace: str) -> Release:
-        """Another release, not installed yet; take the shared one away first."""
+        """Return another release, not installed yet; the shared one must be removed first."""
         return Release(self._shared.cluster, name, namespace, self._shared.image_tag)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""What the end-to-end tests get on their command line; the Makefile passes its variables here.
+"""The command-line options of the end-to-end tests; the Makefile passes its variables here.
 
---context NAME      use this context of the user's kubeconfig in place of a cluster of our own (E2E_CONTEXT)
---kubeconfig FILE   use the one-node cluster that runs already, and leave it running (development)
---image-tag TAG     tag of the images that the cluster's node holds
+--context NAME      use this context of the user's kubeconfig instead of a cluster of our own (E2E_CONTEXT)
+--kubeconfig FILE   use the one-node cluster that already runs, and leave it running (development)
+--image-tag TAG     tag of the images on the cluster's node
 --keep-release      leave the shared Helm release installed at the end (development)
---artifacts DIR     where the logs of failed cases go
+--artifacts DIR     folder for the logs of failed cases
 --previous REF      commit that the upgrade test starts from
 """
 

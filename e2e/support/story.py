@@ -1,6 +1,6 @@
-"""When things showed in a namespace, by this machine's clock: the first sign of a fault, and its report.
+"""Records when things happened in a namespace by this machine's clock: the first sign of a fault, and its report.
 
-Watches, as the operator does; nothing is asked again and again, so the times are those of the news.
+It watches, as the operator does, instead of polling, so the times are those of the changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TROUBLED = {
     "CreateContainerError",
     "RunContainerError",
 }
-"""What a container waits for that will not come by itself."""
+"""Waiting reasons of a container that time alone does not resolve."""
 
 
 @dataclass
@@ -35,12 +35,15 @@ class Story:
 
     applied_s: dict[str, float] = field(default_factory=dict)
     shown_s: dict[str, float] = field(default_factory=dict)
-    """Of the first pod or ReplicaSet of it that is in trouble."""
+    """Time of its first pod or ReplicaSet with a fault."""
     reported_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By the reason of Ready, too."""
+    """Time of the report by name and reason of condition Ready."""
 
     def lag_s(self, name: str, reason: str, *, is_own_fault: bool) -> float:
-        """From the first sign of the fault to the status with `reason`. Its spec is the sign where `is_own_fault`."""
+        """Return the seconds from the first sign of the fault to the status with `reason`.
+
+        With `is_own_fault` the sign is the applied spec.
+        """
         signs = self.applied_s if is_own_fault else self.shown_s
         return self.reported_s[name, reason] - signs[name]
 
@@ -57,7 +60,7 @@ class Story:
 
 @contextmanager
 def watched(kubectl: Kubectl) -> Iterator[Story]:
-    """What happens in the namespace of `kubectl` while the block runs."""
+    """Record what happens in the namespace of `kubectl` while the block runs."""
     story = Story()
     with ExitStack() as stack:
         for kinds, selector in (("llmd", ""), ("pods", DEPLOYMENT), ("replicasets", DEPLOYMENT)):
@@ -80,7 +83,7 @@ def _watch(kubectl: Kubectl, story: Story, kind: str, selector: str) -> Iterator
 
 
 def _read(output: IO[str], story: Story) -> None:
-    """kubectl prints one object after the other, each ending with a brace of its own line."""
+    """Read kubectl's objects, each of which ends with a brace on its own line."""
     lines: list[str] = []
     for line in output:
         lines.append(line)

@@ -1,4 +1,4 @@
-"""Engines open their internal routes to the gateway's token only; the key behind it is replaced without a failure."""
+"""Engines accept only the gateway's token on their internal routes; its key is rotated without a failed request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ print(json.dumps(found))
 KEYS = "secret/pagemill-keys"
 ROTATED_AT = "pagemill.dev/rotated-at"
 ROTATIONS = 3
-"""After three, nothing is left of the key that the first token came from."""
+"""After three rotations nothing is left of the key of the first token."""
 
 
 def test_another_pod_is_refused_with_no_token_and_with_a_wrong_one(release: Release, space: Kubectl) -> None:
@@ -90,13 +90,13 @@ def _differ(deployed: Deployed, tokens: list[str]) -> bool:
 
 
 def _file_is_current(deployed: Deployed) -> bool:
-    """Whether kubelet has brought the Secret into the running container."""
+    """Whether the kubelet has updated the Secret in the running container."""
     pod = deployed.pods()[0]["metadata"]["name"]
     read = "print(open('/var/run/secrets/pagemill/tokens').read())"
     return deployed.kubectl.ok("exec", pod, "--", "python", "-c", read).split() == _accepted_tokens(deployed)
 
 
 def _let_the_key_grow_old(release: Release) -> None:
-    """As if the last replacement were two days ago: the operator must replace it on its own."""
+    """Set the last rotation to long ago: the operator must rotate the key on its own."""
     keys = release.cluster.kubectl.within(release.namespace)
     keys.ok("annotate", KEYS, f"{ROTATED_AT}=2026-01-01T00:00:00Z", "--overwrite")

@@ -1,4 +1,4 @@
-"""Two operators, one Lease: the second takes over, and there are never two that write. The audit log is the witness."""
+"""Two operators, one Lease: the second one takes over, and never do both write. The audit log proves it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_paused_leader_that_wakes_up_writes_nothing(
     old = release.leader()
     name = old["metadata"]["name"]
     processes = of_pod(old, "pagemill_operator")
-    chat.scale(2)  # it has work in hand when it stops
+    chat.scale(2)  # it has work when it stops
     for process in processes:
         process.signal(signal.SIGSTOP)
     try:
@@ -64,7 +64,7 @@ def test_a_paused_leader_that_wakes_up_writes_nothing(
         for process in processes:
             process.signal(signal.SIGCONT)
     until("the old leader has ended", lambda: _restarts(space, release, name) > restart_count(old), timeout_s=60)
-    chat.scale(1)  # whoever is awake sees this
+    chat.scale(1)  # only the new leader sees this
     chat.wait_ready(1)
     assert len(audit.writes(user=OPERATOR, pod=name)) == before, "the old leader wrote after it woke up"
     assert _turns(audit.writes(user=OPERATOR)) == 2, "writes of two operators are mixed"
@@ -91,7 +91,7 @@ def test_both_operators_export_what_dashboards_of_operators_know(
 
 
 def _turns(writes: Iterable[Call]) -> int:
-    """How often the writing pod changes, plus one."""
+    """Return how often the writing pod changes, plus one."""
     ordered = sorted(writes, key=lambda call: call.at)
     return len([pod for pod, _ in itertools.groupby(ordered, key=lambda call: call.pod)])
 

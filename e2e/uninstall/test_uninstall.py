@@ -1,4 +1,4 @@
-"""`helm uninstall` with LLMDeployments left, also when the operator is dead: it ends, and says what stays."""
+"""`helm uninstall` while LLMDeployments exist, also when the operator is dead: it ends, and reports what stays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFINITION = "crd/llmdeployments.pagemill.dev"
 
 @pytest.fixture
 def own(releases: Releases) -> Iterator[Release]:
-    """A release that the case may take away; the next case gets a new shared one."""
+    """A release that the case may remove; the next case gets a new shared one."""
     with releases.absent():
         release = releases.new(SHARED_NAME, SHARED_NAMESPACE)
         release.install()
@@ -28,7 +28,7 @@ def own(releases: Releases) -> Iterator[Release]:
 
 
 def _kill_operator(release: Release) -> None:
-    """No operator any more, and none that comes back."""
+    """Remove all operator pods for good."""
     kubectl = release.cluster.kubectl.within(release.namespace)
     kubectl.ok("scale", f"deployment/{release.name}-operator", "--replicas=0")
     for pod in release.pods("operator"):
@@ -70,7 +70,7 @@ def test_deployments_can_be_deleted_when_no_operator_runs_any_more(own: Release,
 
 
 def test_with_the_definition_everything_goes(own: Release, space: Kubectl) -> None:
-    """`crds.keep: false`: the definition takes the deployments along, and they their children."""
+    """`crds.keep: false`: deleting the CRD deletes the deployments, and these their children."""
     own.install(values={"crds": {"keep": False}})
     chat = deploy(space, llmdeployment("chat"))
     chat.wait_ready(1)
@@ -88,7 +88,7 @@ def _uids(deployed: Deployed) -> set[str]:
 
 
 def _answer(release: Release) -> str:
-    """An answer, or nothing while engines do not know the new keys yet."""
+    """Return an answer, or "" while engines do not know the new keys yet."""
     try:
         return release.service("chat").ask("What is the capital of France?")
     except openai.OpenAIError:

@@ -1,4 +1,4 @@
-"""Watches that fall silent without an end: operator and gateway find that out themselves."""
+"""Watches that fall silent without an end: operator and gateway detect that themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stream answers to two prompts side by side, then end a long one early."""
+"""Stream answers to two prompts concurrently, then abort a long one."""
 
 from __future__ import annotations
 

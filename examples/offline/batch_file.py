@@ -1,4 +1,4 @@
-"""A file of prompts to a file of answers, one JSON object a line."""
+"""Answer a file of prompts in a file of answers, one JSON object per line."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""The most likely answers instead of drawn ones."""
+"""Search the most likely answers instead of sampling them."""
 
 from pagemill import LLM, BeamSearchParams
 

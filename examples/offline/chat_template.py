@@ -1,4 +1,4 @@
-"""A template of one's own, and an answer whose beginning is given."""
+"""Use a chat template of your own, and prescribe the beginning of an answer."""
 
 from pagemill import LLM, SamplingParams
 

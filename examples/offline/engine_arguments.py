@@ -1,4 +1,4 @@
-"""Arguments that scripts written for vLLM give; those without an effect here are logged with the reason."""
+"""Pass arguments of scripts written for vLLM; those without an effect here are logged with the reason."""
 
 from pagemill import LLM, SamplingParams
 

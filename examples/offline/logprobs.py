@@ -1,4 +1,4 @@
-"""Log probabilities of the chosen tokens and of the most likely ones."""
+"""Return log probabilities of the chosen tokens and of the most likely ones."""
 
 from pagemill import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""A list of SamplingParams gives each prompt its own."""
+"""Give each prompt its own SamplingParams with a list."""
 
 from pagemill import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""How likely a model finds texts: log probabilities of the prompt's tokens."""
+"""Compute how likely a model finds texts, from the log probabilities of the prompt's tokens."""
 
 import math
 

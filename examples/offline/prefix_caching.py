@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once."""
+"""Reuse the common beginning of prompts, which is computed once."""
 
 from pagemill import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""The same prompt as text, as a dictionary, and as token ids."""
+"""Give the same prompt as text, as a dictionary, and as token ids."""
 
 from pagemill import LLM, SamplingParams, TextPrompt, TokensPrompt
 

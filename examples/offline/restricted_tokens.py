@@ -1,4 +1,4 @@
-"""Words that may not occur, tokens that are favoured, and tokens that alone are allowed."""
+"""Forbid words, favour tokens, and allow only certain tokens."""
 
 from pagemill import LLM, SamplingParams
 

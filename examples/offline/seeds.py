@@ -1,4 +1,4 @@
-"""The same seed draws the same answer."""
+"""Sample the same answer with the same seed."""
 
 from pagemill import LLM, SamplingParams
 

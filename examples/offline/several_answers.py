@@ -1,4 +1,4 @@
-"""Draw several answers to one prompt."""
+"""Sample several answers to one prompt."""
 
 from pagemill import LLM, SamplingParams
 

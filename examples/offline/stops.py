@@ -1,4 +1,4 @@
-"""Where an answer ends: stop strings, stop tokens, limits."""
+"""End an answer by stop strings, stop tokens or limits."""
 
 from pagemill import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""An answer that is one of a few words."""
+"""Constrain an answer to one of a few words."""
 
 from pagemill import LLM, SamplingParams, StructuredOutputsParams
 

@@ -1,4 +1,4 @@
-"""An answer that fits a JSON schema, here a pydantic model's."""
+"""Constrain an answer to a JSON schema, here a pydantic model's."""
 
 from pydantic import BaseModel, Field
 

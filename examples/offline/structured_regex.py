@@ -1,4 +1,4 @@
-"""An answer that matches a regular expression."""
+"""Constrain an answer to a regular expression."""
 
 from pagemill import LLM, SamplingParams, StructuredOutputsParams
 

@@ -1,1 +1,1 @@
-"""LLMDeployment to plan, plan to running processes or pods."""
+"""The operator: it turns LLMDeployments into plans, and plans into local processes or pods."""

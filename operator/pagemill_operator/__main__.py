@@ -1,4 +1,4 @@
-"""`python -m pagemill_operator --settings FILE.json --identity NAME [--kubeconfig FILE]`: one operator process."""
+"""Run one operator process: `python -m pagemill_operator --settings FILE.json --identity NAME [--kubeconfig FILE]`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pagemill_protocol import logs
 
 
 def main() -> int:
-    """Exit code 0 after an orderly stop, 1 when the settings do not allow a start, 2 when leadership was lost."""
+    """Run the operator; return 0 after an orderly stop, 1 for invalid settings. Losing the leadership exits with code
+    2.
+    """
     parser = argparse.ArgumentParser(prog="pagemill_operator", description="Carries out LLMDeployments in a cluster.")
     parser.add_argument("--settings", type=Path, required=True, help="JSON file of OperatorConfig")
     parser.add_argument("--identity", required=True, help="name of this replica in the Lease, such as the pod's name")
@@ -34,18 +36,19 @@ def main() -> int:
 
 def configure_logs(level: str) -> None:
     logs.configure(level)
-    # kopf logs an error for each failed try of each request; metrics and the ages of the watches say it better.
+    # kopf logs an error for each failed attempt of each request; metrics and the ages of the watches report that
+    # better.
     logging.getLogger("kopf").setLevel(logging.CRITICAL if level != "DEBUG" else logging.DEBUG)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 async def run(config: OperatorConfig, identity: str, kubeconfig: Path | None) -> None:
-    """Serve until a signal. Raises `SettingsError`."""
+    """Run the operator until a signal stops it. Raise `SettingsError` if there are no credentials."""
     await Operator(config, await load_credentials(kubeconfig), identity).run()
 
 
 async def load_credentials(kubeconfig: Path | None) -> Credentials:
-    """From the file, or the service account of the pod."""
+    """Return the credentials of the kubeconfig, or of the pod's service account without one."""
     try:
         if kubeconfig is None:
             return in_cluster()

@@ -1,4 +1,4 @@
-"""The operator's settings: every knob with meaning, unit and default. Read once at start, and nowhere else."""
+"""The operator's settings with meaning, unit and default. They are read once at start, and only here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME_LABEL = "app.kubernetes.io/name"
 
 
 class SettingsError(ValueError):
-    """The settings cannot be used; the message names the field, its value and the remedy."""
+    """Settings that cannot be used; the message names the field, its value and the remedy."""
 
 
 class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,22 +20,24 @@ class EngineTLSConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     secret: str = ""
     """Secret in the namespace of each LLMDeployment with `tls.crt` and `tls.key`, which its engines serve, and `ca.crt`
-    for Prometheus; empty: engines speak HTTP."""
+    for
+    Prometheus; empty: engines use HTTP.
+    """
     ca_file: str = ""
-    """Certificates of the authorities that issued them, in PEM, read again when it changes."""
+    """PEM file of the authorities that issued the engines' certificates; it is read again when it changes."""
     server_name: str = ""
-    """The name in each of their certificates: addresses of pods are not known before."""
+    """The name in all of the engines' certificates: pod addresses are not known beforehand."""
 
 
 class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     namespace: str
-    """The release's namespace: Lease, keys and gateways are there."""
+    """The release's namespace, which has the Lease, the keys and the gateways."""
     watch_namespaces: list[str] = []
-    """Namespaces whose LLMDeployments are served; empty: all of the cluster."""
+    """Namespaces whose LLMDeployments are served; empty: all namespaces."""
     engine_image: str
     """Image of engine pods whose resource names none."""
     cpu_engine_image: str = ""
-    """Image of those without GPUs; empty: `engine_image`."""
+    """The same for engine pods without GPUs; empty: `engine_image`."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     """Pull policy of engine and loader containers."""
     image_pull_secrets: list[str] = []
@@ -45,47 +47,51 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     gateway_selector: dict[str, str] = msgspec.field(
         default_factory=lambda: {"app.kubernetes.io/name": "pagemill", "app.kubernetes.io/component": "gateway"}
     )
-    """Labels of gateway pods in `namespace`. Must hold `app.kubernetes.io/name`: pods are watched by it."""
+    """Labels of gateway pods in `namespace`. Must contain `app.kubernetes.io/name`, by which pods are watched."""
     operator_selector: dict[str, str] = msgspec.field(
         default_factory=lambda: {"app.kubernetes.io/name": "pagemill", "app.kubernetes.io/component": "operator"}
     )
-    """Labels of the operator's own pods there: engines let them put them to sleep and wake them."""
+    """Labels of the operator's pods in `namespace`: engines accept sleep and wake calls from them."""
     prometheus_namespace_selector: dict[str, str] = {}
     """Labels of the namespace that Prometheus runs in."""
     prometheus_pod_selector: dict[str, str] = {}
-    """Labels of Prometheus' pods. Besides gateways and the operator they alone reach engines; where both are empty no
-    other pod does."""
+    """Labels of Prometheus's pods, which may reach engines beside gateways and the operator; if both selectors are
+    empty, no
+    other pod may.
+    """
     engine_extra_egress: list[dict[str, Any]] = []
-    """Further egress rules in the NetworkPolicies of engines, as Kubernetes writes them; `[{}]` allows everything. By
-    themselves engines and loaders reach DNS and, with an `hf://` source, port 443 outside the node and the ports in
-    `HF_ENDPOINT`, `HTTPS_PROXY`, `HTTP_PROXY` and `ALL_PROXY`."""
+    """Additional egress rules in the NetworkPolicies of engines, in Kubernetes's format; `[{}]` allows everything.
+    Without
+    them, engines and loaders reach DNS and, with an `hf://` source, port 443 outside the node and the ports in
+    `HF_ENDPOINT`, `HTTPS_PROXY`, `HTTP_PROXY` and `ALL_PROXY`.
+    """
     keys_secret: str = "pagemill-keys"
-    """Secret in `namespace` that engine tokens are derived from; made where it is missing."""
+    """Secret in `namespace` from which engine tokens are derived; it is created if it is missing."""
     lease_name: str = "pagemill-operator"
-    """Lease in `namespace` that says who leads."""
+    """Lease in `namespace` that names the leader."""
     lease_duration_s: float = 15.0
-    """Another operator takes over when the Lease was not renewed for this long."""
+    """Seconds without a renewal after which another operator takes the Lease over."""
     renew_deadline_s: float = 10.0
-    """The leader writes nothing when it could not renew for this long, and ends when another one leads."""
+    """Seconds without a renewal after which the leader stops writing; it exits once another operator leads."""
     retry_period_s: float = 2.0
-    """Between two looks at the Lease."""
+    """Seconds between two reads of the Lease."""
     resync_s: float = 600.0
-    """Everything is compared anew this often, give or take a tenth."""
+    """Seconds between two full comparisons, plus or minus a tenth."""
     key_rotation_s: float = 86_400.0
-    """A new key joins this often; a token is accepted for three of these periods."""
+    """Seconds between two key rotations; a token is accepted for three of these periods."""
     workers: int = 4
-    """Deployments that are reconciled at once."""
+    """Number of deployments that are reconciled concurrently."""
     host: str = "0.0.0.0"
     """Address of the metrics port."""
     metrics_port: int = 8080
-    """Serves `/metrics`, `/livez` and `/readyz`; 0 takes a free one."""
+    """Port of `/metrics`, `/livez` and `/readyz`; 0 takes a free one."""
     gateway_control_port: int = 8081
-    """Where gateways serve the load stream."""
+    """Port on which gateways serve the load stream."""
     engine_control_port: int = 8001
-    """Where engines that speak HTTP take the calls to sleep and to wake up."""
+    """Port on which engines without TLS accept sleep and wake calls."""
     engine_tls: EngineTLSConfig = EngineTLSConfig()
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least severe lines that are written; `DEBUG` includes kopf's."""
+    """Lowest level that is logged; `DEBUG` includes kopf's lines."""
 
     def __post_init__(self) -> None:
         if problem := next(self._problems(), None):
@@ -116,7 +122,7 @@ class OperatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def load_config(path: Path) -> OperatorConfig:
-    """Raises `SettingsError`."""
+    """Read the settings file. Raise `SettingsError` if it cannot be used."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=OperatorConfig)
     except OSError as error:

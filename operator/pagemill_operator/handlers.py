@@ -1,7 +1,7 @@
-"""kopf's part: it lists and watches; each object it reports goes into the caches. Nothing is decided here.
+"""Connects kopf: it lists and watches, and each object that it reports goes into the caches. Nothing is decided here.
 
-Only `on.event`: kopf writes no annotation, no finalizer, no event, and knows no peers (leadership is a Lease). What
-it does not report (bookmarks, complete listings) is seen by `controller.session`.
+Only `on.event` is used: kopf writes no annotation, finalizer or event, and has no peers (leadership is a Lease).
+`controller.session` sees what kopf does not report (bookmarks, complete listings).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Sink = Callable[[Kind, str | None, Manifest], None]
 """Called with kind, type (`ADDED`, `MODIFIED`, `DELETED`, or None from a listing) and object."""
 
 INACTIVITY_TIMEOUT_S = 70.0
-"""A watch silent for this long is opened again: API servers send a bookmark every minute."""
+"""Seconds of silence after which a watch is opened again: API servers send a bookmark every minute."""
 REQUEST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 EXIT_TIMEOUT_S = 5.0
-"""kopf gets this long to end its watches."""
+"""Seconds that kopf has to end its watches."""
 
 
 def build_registry(sink: Sink, login: Callable[[], kopf.AiohttpSession]) -> kopf.OperatorRegistry:
@@ -55,9 +55,9 @@ async def watch(
     stop: asyncio.Event,
     on_started: Callable[[], None],
 ) -> None:
-    """Until `stop` is set. Raises what made a watch fail. `namespaces`: empty for the whole cluster.
+    """Watch until `stop` is set; raise the error of a watch that failed. `namespaces`: empty for the whole cluster.
 
-    Not `kopf.operator`: at its end that cancels every task of the event loop, also those that are not kopf's.
+    `kopf.operator` is not used, because at its end it cancels every task of the event loop.
     """
     tasks = await kopf.spawn_tasks(
         registry=registry,
@@ -91,7 +91,7 @@ def build_settings(config: OperatorConfig) -> kopf.OperatorSettings:
     settings.watching.inactivity_timeout = INACTIVITY_TIMEOUT_S
     settings.watching.reconnect_backoff = 0.5
     settings.watching.chunk_size = 200
-    # Each worker holds the last object it saw; it need not linger.
+    # Each worker keeps the last object that it saw, so it should end soon.
     settings.queueing.idle_timeout = 0.5
     settings.persistence.diffbase_storage = _NoDiffs()
     settings.persistence.progress_storage = _NoProgress()
@@ -101,16 +101,16 @@ def build_settings(config: OperatorConfig) -> kopf.OperatorSettings:
 
 
 def _selector(kind: Kind, config: OperatorConfig) -> str:
-    """What the API server filters by: only our own objects, and the gateways among the pods."""
+    """Return the label selector of a watch: own objects only and, among the pods, the gateways too."""
     if kind == POD:
         return f"{NAME_LABEL} in (pagemill-engine,{config.gateway_selector[NAME_LABEL]})"
     return f"{MANAGED_BY_LABEL}=pagemill-operator"
 
 
 class Backoffs:
-    """Pauses between tries of a request, without end: an API server that is away for an hour is no reason to end.
+    """An endless sequence of pauses between tries of a request: an API server that is away is no reason to exit.
 
-    None is longer than what is promised about its return.
+    The longest pause limits how late the operator notices that the API server is back.
     """
 
     first_s = 0.5
@@ -124,7 +124,7 @@ class Backoffs:
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
-    """kopf compares each object with the last one it handled; that is not used here."""
+    """Turns off kopf's comparison of each object with the last one handled."""
 
     def build(self, **_: Any) -> Any:
         return {}

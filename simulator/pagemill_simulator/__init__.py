@@ -1,1 +1,1 @@
-"""Virtual clock around the real scheduler and block manager."""
+"""Simulations in virtual time around the real scheduler, block manager and gateway logic."""

@@ -1,8 +1,8 @@
-"""The adapters of one simulated pod: a few slots, loads one after the other, and requests that wait for theirs.
+"""The adapters of one simulated pod: a few slots, sequential loads, and requests that wait for their adapter.
 
-No engine serves adapters yet, so here is assumed how one will: a load takes a fixed time and stops no request; the
-idle adapter that was used least recently makes room; where none is idle, the least recently used one takes no further
-request until it is. Whom no adapter holds up is the engine's own scheduler's matter (`pod`).
+No engine serves adapters yet, so this assumes how one will: a load takes a fixed time and stops no request; the least
+recently used idle adapter is evicted; if none is idle, the least recently used one gets no further request until it is.
+Requests that wait for no adapter are handled by the engine's own scheduler (`pod`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class AdapterSettings(NamedTuple):
     num_slots: int
     load_s: float
     reports_load_ms: bool = True
-    """Else a gateway cannot weigh loads: what routing was before it could."""
+    """If False, a gateway cannot weigh loads, as before engines reported them."""
 
 
 class AdapterBay:
@@ -32,19 +32,19 @@ class AdapterBay:
         start: Callable[[GenerateRequest], None],
         changed: Callable[[], None],
     ) -> None:
-        """`start` is given a request once its adapter is there."""
+        """`start` is called with a request once its adapter is loaded."""
         self._settings = settings
         self._events = events
         self._start = start
         self._changed = changed
         self._running: dict[str, str] = {}
-        """The adapter of each request that was started."""
+        """The adapter of each running request."""
         self._resident: dict[str, int] = {}
-        """With how many requests that run, least recently used first."""
+        """Number of running requests by adapter, least recently used first."""
         self._closing: str | None = None
-        """Resident, and no more requests start there until it has made room."""
+        """The resident adapter that will be evicted and gets no more requests."""
         self._held: dict[str, list[GenerateRequest]] = {}
-        """Requests by the adapter that they wait for, in the order of the loads."""
+        """Waiting requests by adapter, in the order of the loads."""
         self._is_loading = False
         self.num_loads = 0
 

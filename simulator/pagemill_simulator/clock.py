@@ -1,4 +1,4 @@
-"""Time that passes only when something waits: an hour of traffic takes the seconds its decisions cost."""
+"""A clock whose time passes only when something waits: an hour of traffic takes only the seconds of its decisions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class VirtualClock:
         self._now_s = start_s
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Takes the place of `time.sleep`."""
+        """Advance the time, instead of `time.sleep`."""
         if seconds > 0:
             self._now_s += seconds
 

@@ -1,4 +1,4 @@
-"""Several engines behind the gateway's real brain on one virtual clock: what does a routing policy do to users?
+"""Simulates several engines behind the gateway's real brain in virtual time, to compare routing policies.
 
 Real are the brain with its registry, index, accounts and policies, the prompt hashes, and in every pod the scheduler
 and KV manager. Simulated are time, the forward passes, and the network, which takes a millisecond each way. The same
@@ -32,27 +32,27 @@ from pagemill_simulator.events import Events, EventsLoop
 from pagemill_simulator.pod import NETWORK_S, RunningPod, SimulatedPod
 
 KEY_TOKENS = 25
-"""About a hundred characters, which `PrefixHash` goes by."""
+"""About a hundred characters, the length that `PrefixHash` uses."""
 MODEL = "sim"
 PATIENCE = QueueLimits(max_requests=10**9, max_bytes=10**18, timeout_s=1e9)
-"""Everybody is served in the end, else fast policies could be those that turn requests away."""
+"""Every request is served in the end; otherwise policies could look fast by refusing requests."""
 
 
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one policy under one traffic."""
+    """The report of one policy under one traffic."""
 
     ttft_ms: list[float]
-    """From arrival at the gateway to the first token there, of every request."""
+    """Milliseconds from arrival at the gateway to the first token there, of every request."""
     tpot_ms: list[float]
-    """Mean time between the tokens of each answer."""
+    """Mean milliseconds between the tokens of each answer."""
     num_prompt_tokens: int
     num_cached_tokens: int
     num_exact: int
-    """Requests whose cached tokens were predicted as the engine found them, in whole prefix chunks."""
+    """Requests whose cached tokens were predicted exactly, in whole prefix chunks."""
     ttft_errors: list[float]
-    """By which share the predicted time to the first token was too long (negative: too short), where there is one."""
+    """Relative errors of the predicted time to the first token, where there is one; negative: too short."""
     duration_s: float
-    """Virtual time to the last token."""
+    """Virtual seconds to the last token."""
     num_adapter_loads: int = 0
 
     @property
@@ -62,7 +62,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Course:
-    """One request under way."""
+    """One request in flight."""
 
     conversation: Conversation
     turn: int
@@ -84,7 +84,7 @@ class ClusterSimulation:
         seed: int = 0,
         adapters: AdapterSettings | None = None,
     ) -> None:
-        """`adapters`: how each pod holds them; it serves none otherwise."""
+        """`adapters` are each pod's adapter settings; None: pods serve no adapters."""
         self._adapters = adapters
         self._events = Events()
         self._loop = EventsLoop(self._events)
@@ -117,7 +117,7 @@ class ClusterSimulation:
         self._num_open = len(traffic)
 
     def run(self) -> RoutingReport:
-        """To the last token of the last turn."""
+        """Run to the last token of the last turn; return the report."""
         try:
             while self._num_open:
                 self._events.step()

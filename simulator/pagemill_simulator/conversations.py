@@ -1,8 +1,8 @@
 """Traffic for several engines: conversations whose prompts share what real ones share, as token ids.
 
-A conversation is some turns; the next one comes a while after the answer before it and repeats everything said so far,
-the answer included. Four kinds are drawn, each a question to a router: do chats find their pod again, do shared system
-prompts find each other, do short requests wait behind long ones, does one hot prefix pile up on one pod?
+A conversation has some turns; the next one comes a while after the previous answer and repeats the whole conversation,
+the answer included. Four kinds are drawn, each a question about a router: do chats return to their pod, do equal system
+prompts meet, do short requests wait behind long ones, does one hot prefix overload one pod?
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ VOCAB_SIZE = 32000
 
 class Turn(NamedTuple):
     token_ids: list[int]
-    """What the user adds."""
+    """Tokens that the user adds."""
     num_output_tokens: int
     pause_s: float
-    """Between the answer before it and this turn."""
+    """Seconds between the previous answer and this turn."""
 
 
 class Conversation(NamedTuple):
     start_s: float
     prefix: list[int]
-    """Before the first turn: a system prompt, a document."""
+    """Tokens before the first turn: a system prompt, a document."""
     turns: list[Turn]
     prefix_is_system: bool = True
-    """Else it is the beginning of what the user says."""
+    """If False, the prefix is the beginning of the user's text."""
     adapter: str = ""
-    """That it is for; empty: the model alone."""
+    """The adapter of the conversation; empty: the model alone."""
 
     @property
     def user_token_ids(self) -> list[int]:
-        """The beginning of what the user says."""
+        """Return the beginning of the user's text."""
         return self.turns[0].token_ids if self.prefix_is_system else self.prefix + self.turns[0].token_ids
 
 
 def multi_turn_chat(seed: int) -> list[Conversation]:
-    """60 chats of 3 to 6 turns over a common system prompt."""
+    """Draw 60 chats of 3 to 6 turns with a common system prompt."""
     draw = random.Random(seed)
     system = _tokens(draw, 180)
     starts = _poisson(draw, 60, rate_per_s=9.0)
@@ -54,7 +54,7 @@ def multi_turn_chat(seed: int) -> list[Conversation]:
 
 
 def shared_system_prompts(seed: int) -> list[Conversation]:
-    """Single questions to 12 assistants of unequal popularity, whose system prompts make up most of each prompt."""
+    """Draw single questions to 12 assistants of unequal popularity, whose system prompts are most of each prompt."""
     draw = random.Random(seed)
     systems = [_tokens(draw, draw.randint(800, 3000)) for _ in range(12)]
     weights = [1 / (rank + 1) for rank in range(len(systems))]
@@ -65,7 +65,7 @@ def shared_system_prompts(seed: int) -> list[Conversation]:
 
 
 def long_and_short(seed: int) -> list[Conversation]:
-    """Prompts that share nothing: seven short ones to a long one."""
+    """Draw prompts that share nothing: seven short ones to a long one."""
     draw = random.Random(seed)
     return [
         Conversation(
@@ -76,7 +76,7 @@ def long_and_short(seed: int) -> list[Conversation]:
 
 
 def hot_prefix(seed: int) -> list[Conversation]:
-    """Two of three requests, some of them in bursts, are about the same long document."""
+    """Draw requests of which two in three, some in bursts, are about the same long document."""
     draw = random.Random(seed)
     document = _tokens(draw, 4000)
     conversations = []
@@ -99,7 +99,7 @@ TRAFFIC: dict[str, Callable[[int], list[Conversation]]] = {
 
 
 def among_adapters(traffic: Sequence[Conversation], num_adapters: int, seed: int) -> list[Conversation]:
-    """The same conversations, each for one of so many adapters of unequal popularity."""
+    """Return the same conversations, each for one of so many adapters of unequal popularity."""
     draw = random.Random(f"adapters {seed}")
     names = [f"adapter-{rank}" for rank in range(num_adapters)]
     weights = [1 / (rank + 1) for rank in range(num_adapters)]
@@ -107,7 +107,7 @@ def among_adapters(traffic: Sequence[Conversation], num_adapters: int, seed: int
 
 
 def at_rate(traffic: Sequence[Conversation], factor: float) -> list[Conversation]:
-    """The same conversations, but as many times more of them begin in a second."""
+    """Return the same conversations, starting `factor` times as often."""
     return [each._replace(start_s=each.start_s / factor) for each in traffic]
 
 

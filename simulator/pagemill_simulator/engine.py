@@ -1,7 +1,7 @@
-"""One engine on a virtual clock: the real scheduler and KV manager, a null runner, and the step-time model.
+"""One engine in virtual time: the real scheduler and KV manager, a null runner, and the step-time model.
 
-Everything but the forward pass is the code that serves: what is decided here is what the engine would decide. The same
-trace and configuration give the same report, bit for bit.
+Everything but the forward pass is the production code, so it decides as the engine would. The same trace and
+configuration give the same report, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pagemill_simulator.workloads.request import SimRequest
 
 
 class Latency(NamedTuple):
-    """Of one finished request."""
+    """The latency of one finished request."""
 
     ttft_ms: float
     tpot_ms: float | None
-    """None: it had one token."""
+    """None: the answer had one token."""
 
 
 @dataclass(slots=True)
 class _Course:
-    """What happened to one request, in virtual seconds."""
+    """The state of one request, in virtual seconds."""
 
     request: SimRequest
     first_token_s: float | None = None
@@ -60,17 +60,17 @@ class _Course:
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
 
     def advance_to(self, instant_s: float) -> None:
-        """Nothing happens until then."""
+        """Advance to the instant; nothing happens before."""
 
 
 class EngineRun:
-    """Runs one trace through one engine, from the clock's present on."""
+    """Runs one trace through one engine, beginning at the clock's present time."""
 
     def __init__(self, trace: Sequence[SimRequest], core: EngineCore, clock: Clock) -> None:
-        """`core` measures by `clock`."""
+        """`core` must use `clock`."""
         self.core = core
         self.clock = clock
         came = sorted(trace, key=lambda request: request.arrival_s)
@@ -81,7 +81,7 @@ class EngineRun:
         self._busy_s = 0.0
 
     def run(self) -> SimulationReport:
-        """To the last token of the last request. Raises `RuntimeError` if a request was lost or ended twice."""
+        """Run to the last token of the last request. Raise `RuntimeError` if a request was lost or ended twice."""
         arrivals = iter(enumerate(self._trace))
         upcoming = next(arrivals, None)
         while upcoming is not None or self.core.has_work:
@@ -97,7 +97,7 @@ class EngineRun:
 
     @property
     def latencies(self) -> list[Latency]:
-        """Of all requests that have finished, in the order in which they came."""
+        """Return the latencies of all finished requests, in the order of arrival."""
         return [
             Latency(course.ttft_s * 1000, course.tpot_ms if course.num_output_tokens > 1 else None)
             for course in self._courses.values()
@@ -171,7 +171,7 @@ class EngineRun:
 
 
 class EngineSimulation(EngineRun):
-    """An engine whose steps take what the step-time model says."""
+    """An engine whose steps take the time that the step-time model predicts."""
 
     def __init__(self, trace: Sequence[SimRequest], config: EngineConfig, params: StepTimeParams | None = None) -> None:
         clock = VirtualClock()
@@ -185,5 +185,7 @@ class EngineSimulation(EngineRun):
 def simulate(
     trace: Sequence[SimRequest], config: EngineConfig, params: StepTimeParams | None = None
 ) -> SimulationReport:
-    """Serve `trace` on one engine of `config` whose steps take what `params` say (default: the null runner's own)."""
+    """Serve `trace` on one engine of `config` whose steps take what `params` predict (default: the null runner's
+    own).
+    """
     return EngineSimulation(trace, config, params).run()

@@ -1,4 +1,4 @@
-"""What a simulation reports: latencies as users feel them, and what the engine spent."""
+"""The report of an engine simulation: latencies as users see them, and the engine's work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        """Nearest-rank percentiles; all zero without values."""
+        """Return nearest-rank percentiles; all zero without values."""
         ordered = sorted(values)
         if not ordered:
             return cls()
@@ -26,16 +26,16 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     num_finished: int
     num_refused: int
-    """Requests turned away: too large for this configuration, or more than may wait."""
+    """Refused requests: too large for this configuration, or more than may wait."""
     refusals: dict[str, int]
-    """By error code."""
+    """Number of refusals by error code."""
     ttft_s: Percentiles
-    """From arrival to the first token."""
+    """Time from arrival to the first token."""
     tpot_ms: Percentiles
     """Mean time between the tokens of a request."""
     e2e_s: Percentiles
     num_prompt_tokens: int
-    """Of finished requests."""
+    """Tokens of finished requests."""
     num_output_tokens: int
     num_steps: int
     num_preemptions: int
@@ -44,7 +44,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     busy_share: float
     """Share of the duration in which a step was running."""
     kv_waste_mean: float
-    """Allocated minus used slots over allocated, mean over steps."""
+    """Mean over steps of allocated minus used slots, divided by allocated slots."""
     kv_waste_max: float
 
     @property

@@ -1,8 +1,8 @@
-"""What happens in a simulation, in the order of its virtual time, and coroutines of the real code that wait in it.
+"""Events of a simulation in the order of its virtual time, and an event loop for real coroutines in that time.
 
-`Events` is the clock and the list of what is due. `EventsLoop` is an asyncio event loop whose time is that clock: what
-the gateway's code awaits (a queue, news, a timeout, a sleep) passes in virtual seconds, without any I/O. Two runs give
-the same order: what is due at one instant comes in the order in which it was asked for.
+`Events` is the clock and the queue of due events. `EventsLoop` is an asyncio event loop whose time is that clock: what
+the gateway's code awaits (a queue, a condition, a timeout, a sleep) passes in virtual seconds, without any I/O. Two
+runs have the same order: events due at one instant run in the order in which they were added.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ class Events:
         self._order = itertools.count()
 
     def now(self) -> float:
-        """Seconds; a clock for those who want one."""
+        """Return the time in seconds; usable as a clock function."""
         return self.now_s
 
     @property
     def next_s(self) -> float | None:
-        """When the next event is due."""
+        """The time of the next event; None if there is none."""
         return self._due[0][0] if self._due else None
 
     def at(self, instant_s: float, event: Callable[[], object]) -> None:
-        """Let `event` happen then; now, where that has passed."""
+        """Schedule `event` for the instant, or for now if that has passed."""
         heapq.heappush(self._due, (max(instant_s, self.now_s), next(self._order), event))
 
     def after(self, delay_s: float, event: Callable[[], object]) -> None:
         heapq.heappush(self._due, (self.now_s + delay_s, next(self._order), event))
 
     def step(self) -> None:
-        """The next event. Raises `IndexError` when nothing is due any more."""
+        """Run the next event. Raise `IndexError` if nothing is due."""
         self.now_s, _, event = heapq.heappop(self._due)
         event()
 
 
 class EventsLoop(asyncio.BaseEventLoop):
-    """As much of an event loop as tasks, futures, timeouts and sleeps need. Whoever runs the events calls `run_ready`.
+    """The part of an event loop that tasks, futures, timeouts and sleeps need. The code that runs the events calls
+    `run_ready`.
 
-    A failure of a task or a callback is the simulation's failure: `run_ready` raises it.
+    An error of a task or a callback is the simulation's error: `run_ready` raises it.
     """
 
     def __init__(self, events: Events) -> None:
@@ -59,13 +60,13 @@ class EventsLoop(asyncio.BaseEventLoop):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run it to its end."""
+        """Run a coroutine to its end."""
         task = self.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def run_ready(self) -> None:
-        """Everything that can go on at this instant."""
+        """Run everything that can continue at this instant."""
         due = self._due_now
         if not due:
             return
@@ -80,7 +81,7 @@ class EventsLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(before)
 
     def close(self) -> None:
-        """Whoever still waits never hears of it."""
+        """Cancel the waiting tasks."""
         for task in self._tasks:
             task.remove_done_callback(self._ended)
             task.cancel()
@@ -116,7 +117,7 @@ class EventsLoop(asyncio.BaseEventLoop):
         raise context.get("exception") or RuntimeError(context["message"])
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays among the events, and does nothing when it is due."""
+        """Do nothing: the event stays in the queue and has no effect when it is due."""
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -1,4 +1,5 @@
-"""What users set by name: parameters of generated workloads and of scaling policies, checked wherever they come from.
+"""Parameters that users set by name, for generated workloads and scaling policies; they are checked wherever they come
+from.
 
 A class of parameters declares each with its type and bounds, its default and its meaning; the command line and the
 reference page read them from there.
@@ -15,7 +16,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Sigma = Annotated[float, msgspec.Meta(ge=0, le=4)]
-"""Of a logarithm."""
+"""Standard deviation of a logarithm."""
 Factor = Annotated[float, msgspec.Meta(ge=1, lt=1e12)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=10**9)]
 
@@ -23,7 +24,7 @@ P = TypeVar("P", bound="Parameters")
 
 
 class ParameterError(ValueError):
-    """A parameter that cannot be; names it, its value and the remedy."""
+    """An invalid parameter; the message names it, its value and the remedy."""
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +34,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_parameters(kind: type[P], given: Mapping[str, str], what: str) -> P:
-    """From texts; `what` names whose they are. Raises `ParameterError`."""
+    """Return the parameters from texts; `what` names their owner in errors. Raise `ParameterError`."""
     known = {field.name: field for field in msgspec.structs.fields(kind)}
     for name in given:
         if name not in known:
@@ -45,7 +46,7 @@ def read_parameters(kind: type[P], given: Mapping[str, str], what: str) -> P:
 
 
 def split_choice(text: str) -> tuple[str, dict[str, str]]:
-    """`ramp:from_rate=2,to_rate=10`: the name, and what is set. Raises `ParameterError`."""
+    """Split `ramp:from_rate=2,to_rate=10` into the name and the parameters. Raise `ParameterError`."""
     name, _, rest = text.partition(":")
     given: dict[str, str] = {}
     for pair in filter(None, (each.strip() for each in rest.split(","))):

@@ -1,7 +1,7 @@
-"""One engine of a simulated cluster: the real scheduler and KV manager, and the frames that tell its gateway of them.
+"""One engine of a simulated cluster: the real scheduler and KV manager, and the frames that it sends to its gateway.
 
-Frames say what the real server's do (`pagemill_engine.server.state_stream`): the load after the latest step and the
-prefix changes since the frame before, at most 20 a second and at least one.
+Frames have the content of the real server's (`pagemill_engine.server.state_stream`): the load after the latest step and
+the prefix changes since the previous frame, at most 20 per second and at least one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from pagemill_simulator.clock import VirtualClock
 from pagemill_simulator.events import Events
 
 NETWORK_S = 0.001
-"""Each way between gateway and engine."""
+"""Seconds in each direction between gateway and engine."""
 FRAME_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
 
 
 class SettledStepTime(StepTimeModel):
-    """Of an engine that was calibrated and takes just what its steps were found to take: nothing is left to learn."""
+    """The step times of a calibrated engine whose steps take exactly what they were found to take: it learns
+    nothing.
+    """
 
     def observe(self, num_tokens: int, decode_context_tokens: int, chunk_context_products: int, ms: float) -> None:
         self._num_observed += 1
 
 
 def digests_of(info: RunnerInfo, *, hashes: bool) -> Digests:
-    """What an engine with this runner reports of itself, in the exact and in the fast simulation."""
+    """Return the digests that an engine with this runner reports, in the exact and in the fast simulation."""
     return Digests(
         weights=info.weights_digest,
         tokenizer_bundle="sim",
@@ -51,10 +53,10 @@ class SimulatedPod:
     def __init__(
         self, name: str, config: EngineConfig, *, is_calibrated: bool = False, serves_adapters: bool = False
     ) -> None:
-        """`is_calibrated`: it knows its step times from the start; else it learns them."""
+        """With `is_calibrated` the pod knows its step times from the start; otherwise it learns them."""
         self.name = name
         self.clock = VirtualClock()
-        """Ahead of the cluster's while a step runs."""
+        """Ahead of the cluster's clock while a step runs."""
         settings = msgspec.structs.replace(config, null_runner=True, seed=config.seed or 0)
         runner = NullRunner.from_config(
             settings, serves_adapters=serves_adapters, clock=self.clock.now, sleep=self.clock.advance
@@ -80,7 +82,7 @@ class SimulatedPod:
 
     @property
     def load(self) -> EngineLoad:
-        """After the latest step."""
+        """The load after the latest step."""
         return self._frame.load
 
     @property
@@ -88,12 +90,12 @@ class SimulatedPod:
         return self._frame.digests.weights
 
     def step(self, now_s: float) -> tuple[StepOutputs, float]:
-        """Run one step from `now_s` on; what came of it, and when."""
+        """Run one step from `now_s` on; return its outputs and its end."""
         self.clock.advance_to(now_s)
         return self.core.step(), self.clock.now()
 
     def note(self, outputs: StepOutputs) -> None:
-        """Keep for the next frame what a step said."""
+        """Keep a step's outputs for the next frame."""
         changes = outputs.prefixes
         if changes is not None:
             self._prefixes.update(dict.fromkeys(changes.removed, False))
@@ -103,12 +105,14 @@ class SimulatedPod:
         self._frame = msgspec.structs.replace(self._frame, load=outputs.load, step_time=step_time)
 
     def note_adapters(self, slots: AdapterSlots, held: Sequence[GenerateRequest]) -> None:
-        """`held`: requests that wait for theirs; the scheduler does not know them yet."""
+        """Note the adapter slots; `held` are requests that wait for their adapter and that the scheduler does not
+        know.
+        """
         self._frame = msgspec.structs.replace(self._frame, adapters=slots)
         self._num_held, self._num_held_tokens = len(held), sum(len(each.prompt_token_ids) for each in held)
 
     def drain(self) -> None:
-        """From the next frame on it says that it wants to go."""
+        """Report draining from the next frame on."""
         self._frame = msgspec.structs.replace(self._frame, draining=True)
 
     def frame(self, now_s: float = 0.0, *, snapshot: bool = False) -> StateFrame:
@@ -136,7 +140,7 @@ class SimulatedPod:
 
 
 class RunningPod:
-    """A pod at work in a simulation: step after step while there is something to do, and its frames."""
+    """A running pod in a simulation: it runs step after step while there is work, and sends its frames."""
 
     def __init__(
         self,
@@ -147,9 +151,9 @@ class RunningPod:
         deliver: Callable[[StepOutputs], None],
         adapters: AdapterSettings | None = None,
     ) -> None:
-        """`observe` and `deliver` are called when a frame, or what came of a step, is at the gateway.
+        """`observe` and `deliver` are called when a frame, or a step's outputs, reach the gateway.
 
-        `adapters`: how it holds them; its pod must have been made to serve some.
+        `adapters` are the pod's adapter settings; the pod must have been created with `serves_adapters`.
         """
         self.pod = pod
         self._events = events
@@ -171,20 +175,20 @@ class RunningPod:
         return self._is_up
 
     def enter(self, request: GenerateRequest) -> None:
-        """Raises `PagemillError`: the engine refuses it."""
+        """Add a request. Raise `PagemillError` if the engine refuses it."""
         if self._bay is not None and request.adapter_digest:
             self._bay.enter(request)
         else:
             self._start(request)
 
     def tell(self) -> None:
-        """Its state has changed."""
+        """Send a frame as soon as allowed, because the state has changed."""
         if not self._is_frame_due:
             self._is_frame_due = True
             self._events.at(self._next_frame_s, self._publish)
 
     def stop(self) -> None:
-        """From now on nothing comes of it; what is on its way arrives."""
+        """Produce nothing more; what is on its way still arrives."""
         self._is_up = False
 
     @property

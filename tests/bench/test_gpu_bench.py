@@ -143,7 +143,7 @@ def test_kernels_are_measured_beside_their_peers(ran: Ran) -> None:
 
 def test_the_engine_is_measured_in_all_that_goals_are_stated_in(ran: Ran) -> None:
     out = ran.out
-    alike = tables(out, "smoke")["a tiny model beside the formulas"]
+    alike = tables(out, "smoke")["a tiny model beside the reference"]
     assert [row[3] for row in alike["rows"]] == [row[1] for row in alike["rows"]]
     assert len(alike["rows"]) == 2
     found = tables(out, "engine-qwen3-0.6b")

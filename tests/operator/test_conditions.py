@@ -82,7 +82,7 @@ def test_replicas_of_an_earlier_spec_take_no_place_of_this_one(deployment: Make)
     plan = plan_of(deployment)
     older = tuple(ReplicaObservation(f"old-{i}", "ready", "older") for i in range(2))
     found = by_type(Observation(plan, (*older, *running(plan, "starting")), gateway_ready=True))
-    assert found["Scheduled"][1:] == ("False", "Starting", "1 of 2 replicas have their place")
+    assert found["Scheduled"][1:] == ("False", "Starting", "1 of 2 replicas are placed")
     found = by_type(Observation(plan, (*older, *running(plan, "starting", "crashed")), gateway_ready=True))
     assert found["Scheduled"].status == "True"
 

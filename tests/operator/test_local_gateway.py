@@ -95,7 +95,7 @@ async def test_a_catalogue_that_is_refused_for_good_is_reported_once_and_the_nex
         assert control.num_asked == 1
         (event,) = control.events
         assert event.warning
-        assert event.message == "refused the catalogue with 400, and serves what it did before: words"
+        assert event.message == "refused the new catalogue with 400 and serves the previous one: words"
         gateway.want(catalog("b"))
         assert await gateway.informed(10)
         assert control.num_asked == 2

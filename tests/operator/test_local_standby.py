@@ -41,7 +41,7 @@ async def test_at_zero_one_sleeps_and_the_same_process_answers_the_next_request(
     assert machine.pids(plan) == pids, "it was never started anew"
     findings = {finding.type: finding for finding in machine.findings(plan)}
     assert (findings["Ready"].reason, findings["ModelLoaded"].status) == ("ScaledToZero", "True")
-    assert findings["Ready"].message == "there are no requests: the next one wakes a replica"
+    assert findings["Ready"].message == "there are no requests; the next one wakes a replica"
 
 
 @pytest.mark.full

@@ -159,7 +159,7 @@ CREATIONS = {
     ),
     "AdmissionDenied": (
         'admission webhook "v.x.dev" denied the request: RuntimeClass gvisor only',
-        "follow what it says",
+        "follow its message",
     ),
     "PodsNotCreated": ("the moon is full", "kubectl describe replicaset"),
 }

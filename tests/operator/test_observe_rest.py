@@ -61,7 +61,7 @@ def test_at_zero_with_one_asleep_the_status_says_what_a_request_does(deployment:
     snapshot = replace(world.snapshot, asleep=frozenset({"u"}))
     seen = observe(snapshot, world.plan)
     found = {finding.type: finding for finding in find_conditions(seen)}
-    assert found["Ready"].message == "there are no requests: the next one wakes a replica"
+    assert found["Ready"].message == "there are no requests; the next one wakes a replica"
     assert (found["ModelLoaded"].status, found["Scheduled"].status) == ("True", "True")
     assert not any(finding.is_fault for finding in found.values())
     body = status_body(snapshot, seen, "", "2026-01-01T00:00:00Z")

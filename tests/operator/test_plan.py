@@ -221,7 +221,7 @@ def test_cache_type_and_determinism_reach_the_engine(deployment: Make) -> None:
 def test_what_float16_cannot_do_is_refused(deployment: Make, changes: dict[str, Any], field: str) -> None:
     (problem,) = make_plan(deployment(engine__dtype="float16", **changes)).problems
     assert problem.field == field
-    assert "change either" in problem.message
+    assert "change one of them" in problem.message
     assert make_plan(deployment(engine__dtype="bfloat16", **changes)).problems == ()
 
 

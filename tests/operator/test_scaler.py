@@ -78,7 +78,11 @@ def test_advice_is_reported_and_not_followed(plan: MakePlan) -> None:
     record = world.decide(queue=QUEUE, lengths=Lengths())
     assert record.decision.replicas == 3
     assert world.scaler.wanted(KEY, 1, world.plan.autoscaling) == 1
-    assert world.condition("ScalingActive") == ("True", "AdvisoryOnly", "3 replicas are advised; spec.replicas decides")
+    assert world.condition("ScalingActive") == (
+        "True",
+        "AdvisoryOnly",
+        "the autoscaler recommends 3 replicas; in mode Advisory spec.replicas applies",
+    )
     assert world.decide(queue=QUEUE, lengths=Lengths()) is None, "the same advice is no news"
 
 
@@ -149,11 +153,11 @@ def test_at_zero_the_condition_says_how_it_comes_back(plan: MakePlan) -> None:
     assert (status, reason, message) == (
         "False",
         "ScaledToZero",
-        "there are no requests: the next one starts a replica",
+        "there are no requests; the next one starts a replica",
     )
     fixed = replace(world.seen, plan=replace(world.plan, autoscaling=None))
     (ready,) = [each for each in find_conditions(fixed) if each.type == "Ready"]
-    assert "raise spec.replicas" in ready.message
+    assert "spec.replicas is 0: raise it" in ready.message
 
 
 def test_cold_starts_are_learned_from_those_that_were_seen_from_the_beginning() -> None:

@@ -197,7 +197,9 @@ def test_becoming_ready_is_reported_once_and_progress_never(deployment: Make) ->
 def test_a_change_of_size_is_reported(deployment: Make) -> None:
     before = status_of(seen(make_plan(deployment(replicas=1), "kubernetes"), "ready"))
     after = status_of(seen(make_plan(deployment(replicas=3), "kubernetes"), "ready"), before)
-    assert [event[:3] for event in events_between(before, after)] == [("Normal", "Scaled", "from 1 to 3 replicas")]
+    assert [event[:3] for event in events_between(before, after)] == [
+        ("Normal", "Scaled", "scaled from 1 to 3 replicas")
+    ]
 
 
 @pytest.mark.parametrize("stage", ["Planned", "Scheduled", "ModelLoaded"])

@@ -1,6 +1,6 @@
-"""As much of msgspec as the engine's messages and settings need, for machines without it: structs with defaults.
+"""The part of msgspec that the engine's messages and settings need, for machines without it: structs with defaults.
 
-Only `bench/gpu` puts this on the path, behind everything that is installed. It encodes and validates nothing.
+Only `bench/gpu` puts this on the path, behind everything installed. It neither encodes nor validates.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Struct:
             default = cls.__dict__.get(name)
             if isinstance(default, list | dict) and not str(annotation).startswith("ClassVar"):
                 setattr(cls, name, dataclasses.field(default_factory=partial(copy.copy, default)))
-        # A default that is a struct itself must have a hash; none is ever asked for.
+        # A default that is itself a struct must have a hash; it is never used.
         dataclasses.dataclass(kw_only=kw_only, unsafe_hash=True)(cls)
 
 
 class Decoder:
-    """Takes the type that modules name at import; decodes nothing."""
+    """Accepts the type that modules name at import; it decodes nothing."""
 
     def __init__(self, type: Any) -> None:
         self.type = type

@@ -1,4 +1,4 @@
-"""As much of psutil as the engine asks where there is no device, for machines without it: the host's memory."""
+"""The part of psutil that the engine needs without a device, for machines without it: the host's memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `helm test` runs inside the cluster: ask the gateway for its models, and a model for one answer.
+"""The program of `helm test`: it asks the gateway for its models, and a model for one answer.
 
-Standard library only, because it runs in the gateway's image as `python -c`. Without a key it checks that the gateway
-refuses it. A model without a ready engine is reported and is no failure, unless `--model` names it.
+It uses the standard library only, because it runs in the gateway's image as `python -c`. Without a key it checks that
+the gateway refuses it. A model without a ready engine is reported but is no failure, unless `--model` names it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gateway:
         return max(1.0, self._deadline - time.monotonic())
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Answer:
-        """One request; refused connections are tried again until the time is up."""
+        """Send a request and return the answer; repeat it on connection errors until the time is up."""
         while True:
             try:
                 return self._ask(path, body)
@@ -58,7 +58,9 @@ class Gateway:
 
 
 def _trusting(certificate: str) -> ssl.SSLContext:
-    """The gateway's own certificate and no other, whatever names it is for: the Service's need not be among them."""
+    """Return a context that trusts only the gateway's own certificate, whatever names it has: the Service's may be
+    missing.
+    """
     context = ssl.create_default_context(cafile=certificate)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -84,7 +86,7 @@ def say(text: str) -> None:
 
 
 def check_refusal(gateway: Gateway) -> None:
-    """Without a key, being refused in OpenAI's own words is the right answer."""
+    """Check that the gateway refuses a request without a key with an OpenAI error."""
     answer = gateway.ask("/v1/models")
     if answer.status != 401 or "error" not in answer.body:
         raise SystemExit(f"FAILED: /v1/models without a key answered {answer.status}, 401 was expected")

@@ -1,4 +1,4 @@
-{{/* Labels of every object: those that things are found by are the chart's, whatever values say. */}}
+{{/* Labels of every object. Values cannot override the labels by which objects are selected. */}}
 {{- define "pagemill.labels" -}}
 {{- $own := dict
   "helm.sh/chart" (printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-")
@@ -44,11 +44,11 @@ annotations:
 
 {{/* Labels of the pods that may scrape metrics, as a map. */}}
 {{- define "pagemill.prometheusPods" -}}
-{{- $anybody := not (or .Values.prometheus.podLabels .Values.prometheus.namespaceLabels) -}}
-{{- toJson (ternary (dict "app.kubernetes.io/name" "prometheus") .Values.prometheus.podLabels $anybody) -}}
+{{- $unrestricted := not (or .Values.prometheus.podLabels .Values.prometheus.namespaceLabels) -}}
+{{- toJson (ternary (dict "app.kubernetes.io/name" "prometheus") .Values.prometheus.podLabels $unrestricted) -}}
 {{- end -}}
 
-{{/* Who may scrape metrics, as an entry of a NetworkPolicy's `from`. */}}
+{{/* The pods that may scrape metrics, as an entry of a NetworkPolicy's `from`. */}}
 {{- define "pagemill.prometheusPeer" -}}
 {{- $namespaces := .Values.prometheus.namespaceLabels -}}
 - namespaceSelector: {{ ternary (dict "matchLabels" $namespaces) (dict) (not (empty $namespaces)) | toJson }}

@@ -1,6 +1,6 @@
 {{/*
-Names of what the chart makes. Objects of the whole cluster carry the namespace too, so that releases of one name in two
-namespaces do not meet. A namespace has no dot in its name, so the first dot ends it: `a` with `b-c` is not `a-b` with `c`.
+Names of the chart's objects. Names of cluster-scoped objects contain the namespace, so that releases of one name in two
+namespaces do not collide. A namespace's name has no dot, so the first dot ends it: `a` with `b-c` differs from `a-b` with `c`.
 */}}
 
 {{- define "pagemill.name" -}}
@@ -62,7 +62,7 @@ namespaces do not meet. A namespace has no dot in its name, so the first dot end
 {{- $names | uniq | sortAlpha | toJson -}}
 {{- end -}}
 
-{{/* Whether objects of the whole cluster may be made: by who may install the definition, or cluster roles. */}}
+{{/* Whether cluster-scoped objects may be created: the release installs the definition or cluster roles. */}}
 {{- define "pagemill.ownsCluster" -}}
 {{- if or .Values.crds.install (not .Values.watchNamespaces) }}true{{ end -}}
 {{- end -}}

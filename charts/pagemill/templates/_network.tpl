@@ -1,4 +1,4 @@
-{{/* Pods of engines, wherever LLMDeployments are watched. */}}
+{{/* Engine pods in the watched namespaces, as a NetworkPolicy peer. */}}
 {{- define "pagemill.enginePeer" -}}
 {{- $namespaces := include "pagemill.watchNamespaces" . | fromJsonArray -}}
 - podSelector:

@@ -1,4 +1,4 @@
-{{/* What the pods of operator and gateway have in common. Call each with (dict "root" $ "component" "operator"). */}}
+{{/* Parts that the pods of operator and gateway share. Call each with (dict "root" $ "component" "operator"). */}}
 
 {{- define "pagemill.podMetadata" -}}
 {{- $values := index .root.Values .component -}}
@@ -49,7 +49,7 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{/* The authority of the engines' certificates, in pods that speak to engines. */}}
+{{/* The authority of the engines' certificates, for pods that connect to engines. */}}
 {{- define "pagemill.engineCaMount" -}}
 - name: engine-ca
   mountPath: /etc/pagemill-engine-ca

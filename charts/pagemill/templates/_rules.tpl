@@ -1,4 +1,4 @@
-{{/* What the operator and the gateway may do where LLMDeployments are. */}}
+{{/* RBAC rules of the operator and the gateway in the namespaces of LLMDeployments. */}}
 
 {{- define "pagemill.operatorRules" -}}
 - apiGroups: [pagemill.dev]
@@ -7,7 +7,7 @@
 - apiGroups: [pagemill.dev]
   resources: [llmdeployments/status]
   verbs: [patch]
-# Children of LLMDeployments. Token Secrets are among them, whose names RBAC cannot foresee: see the admission policy.
+# Children of LLMDeployments. RBAC cannot limit token Secrets by name; the admission policy does.
 - apiGroups: [""]
   resources: [configmaps, persistentvolumeclaims, secrets, services]
   verbs: [get, list, watch, create, patch, delete]
@@ -26,11 +26,11 @@
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
   verbs: [get, list, create, patch, delete]
-# Patched is what a pod costs to remove, before replicas are: see the admission policy.
+# Only annotations of pods are patched, for example the deletion cost; the admission policy enforces that.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch]
-# How far a loader is stands in its log.
+# The progress of a loader is in its log.
 - apiGroups: [""]
   resources: [pods/log]
   verbs: [get]
@@ -39,7 +39,7 @@
   verbs: [create, patch]
 {{- end -}}
 
-{{/* The operator watches all its kinds in the same namespaces, and its own is always among them. */}}
+{{/* The operator watches all its kinds in the same namespaces, which always include its own. */}}
 {{- define "pagemill.operatorReadRules" -}}
 - apiGroups: ["", apps, batch, networking.k8s.io, pagemill.dev, policy]
   resources:

@@ -1,6 +1,6 @@
 {{/*
 The settings files of the operator and the gateway. Their fields are those of OperatorConfig and GatewayConfig, which
-refuse unknown ones; `settings` of each component goes over everything.
+refuse unknown ones; `settings` of each component overrides everything else.
 */}}
 
 {{- define "pagemill.operatorSettings" -}}
@@ -74,7 +74,7 @@ refuse unknown ones; `settings` of each component goes over everything.
 {{- mustMergeOverwrite $own (deepCopy $values.settings) | toPrettyJson -}}
 {{- end -}}
 
-{{/* Where Redis is, as a map; empty: nowhere. */}}
+{{/* The connection to Redis as a map; empty if there is none. */}}
 {{- define "pagemill.redisSettings" -}}
 {{- $redis := .Values.redis -}}
 {{- $scaling := .Values.gateway.autoscaling -}}
@@ -98,7 +98,7 @@ refuse unknown ones; `settings` of each component goes over everything.
 {{- if or .Values.gateway.apiKeys.existingSecret .Values.gateway.apiKeys.sha256 }}true{{ end -}}
 {{- end -}}
 
-{{/* Time that kubelet gives a gateway pod: its whole drain as the settings have it, and some for the end. */}}
+{{/* Termination grace period of a gateway pod: the drain of its settings, and 20 s to exit. */}}
 {{- define "pagemill.gatewayGraceSeconds" -}}
 {{- $settings := include "pagemill.gatewaySettings" . | fromJson -}}
 {{- add (addf $settings.drain_delay_s $settings.drain_timeout_s | ceil | int) 20 -}}

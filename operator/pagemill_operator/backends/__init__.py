@@ -1,1 +1,1 @@
-"""What carries plans out: processes on this machine (`local`), later pods in a cluster."""
+"""The backends that carry plans out: processes on this machine (`local`) or pods in a cluster (`kubernetes`)."""

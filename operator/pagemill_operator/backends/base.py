@@ -1,4 +1,7 @@
-"""The interface of everything that can carry plans out. Neighbours: `plan` makes them, `status` explains the result."""
+"""The interface of the backends that carry plans out.
+
+`plan` makes the plans; `status` explains the observations.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from pagemill_operator.status.observation import Observation
 
 
 class BackendError(Exception):
-    """The backend cannot work at all; the message names the remedy."""
+    """An error that keeps the whole backend from working; its message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that people want to read while they wait."""
+    """A message about a process for users who wait for it."""
 
     subject: str
-    """The process it is about, such as `smollm2-0` or `gateway`."""
+    """The name of the process, such as `smollm2-0` or `gateway`."""
     message: str
     since_start_s: float
     """Seconds since that process started."""
@@ -26,13 +29,13 @@ class Event:
 
 
 class Cluster(Protocol):
-    """Processes on this machine, or pods. Both carry out the same plans and answer with the same observations.
+    """A backend that runs plans as processes on this machine or as pods, and reports observations of them.
 
-    How plans come in differs: a machine gets all of them at once, a cluster one at a time, for ever.
+    How plans come in differs: the local backend gets all of them at once, the Kubernetes backend one at a time.
     """
 
     async def forget(self, keys: Collection[str]) -> None:
-        """Want these deployments (`namespace/name`) no longer."""
+        """Stop carrying out these deployments (`namespace/name`)."""
 
     def observe(self, key: str) -> Observation:
-        """What is known of the deployment `namespace/name`. Raises `KeyError` for one that is not wanted."""
+        """Return what is known of the deployment `namespace/name`. Raise `KeyError` if it is not carried out."""

@@ -1,8 +1,8 @@
-"""What is measured of each LLMDeployment: replicas, GPUs, their price and the autoscaler's decision.
+"""The metrics of each LLMDeployment: replicas, GPUs, their price and the autoscaler's decision.
 
 Values come from observations and decisions; nothing is decided here. The label `variant` is the deployment's
-`namespace/name`, as gateways export it: a label `namespace` of its own would clash with the one that Prometheus gives
-to the operator's pod. Neighbours: `controller.metrics` has these beside the operator's own, `pagemill up` alone.
+`namespace/name`, as gateways export it: a label `namespace` would clash with the one that Prometheus gives to the
+operator's pod. `controller.metrics` exports these metrics beside the operator's own; `pagemill up` exports these alone.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from pagemill_protocol.metrics import Metrics, MetricSpec, Scrape, first_token_b
 
 _LABELS = ("model", "variant")
 AUTOSCALER_REPLICAS = MetricSpec(
-    "pagemill_autoscaler_replicas", "gauge", "Replicas that the autoscaler has decided for, or advises.", ("variant",)
+    "pagemill_autoscaler_replicas", "gauge", "Replicas that the autoscaler has decided on, or recommends.", ("variant",)
 )
 DESIRED = MetricSpec("pagemill_deployment_desired_replicas", "gauge", "Replicas that the operator keeps now.", _LABELS)
 READY = MetricSpec("pagemill_deployment_ready_replicas", "gauge", "Replicas that accept requests.", _LABELS)
 UPDATED = MetricSpec(
-    "pagemill_deployment_updated_replicas", "gauge", "Ready replicas that run the present spec.", _LABELS
+    "pagemill_deployment_updated_replicas", "gauge", "Ready replicas that run the current spec.", _LABELS
 )
 MAX = MetricSpec(
     "pagemill_deployment_max_replicas",
     "gauge",
-    "Replicas that the autoscaler may reach; without one in mode Active, those of the spec.",
+    "Most replicas that the autoscaler may set; `spec.replicas` unless `spec.autoscaling.mode` is Active.",
     _LABELS,
 )
 GPUS = MetricSpec("pagemill_deployment_gpus", "gauge", "GPUs of all pods that exist, ready or not.", _LABELS)
 GPU_HOUR_PRICE = MetricSpec(
     "pagemill_deployment_gpu_hour_price",
     "gauge",
-    "Price of one GPU for one hour, as `spec.cost.gpuHour` says; absent without it.",
+    "Price of one GPU for one hour, from `spec.cost.gpuHour`; absent without it.",
     _LABELS,
 )
 FIRST_TOKEN_BUDGET = MetricSpec(
     "pagemill_deployment_first_token_budget_ratio",
     "gauge",
-    "Share of the requests whose first token may come after more than `le` seconds, as `spec.autoscaling.slo` says; "
+    "Share of the requests whose first token may take more than `le` seconds, from `spec.autoscaling.slo`; "
     "`le` is a bound of `pagemill_gateway_time_to_first_token_seconds`. Absent without `slo.ttft`.",
     (*_LABELS, "le"),
 )
@@ -52,7 +52,7 @@ class _Objective(NamedTuple):
 
 
 class _Labels(NamedTuple):
-    """What names the series of one deployment, beside its key."""
+    """The labels of one deployment's series, except its key."""
 
     model: str
     has_price: bool
@@ -61,13 +61,13 @@ class _Labels(NamedTuple):
 
 class DeploymentMetrics:
     def __init__(self, metrics: Metrics) -> None:
-        """`metrics`: made from `DEPLOYMENT_METRICS`, or from more."""
+        """`metrics` must contain `DEPLOYMENT_METRICS`; it may contain more."""
         self._metrics = metrics
         self._deployments: dict[str, _Labels] = {}
-        """By key."""
+        """Labels of the exported series by deployment key."""
 
     def observed(self, observation: Observation) -> None:
-        """Replicas, GPUs and price of one deployment; those of a spec that cannot be read stay as they were."""
+        """Set replicas, GPUs and price of one deployment. If its spec cannot be read, the old values stay."""
         plan = observation.plan
         if plan is None:
             return
@@ -95,7 +95,7 @@ class DeploymentMetrics:
             budget.set(objective.budget)
 
     def forget_deployment(self, key: str) -> None:
-        """It is gone, or its series have other labels now."""
+        """Remove the series of a deployment that is deleted or whose labels have changed."""
         labels = self._deployments.pop(key, None)
         if labels is None:
             return
@@ -105,15 +105,15 @@ class DeploymentMetrics:
             self._metrics.forget(FIRST_TOKEN_BUDGET, model=labels.model, variant=key, le=labels.first_token_bound)
 
     def scaled(self, key: str, replicas: int) -> None:
-        """The autoscaler has decided for so many, or advises them."""
+        """Set the number of replicas that the autoscaler has decided on or recommends."""
         self._metrics.gauge(AUTOSCALER_REPLICAS, variant=key).set(replicas)
 
     def not_scaled(self, key: str) -> None:
-        """It is not scaled any more."""
+        """Remove the autoscaler's series of a deployment that is not scaled any more."""
         self._metrics.forget(AUTOSCALER_REPLICAS, variant=key)
 
     def scrape(self, accept: str = "") -> Scrape:
-        """In the format that the scraper's `Accept` asks for."""
+        """Return the metrics in the format that the scraper's `Accept` header asks for."""
         return self._metrics.scrape(accept)
 
 

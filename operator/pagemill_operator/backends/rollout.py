@@ -1,7 +1,8 @@
-"""Which replicas to start and which to drain next, as a pure function of what is wanted and what runs.
+"""Decides which replicas to start and which to drain next. A pure function of what is wanted and what runs.
 
-Replacement surges, waits for readiness, then drains; what is not ready goes first. The rules are those of Kubernetes'
-rolling update: at most `replicas + surge` live, at least `replicas - unavailable` ready while there were that many.
+A replacement starts first and is ready before an old replica drains; replicas that are not ready go first. The rules
+are those of Kubernetes's rolling update: at most `replicas + surge` live, and at least `replicas - unavailable` ready
+if so many were ready before.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pagemill_protocol.load import EngineHeld
 
 NOTHING_KNOWN: Mapping[str, EngineHeld] = {}
 _WORTH: Mapping[Phase, int] = {"asleep": 1, "pending": 2, "starting": 2, "loading": 2, "waking": 3, "ready": 3}
-"""What is lost with a replica: next to nothing with one that sleeps, a start that was paid for with one that starts."""
+"""What removing a replica costs: almost nothing if it sleeps, a partly paid start if it starts."""
 
 
 class Actions(NamedTuple):
     start: int
-    """Replicas of the wanted digest to start."""
+    """Number of replicas of the wanted digest to start."""
     drain: list[str]
     """Names of replicas to drain."""
 
@@ -32,9 +33,10 @@ def next_actions(
     held: Mapping[str, EngineHeld] = NOTHING_KNOWN,
     standby: int = 0,
 ) -> Actions:
-    """`replicas` come oldest first; draining and gone ones are ignored. `held`: what is known of them, by name.
+    """Return the replicas to start and to drain.
 
-    `standby`: replicas beyond the group's that sleep; which ones do is `standby`'s.
+    `replicas` come oldest first; draining and gone ones are ignored. `held` is each replica's known load by name.
+    `standby` counts the replicas beyond the group's that sleep; the module `standby` chooses them.
     """
     wanted = group.replicas + standby
     live = [replica for replica in replicas if replica.phase not in ("draining", "gone")]
@@ -44,12 +46,12 @@ def next_actions(
     drain += _replaceable(wanted, group.unavailable, current, old)
     remaining = len(live) - len(drain)
     missing = max(0, wanted - len(current))
-    room = wanted + group.surge - remaining
-    return Actions(max(0, min(missing, room)), drain)
+    num_allowed = wanted + group.surge - remaining
+    return Actions(max(0, min(missing, num_allowed)), drain)
 
 
 def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, EngineHeld]) -> list[str]:
-    """Replicas of the wanted digest beyond the wanted number: the emptiest and youngest of those worth least."""
+    """Return the surplus replicas of the wanted digest: the cheapest to lose first, then the emptiest and youngest."""
     emptiest = emptiest_first(reversed(current), lambda replica: replica.name, held)
     by_worth = sorted(emptiest, key=lambda replica: _WORTH.get(replica.phase, 0))
     return [replica.name for replica in by_worth[: max(0, len(current) - wanted)]]
@@ -58,8 +60,10 @@ def _surplus(current: list[ReplicaObservation], wanted: int, held: Mapping[str, 
 def _replaceable(
     wanted: int, unavailable: int, current: list[ReplicaObservation], old: list[ReplicaObservation]
 ) -> list[str]:
-    """Old replicas that may go now: those that do not serve, and loaded ones, that sleep before those that serve, as
-    far as enough stay."""
+    """Return the old replicas that may be drained now: all that do not serve, and as many loaded ones as can be spared.
+
+    Of the loaded ones, sleeping replicas go first.
+    """
     idle = [replica.name for replica in old if not replica.loaded]
     loaded = sorted((replica for replica in old if replica.loaded), key=lambda replica: replica.phase != "asleep")
     spare = sum(replica.loaded for replica in current[:wanted]) + len(loaded) - max(0, wanted - unavailable)

@@ -1,7 +1,7 @@
-"""The autoscaler of all deployments: keeps their memories, asks their scaling policies, and records what was decided.
+"""The autoscaler of all deployments: keeps their memories, asks their scaling policies, and records the decisions.
 
-It neither reads the load stream nor writes replicas: its caller gives it what was observed and carries the decision
-out. Time comes from outside. One thread, one event loop. Neighbours: `autoscaler` has the policies; the caller is
+It neither reads the load stream nor writes replicas: its caller passes observations in and carries decisions out. Time
+is injected. It runs in one thread and one event loop. `autoscaler` has the policies; the callers are
 `controller.scaling` in a cluster and `backends.local.scaling` on one machine.
 """
 
@@ -25,34 +25,35 @@ from pagemill_operator.status.observation import Observation, Scaling
 from pagemill_protocol.histogram import Histogram
 
 REMEMBERED = 64
-"""Records of a deployment: of changes, and of new reasons to change nothing."""
+"""Number of records kept per deployment: of changes, and of new reasons to change nothing."""
 PATIENCE_S = 5.0
-"""What is missing for less is not reported: streams are opened anew, and a new leader has no reports at first."""
+"""Seconds that a signal may be missing before that is reported: streams reconnect, and a new leader starts without any.
+"""
 LEAST_SAMPLES = 10
-"""Latencies without which nothing is said about an SLO."""
+"""Least number of latencies from which an SLO is judged."""
 
 
 @dataclass(slots=True)
 class _Scaled:
-    """One deployment."""
+    """The state of one deployment."""
 
     wanted: int
     policy: ScalingPolicy[Any]
     memory: Any
-    """The policy's own."""
+    """The policy's memory."""
     starts: StartDurations = field(default_factory=StartDurations)
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     settings: ScalingSettings | None = None
     signals: Signals | None = None
     decision: Decision | None = None
     missing_since_s: float | None = None
-    """None: nothing is missing."""
+    """Clock time since which a signal is missing; None if none is."""
     missing_is_reported: bool = False
-    """Something has been missing for so long that a condition says so."""
+    """Whether a signal has been missing for so long that a condition reports it."""
     was_whole: bool = False
-    """Once nothing was missing."""
+    """Whether all signals were present at least once."""
     changed: Decision | None = None
-    """The latest one that changed the number."""
+    """The latest decision that changed the number of replicas."""
 
 
 class Scaler:
@@ -66,14 +67,14 @@ class Scaler:
         self._scaled: dict[str, _Scaled] = {}
 
     def wanted(self, key: str, start: int, settings: ScalingSettings | None) -> int:
-        """Replicas that are to be there: `start` while nothing was decided, or where the operator does not decide."""
+        """Return the wanted replicas; `start` before the first decision, or if the autoscaler is not in mode Active."""
         if settings is None or settings.mode != "Active":
             return start
         scaled = self._scaled.get(key)
         return settings.clamp(start if scaled is None else scaled.wanted)
 
     def keep(self, keys: Iterable[str]) -> set[str]:
-        """Forget all deployments but these; returns those that were forgotten."""
+        """Forget all deployments but these; return the forgotten keys."""
         gone = self._scaled.keys() - set(keys)
         for key in gone:
             del self._scaled[key]
@@ -89,9 +90,9 @@ class Scaler:
         start: int,
         num_gateways: int,
     ) -> Record | None:
-        """Decide now. The record, where something changed or a new reason keeps it from changing.
+        """Decide now; return the record if something changed or has a new reason not to, else None.
 
-        `start`: the replicas that are wanted as far as nothing was decided here yet. Raises `UnknownPolicyError`.
+        `start` is the number of replicas to begin with before the first decision. Raise `UnknownPolicyError`.
         """
         scaled = self._of(key, settings, start)
         now = self._clock()
@@ -106,10 +107,10 @@ class Scaler:
         before = scaled.memory
         decision, scaled.memory = ask(scaled.policy, settings, signals, before)
         record = Record(key, self._now().strftime("%Y-%m-%dT%H:%M:%SZ"), settings, signals, before, decision)
-        return record if self._is_news(scaled, record) else None
+        return record if self._store(scaled, record) else None
 
     def _of(self, key: str, settings: ScalingSettings, start: int) -> _Scaled:
-        """What is remembered of the deployment; another policy begins with an empty memory."""
+        """Return the deployment's state; a change of the policy starts with an empty memory."""
         policy = find_policy(settings.policy)
         scaled = self._scaled.get(key)
         if scaled is None:
@@ -121,31 +122,31 @@ class Scaler:
             scaled.wanted = start
         return scaled
 
-    def _is_news(self, scaled: _Scaled, record: Record) -> bool:
-        """Take the decision over; whether it is worth a record."""
+    def _store(self, scaled: _Scaled, record: Record) -> bool:
+        """Store the decision; return whether it is worth a record."""
         settings, signals, decision = record.settings, record.signals, record.decision
         was_missing = scaled.missing_is_reported
         _note_missing(scaled, decision, signals.at_s)
-        is_news = scaled.decision is None or _news(scaled.decision) != _news(decision)
-        is_news = is_news or was_missing != scaled.missing_is_reported
-        is_news = is_news or (decision.changes and settings.mode == "Active")
+        is_recorded = scaled.decision is None or _recorded_parts(scaled.decision) != _recorded_parts(decision)
+        is_recorded = is_recorded or was_missing != scaled.missing_is_reported
+        is_recorded = is_recorded or (decision.changes and settings.mode == "Active")
         scaled.settings, scaled.signals, scaled.decision = settings, signals, decision
         if settings.mode == "Active":
             scaled.wanted = decision.replicas
         if decision.changes:
             scaled.changed = decision
-        if is_news:
+        if is_recorded:
             scaled.records.append(record)
-        return is_news
+        return is_recorded
 
     def records(self, keys: Iterable[str] = ()) -> list[Record]:
-        """Records of these deployments, or of all; oldest first."""
+        """Return the records of these deployments, or of all without `keys`; oldest first."""
         wanted = set(keys) or set(self._scaled)
         records = [record for key in wanted if key in self._scaled for record in self._scaled[key].records]
         return sorted(records, key=lambda record: record.signals.at_s)
 
     def state(self, key: str) -> Scaling | None:
-        """For conditions; None while nothing was decided, or too little is known for a decision yet."""
+        """Return the state for conditions, or None before a decision or while too little is known for one."""
         scaled = self._scaled.get(key)
         if scaled is None or scaled.decision is None or scaled.settings is None:
             return None
@@ -173,8 +174,8 @@ def _note_missing(scaled: _Scaled, decision: Decision, now: float) -> None:
     scaled.missing_is_reported = scaled.missing_is_reported or now - scaled.missing_since_s >= PATIENCE_S
 
 
-def _news(decision: Decision) -> tuple[object, ...]:
-    """Without the numbers, and without a removal that may come soon: both change all the time."""
+def _recorded_parts(decision: Decision) -> tuple[object, ...]:
+    """Return the parts of a decision whose change is recorded: no measured numbers and no pending removals."""
     reason = "Steady" if decision.reason == "Stabilizing" else decision.reason
     return reason, decision.replicas, decision.missing, bool(decision.unreachable)
 
@@ -193,22 +194,22 @@ def _fleet(scaled: _Scaled, seen: Observation, now: float) -> Fleet:
 
 
 def _condition_message(settings: ScalingSettings, decision: Decision, *, is_missing: bool) -> str:
-    """Without what changes by itself."""
+    """Return the condition's message, without values that change by themselves."""
     if is_missing:
-        return f"{'; '.join(decision.missing)}: nothing is removed until that is known"
+        return f"{'; '.join(decision.missing)}: no replica is removed until that is known"
     if settings.mode == "Advisory":
-        return f"{decision.replicas} replicas are advised; spec.replicas decides"
-    return f"between {settings.lowest} and {settings.max_replicas} replicas follow the load"
+        return f"the autoscaler recommends {decision.replicas} replicas; in mode Advisory spec.replicas applies"
+    return f"the number of replicas follows the load, between {settings.lowest} and {settings.max_replicas}"
 
 
 def _slo_met(scaled: _Scaled) -> tuple[bool | None, str]:
-    """By what clients saw in the last minute; what cannot be reached is said as well."""
+    """Return whether the SLO was met in the last minute (None: unknown), and what was missed or cannot be reached."""
     settings, signals, decision = scaled.settings, scaled.signals, scaled.decision
     if settings is None or settings.slo is None or signals is None or decision is None:
         return None, ""
     slo, latencies = settings.slo, signals.latencies
     faults = [
-        f"{name} of {slo.share:.0%} of the requests is over {limit_ms:.0f} ms"
+        f"fewer than {slo.share:.0%} of the requests have a {name} within {limit_ms:.0f} ms"
         for name, limit_ms, histogram in (
             ("ttft", slo.ttft_ms, latencies.ttft_ms),
             ("tpot", slo.tpot_ms, latencies.tpot_ms),
@@ -223,5 +224,5 @@ def _slo_met(scaled: _Scaled) -> tuple[bool | None, str]:
 
 def _exceeds(histogram: Histogram, share: float, limit_ms: float) -> bool:
     value = histogram.quantile(share)
-    # A bin is wide: only what is beyond it counts.
+    # Bins are wide: only a value clearly beyond the limit counts.
     return histogram.total >= LEAST_SAMPLES and value is not None and value > limit_ms * 1.05

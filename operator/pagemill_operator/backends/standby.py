@@ -1,9 +1,9 @@
-"""Replicas that stand by: which to wake and which to put to sleep, and the two calls that do it.
+"""Standby replicas: decides which to wake and which to put to sleep, and makes the two calls.
 
-What to do is a pure function of how many replicas shall serve and what all of them do. One that sleeps is woken before
-anything else could be ready. Put to sleep is only what is ready beyond the wanted number, so with an unchanged number
-nothing changes, and nothing that starts is touched. How many replicas there are is decided by `rollout`, or by
-Kubernetes. Without autoscaling nothing is woken either: a replica that sleeps was put to sleep by a person.
+The decision is a pure function of the number of replicas that serve and the phases of all. A sleeping replica is woken
+before anything else could become ready. Only ready replicas beyond the wanted number are put to sleep, so with an
+unchanged number nothing changes, and a starting replica is left alone. `rollout` or Kubernetes decides how many
+replicas exist. Without autoscaling nothing is woken: a user put the replica to sleep.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pagemill_operator.status.observation import Phase, ReplicaObservation
 from pagemill_protocol.load import EngineHeld
 
 Call = Literal["sleep", "wake_up"]
-"""Both may be repeated."""
+"""Both calls may be repeated."""
 CALL_WAIT_S = {"sleep": 5.0, "wake_up": 30.0}
-"""An engine whose requests still run sleeps when they are done: that is not waited for."""
+"""Seconds to wait for each call. An engine with running requests sleeps later; that is not awaited."""
 CALL_MARGIN_S = 5.0
 MAX_ANSWER_BYTES = 1000
 
 
 class Orders(NamedTuple):
-    """Names of replicas."""
+    """Names of the replicas to wake and to put to sleep."""
 
     wake: list[str]
     sleep: list[str]
@@ -40,7 +40,7 @@ NOTHING_KNOWN: Mapping[str, EngineHeld] = {}
 def next_orders(
     plan: Plan, replicas: Sequence[ReplicaObservation], held: Mapping[str, EngineHeld] = NOTHING_KNOWN
 ) -> Orders:
-    """`replicas` come oldest first. `held`: what is known of them, by name."""
+    """Return the calls to make. `replicas` come oldest first; `held` is each replica's known load by name."""
     if plan.autoscaling is None or plan.autoscaling.mode != "Active":
         return NONE
     live = [replica for replica in replicas if replica.live]
@@ -49,7 +49,7 @@ def next_orders(
     if missing > 0:
         return Orders([replica.name for replica in asleep[:missing]], [])
     if any(replica.digest != plan.groups[0].digest for replica in live):
-        # Replacing counts those that are ready: one that slept would look like one that never comes.
+        # A rollout counts ready replicas: a sleeping one would look like one that never becomes ready.
         return NONE
     num_surplus = min(len(ready) - plan.replicas, plan.standby - len(asleep))
     youngest_first = ready[::-1]
@@ -58,10 +58,13 @@ def next_orders(
 
 
 def _loss(replica: ReplicaObservation, held: Mapping[str, EngineHeld]) -> tuple[bool, tuple[int, int], float]:
-    """What order replicas sleep in: first one that no gateway sends anything to, as it has just started; then the
-    emptiest; of equals the one that became ready last, so that what serves goes on.
+    """Return the sort key of what putting a replica to sleep costs.
 
-    Unlike one that is drained, one that sleeps finishes its requests first: nothing is lost that gateways do not see.
+    A replica to which no gateway sends requests sleeps first, as it has just started; then the emptiest; among equals
+    the
+    one that became ready last. A replica finishes its requests before it sleeps, so requests that gateways do not see
+    are
+    not lost.
     """
     engine = held.get(replica.name)
     return engine is not None, weight(engine) if engine is not None else (0, 0), -replica.ready_at
@@ -72,7 +75,7 @@ def _in_phase(phase: Phase, replicas: list[ReplicaObservation]) -> list[ReplicaO
 
 
 async def call_engine(session: aiohttp.ClientSession, control_url: str, token: str, call: Call) -> str:
-    """Why the engine refused or did not answer; empty: it sleeps or wakes, or will when its requests are done."""
+    """Call the engine; return why it refused or did not answer, or "" if it follows the call, at once or later."""
     wait_s = CALL_WAIT_S[call]
     timeout = aiohttp.ClientTimeout(total=wait_s + CALL_MARGIN_S)
     headers = {"Authorization": f"Bearer {token}"}

@@ -1,7 +1,7 @@
-"""How long replicas take from the order to ready, learned from those that were seen starting. Pure.
+"""Learns how long replicas take from the order to readiness, from observed starts. Pure functions of what is observed.
 
-Neighbours: `scaler` gives it to scaling policies as the cold start; `controller.cold_starts` measures the phases of
-each start.
+`scaler` passes the duration to scaling policies as the cold start; `controller.cold_starts` measures each start's
+phases.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pagemill_operator.status.observation import ReplicaObservation
 
 REMEMBERED = 8
 CAREFUL = 0.75
-"""Quantile of the remembered starts."""
+"""Quantile of the remembered starts that `learned_s` returns."""
 
 
 class StartDurations:
@@ -26,7 +26,7 @@ class StartDurations:
 
     @property
     def learned_s(self) -> float | None:
-        """None: no start was seen from its beginning."""
+        """The learned duration in seconds, or None if no start was seen from its beginning."""
         durations = sorted(self._durations)
         return durations[min(len(durations) - 1, int(CAREFUL * len(durations)))] if durations else None
 
@@ -47,5 +47,5 @@ class StartDurations:
                 self._durations.append(max(0.0, now - started_at))
 
     def oldest_s(self, now: float) -> float:
-        """For how long the oldest of those that start has been starting."""
+        """Return for how many seconds the oldest starting replica has been starting."""
         return max((now - since for since in self._since.values()), default=0.0)

@@ -1,7 +1,7 @@
-"""The running operator: caches, queue, reconcile, leadership, metrics and health.
+"""The running operator: caches, queue, reconciles, leadership, metrics and health.
 
-`operator.Operator` is the entry point, and `leader` what the leading process does. Objects come in through `handlers`
-(kopf) into `cache`; `queue` has the deployments that are due; `reconcile` compares wanted with found through the
-Kubernetes backend. Decisions are pure and lie elsewhere: `plan`, `autoscaler`, `status`, and `render` and `observe` in
-`backends.kubernetes`.
+The entry point is `operator.Operator`; `leader` is the work of the leading process. `handlers` (kopf) put objects into
+`cache`; `queue` holds the deployments that are due; `reconcile` compares wanted with found objects through the
+Kubernetes backend. Decisions are pure functions elsewhere: `plan`, `autoscaler`, `status`, and `render` and `observe`
+in `backends.kubernetes`.
 """

@@ -1,7 +1,7 @@
-"""What is known of the cluster: slimmed objects by owner. Filled by watches and by the answers to our own writes.
+"""The cached state of the cluster: slimmed objects by owner, filled by watches and by the answers to own writes.
 
-Each change says which deployments it concerns. Our own writes concern none: their answers are put in before the watch
-reports them. Model names that several deployments claim are conflicts. No request is made here.
+Each change returns the deployments that it concerns. An own write concerns none, because its answer is cached before
+the watch reports it. Model names that several deployments claim are conflicts. No request is made here.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Identity = tuple[str, str]
 
 @dataclass(frozen=True)
 class Claim:
-    """The model names of one deployment, read from the raw object: it may be one that cannot be planned."""
+    """The model names of one deployment, read from the raw object, which may be impossible to plan."""
 
     key: str
     names: tuple[str, ...]
     weight: int | None
     created: str
-    """Creation time, RFC 3339 in UTC: sorts by age."""
+    """Creation time, RFC 3339 in UTC; sorts by age."""
 
 
 def claim_of(key: str, owner: Manifest) -> Claim:
@@ -48,7 +48,7 @@ class Names:
         return self._conflicts.get(key)
 
     def claim(self, claim: Claim) -> set[str]:
-        """Keys whose conflicts have changed by it."""
+        """Store a claim; return the keys whose conflicts it has changed."""
         if self._claims.get(claim.key) == claim:
             return set()
         self._claims[claim.key] = claim
@@ -67,7 +67,11 @@ class Cache:
     def __init__(
         self, namespace: str, gateway_selector: Mapping[str, str], watch_namespaces: Collection[str] = ()
     ) -> None:
-        """`namespace`: of the release, where gateway pods are. `watch_namespaces`: empty for all."""
+        """Create an empty cache.
+
+        `namespace` is the release's, where gateway pods are. `watch_namespaces` limits the LLMDeployments; empty means
+        all.
+        """
         self._namespace = namespace
         self._gateway_selector = dict(gateway_selector)
         self._watch_namespaces = frozenset(watch_namespaces)
@@ -79,10 +83,10 @@ class Cache:
         """Name -> gateway pod."""
         self.names = Names()
 
-    # What is known
+    # Reads
 
     def keys(self) -> list[str]:
-        """Keys of all deployments that are served."""
+        """Return the keys of all deployments that are served."""
         return [f"{namespace}/{name}" for namespace, name in self._objects.get("LLMDeployment", {})]
 
     def owner(self, key: str) -> Manifest | None:
@@ -90,16 +94,16 @@ class Cache:
         return self._objects.get("LLMDeployment", {}).get((namespace, name))
 
     def children(self, key: str) -> dict[tuple[str, str], Manifest]:
-        """(kind, name) -> object, all but pods."""
+        """Return the children without pods, by (kind, name)."""
         return {at: child for at, child in self._by_owner.get(key, {}).items() if at[0] != "Pod"}
 
     def pods(self, key: str) -> tuple[Manifest, ...]:
-        """Oldest first."""
+        """Return the pods, oldest first."""
         pods = [child for (kind, _), child in self._by_owner.get(key, {}).items() if kind == "Pod"]
         return tuple(sorted(pods, key=_age))
 
     def gateways(self) -> list[Manifest]:
-        """Gateway pods that are not ending."""
+        """Return the gateway pods that are not being deleted."""
         return [pod for pod in self._gateways.values() if not _is_ending(pod)]
 
     def num_gateways_ready(self) -> int:
@@ -111,10 +115,10 @@ class Cache:
     def count(self, kind: str) -> int:
         return len(self._objects.get(kind, {}))
 
-    # What changes
+    # Changes
 
     def put(self, kind: str, manifest: Manifest) -> set[str]:
-        """Take an object over; returns the owners it concerns. One that is older than what is known is ignored."""
+        """Store an object; return the owners that it concerns. An object older than the stored one is ignored."""
         metadata = manifest["metadata"]
         identity = (metadata["namespace"], metadata["name"])
         if kind == "LLMDeployment" and self._watch_namespaces and identity[0] not in self._watch_namespaces:
@@ -129,7 +133,7 @@ class Cache:
         return self._child_changed(kind, known, slimmed)
 
     def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]:
-        """The object is gone; returns the owners it concerns. `uid`: only if it is this one."""
+        """Remove an object; return the owners that it concerns. With `uid`, remove it only if that is its uid."""
         known = self._objects.get(kind, {}).get((namespace, name))
         if known is None or (uid is not None and known["metadata"].get("uid") != uid):
             return set()
@@ -140,14 +144,16 @@ class Cache:
         return self._unlink(kind, known) | self._gateway_changed(known, gone=True)
 
     def listed(self, kind: str, namespace: str, identities: Collection[Identity]) -> set[str]:
-        """A new listing of `namespace` (empty: all) holds exactly these: what is not among them is gone."""
+        """Remove the objects of `namespace` (empty: all) that a new, complete listing does not contain; return their
+        owners.
+        """
         known = [at for at in self._objects.get(kind, {}) if not namespace or at[0] == namespace]
         changed: set[str] = set()
         for gone in set(known).difference(identities):
             changed |= self.remove(kind, *gone)
         return changed
 
-    # How it is kept
+    # Internals
 
     def _owner_changed(self, known: Manifest | None, owner: Manifest) -> set[str]:
         key = owner_key(owner)
@@ -177,7 +183,9 @@ class Cache:
         return {key}
 
     def _gateway_changed(self, pod: Manifest, *, gone: bool = False) -> set[str]:
-        """All deployments, when the first gateway becomes ready or the last one ceases to be."""
+        """Update a gateway pod; return all deployments if the first gateway became ready or the last one stopped being
+        so.
+        """
         if not self._is_gateway(pod):
             return set()
         had_one = self.num_gateways_ready() > 0
@@ -212,18 +220,18 @@ def _is_ending(manifest: Manifest) -> bool:
 
 
 def _is_newer(manifest: Manifest, known: Manifest) -> bool:
-    """A later version of the same or of a later namesake: resource versions of one kind may be compared as numbers."""
+    """Whether the object is a later version, or a later object of the same name: versions compare as numbers."""
     return int(manifest["metadata"]["resourceVersion"]) > int(known["metadata"]["resourceVersion"])
 
 
 def _wanted(owner: Manifest) -> tuple[object, ...]:
-    """What a reconcile depends on: not the status, which we write."""
+    """Return what a reconcile depends on: not the status, which the operator writes."""
     metadata = owner["metadata"]
     return metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"), owner.get("spec")
 
 
 def _content(manifest: Manifest) -> Manifest:
-    """Without what changes by itself."""
+    """Return the object without its resourceVersion, which changes by itself."""
     metadata = {name: value for name, value in manifest["metadata"].items() if name != "resourceVersion"}
     return {**manifest, "metadata": metadata}
 

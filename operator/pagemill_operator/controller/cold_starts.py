@@ -1,7 +1,7 @@
-"""Cold starts as they are measured: each pod that became ready under this leader, once, with its engine's own phases.
+"""Measures cold starts: each pod that became ready under this leader, once, with its engine's own phases.
 
-A pod's conditions have times of whole seconds, the engine's own phases are exact. Neighbours: `load.store` has what
-engines report of their starts; `reconcile` asks for each deployment and shows the latest start in the status.
+Times of pod conditions have whole seconds; the engine's phases are exact. `load.store` holds the engines' reports of
+their starts; `reconcile` asks for each deployment and shows the latest start in the status.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pagemill_protocol.state import WAKE
 
 ENGINE_PHASES = ("load", "warm", "first_token")
 PHASES = ("schedule", "pull", "boot", *ENGINE_PHASES, "total")
-"""In their order, from the pod's creation: until it has a node; until its container runs; until the engine looks at the
-model, and what lies between the engine's readiness and the kubelet's next look; the engine's own three."""
+"""The phases of a start in order, from the pod's creation: until it has a node; until its container runs; until the
+engine looks at the model, plus the time from the engine's readiness to the kubelet's next probe; the engine's three.
+"""
 
 
 class ColdStarts:
@@ -31,20 +32,20 @@ class ColdStarts:
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`reported`: what the engines of a key report of their starts, by pod's uid."""
+        """`reported` returns the starts that the engines of a key report, by pod uid."""
         self._reported = reported
         self._metrics = metrics
         self._now = now
         self._since: datetime | None = None
-        """Pods made earlier are the earlier leader's."""
+        """Time since which this process leads; earlier pods belong to the earlier leader."""
         self._measured: dict[str, set[str]] = {}
         """Key -> uids."""
         self._latest: dict[str, LastStart] = {}
         self._wakes: dict[str, dict[str, int]] = {}
-        """Key -> uid -> how often it had woken up when it was looked at last."""
+        """Key -> uid -> the engine's number of wakes at the last look."""
 
     def measure(self, key: str, pods: Iterable[Manifest]) -> LastStart | None:
-        """Measure what has become ready; the latest start that is known."""
+        """Measure the pods that have become ready; return the latest known start, or None."""
         self._since = self._since or self._now()
         engines, by_uid = self._reported(key), {pod["metadata"]["uid"]: pod for pod in pods}
         measured = self._measured[key] = self._measured.get(key, set()) & by_uid.keys()
@@ -62,7 +63,9 @@ class ColdStarts:
         self._wakes.pop(key, None)
 
     def _measure_wakes(self, key: str, engines: Mapping[str, EngineStart], pods: Mapping[str, Manifest]) -> None:
-        """Each once; of several between two looks the last counts. Those under an earlier leader were its own."""
+        """Measure each wake once; of several between two looks only the last counts. Wakes under an earlier leader are
+        skipped.
+        """
         known = self._wakes.get(key, {})
         for uid, engine in engines.items():
             before = known.get(uid, 0 if self._is_ours(pods[uid]) else engine.num_wakes)
@@ -74,7 +77,7 @@ class ColdStarts:
     def _start(self, pod: Manifest, engine: EngineStart) -> LastStart | None:
         if not self._is_ours(pod):
             return None
-        # One that has slept was ready before.
+        # An engine that has slept was ready before.
         return start_of(pod, ENGINE, engine.seconds) if not engine.num_wakes else None
 
     def _is_ours(self, pod: Manifest) -> bool:
@@ -83,7 +86,9 @@ class ColdStarts:
 
 
 def start_of(pod: Manifest, main: str, engine: Mapping[str, float]) -> LastStart | None:
-    """None while it has not come that far, and of a container that was started again: that is no cold start."""
+    """Return the start of a pod, or None if it is not complete or if the container was restarted: that is no cold
+    start.
+    """
     created, scheduled = _time(pod["metadata"].get("creationTimestamp")), _since(pod, "PodScheduled")
     containers: list[dict[str, Any]] = pod.get("status", {}).get("containerStatuses") or []
     status = next((each for each in containers if each["name"] == main), {})
@@ -100,7 +105,7 @@ def start_of(pod: Manifest, main: str, engine: Mapping[str, float]) -> LastStart
         **own,
         "total": (ready - created).total_seconds(),
     }
-    # A clock that was set back must not make a phase take less than no time.
+    # A clock that was set back must not give a phase a negative duration.
     return LastStart(
         pod["metadata"]["name"],
         ready.strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -109,7 +114,7 @@ def start_of(pod: Manifest, main: str, engine: Mapping[str, float]) -> LastStart
 
 
 def _since(pod: Manifest, kind: str) -> datetime | None:
-    """When that condition became true, if it is."""
+    """Return the time at which the condition became true, or None if it is not true."""
     conditions: list[dict[str, Any]] = pod.get("status", {}).get("conditions") or []
     found = next((each for each in conditions if each["type"] == kind and each["status"] == "True"), {})
     return _time(found.get("lastTransitionTime"))

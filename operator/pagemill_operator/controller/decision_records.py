@@ -1,7 +1,7 @@
-"""Keeps the latest decisions about each deployment where its users may read them: in a ConfigMap beside it.
+"""Stores the latest decisions on each deployment in a ConfigMap beside it, where its users may read them.
 
-So asking why needs no access to the operator's pods, and what an earlier leader decided is not lost with it. Written at
-once, then at most every `INTERVAL_S`. Neighbours: `scaling` adds records, `pagemill why` reads them.
+Reading them needs no access to the operator's pods, and an earlier leader's decisions are kept. They are written at
+once, and then at most every `INTERVAL_S`. `scaling` adds records; `pagemill why` reads them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ logger = logging.getLogger("pagemill.operator.scaling")
 INTERVAL_S = 10.0
 RETRY_S = 30.0
 MAX_BYTES = 256 * 1024
-"""The size of one deployment's records; a ConfigMap may have four times as much."""
+"""Largest size of one deployment's records in bytes; a ConfigMap may be four times as large."""
 
 
 @dataclass
 class _Kept:
-    """What stands, or is to stand, in the ConfigMap of one deployment."""
+    """The content, present or wanted, of one deployment's ConfigMap."""
 
     uid: str
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     is_ours: bool = False
-    """It was looked at: there was none, or one of this deployment."""
+    """Whether the ConfigMap was read and belongs to this deployment or did not exist."""
     fault: str = ""
-    """Why it could not be written last."""
+    """Why the last write failed; empty if it succeeded."""
 
 
 class DecisionRecords:
@@ -51,7 +51,7 @@ class DecisionRecords:
         on_write: Callable[[str, str], None] = lambda kind, verb: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`owner`: the LLMDeployment of a key; `on_write` is called with kind and verb."""
+        """`owner` returns the LLMDeployment of a key; `on_write` is called with the kind and verb of each write."""
         self._client = client
         self._owner = owner
         self._on_write = on_write
@@ -59,7 +59,7 @@ class DecisionRecords:
         self._kept: dict[str, _Kept] = {}
         self._unwritten: set[str] = set()
         self._due_at: dict[str, float] = {}
-        """Key -> before which it is not written again."""
+        """Key -> time before which it is not written again."""
         self._changed = asyncio.Event()
 
     def note(self, record: Record) -> None:
@@ -75,13 +75,13 @@ class DecisionRecords:
         self._changed.set()
 
     def forget(self, key: str) -> None:
-        """It is not scaled any more; what was written stays until its LLMDeployment goes."""
+        """Forget a deployment that is not scaled any more; the ConfigMap stays until its LLMDeployment is deleted."""
         self._kept.pop(key, None)
         self._due_at.pop(key, None)
         self._unwritten.discard(key)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Write records until cancelled."""
         while True:
             self._changed.clear()
             for key in sorted(key for key in self._unwritten if self._wait_s(key) <= 0):
@@ -104,20 +104,20 @@ class DecisionRecords:
         try:
             await self._write(owner, kept)
         except (ApiError, Unreachable, NotLeading) as error:
-            # The decisions are carried out all the same.
+            # The decisions take effect nevertheless.
             self._unwritten.add(key)
             self._due_at[key] = self._clock() + RETRY_S
             self._log_once(key, kept, str(error) or "another operator leads")
         except Exception:
-            # A fault of one deployment must not stop the others.
-            logger.exception("the decisions about %s are not kept", key)
+            # An error of one deployment must not stop the others.
+            logger.exception("the decisions on %s could not be stored", key)
         else:
             kept.fault = ""
 
     def _log_once(self, key: str, kept: _Kept, fault: str) -> None:
-        """Once, however often the same is tried."""
+        """Log a failure once, however often the write is retried."""
         if fault != kept.fault:
-            logger.warning("the decisions about %s are not kept yet: %s", key, fault)
+            logger.warning("the decisions on %s could not be stored, trying again: %s", key, fault)
         kept.fault = fault
 
     async def _write(self, owner: Manifest, kept: _Kept) -> None:
@@ -133,23 +133,25 @@ class DecisionRecords:
         await self._client.apply(CONFIG_MAP, manifest, force=True)
 
     def _join(self, found: Manifest, kept: _Kept) -> None:
-        """Go on from what an earlier leader wrote. Raises `ApiError` for a ConfigMap that is not ours."""
+        """Prepend what an earlier leader wrote. Raise `ApiError` if the ConfigMap belongs to something else."""
         metadata = found["metadata"]
         if kept.uid not in {reference["uid"] for reference in metadata.get("ownerReferences") or []}:
             where = f"{metadata['namespace']}/{metadata['name']}"
-            raise ApiError(409, "AlreadyExists", f"ConfigMap {where} is not ours; delete or rename it")
-        # Records of an operator of another version may have other fields: `pagemill why` could read none of them.
+            raise ApiError(
+                409, "AlreadyExists", f"ConfigMap {where} does not belong to this LLMDeployment; delete or rename it"
+            )
+        # Records of another operator version may have other fields, which `pagemill why` could not read.
         earlier = [line for line in lines_of(found) if is_record(line.encode())]
         kept.lines = deque([*earlier, *kept.lines], maxlen=REMEMBERED)
 
 
 def _newest(lines: deque[str]) -> list[str]:
-    """As many of the latest as fit."""
+    """Return the latest lines that fit into `MAX_BYTES`."""
     kept: list[str] = []
-    room = MAX_BYTES
+    remaining = MAX_BYTES
     for line in reversed(lines):
-        room -= len(line.encode()) + 1
-        if room < 0:
+        remaining -= len(line.encode()) + 1
+        if remaining < 0:
             break
         kept.append(line)
     return kept[::-1]

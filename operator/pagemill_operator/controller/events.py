@@ -1,6 +1,6 @@
-"""Events of deployments: what people read in `kubectl describe`. Repeats are counted on one Event, and bounded.
+"""Records Kubernetes Events of deployments, which `kubectl describe` shows. Repeats are counted on one Event.
 
-The first of its kind is created; repeats within `QUIET_S` only add to the count that the next one writes.
+The first event of a kind is created at once; repeats within `QUIET_S` are only counted, and the next write shows them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger("pagemill.operator.events")
 
 QUIET_S = 60.0
 EACH_REPORTED = frozenset({"Scaled", "ScalingAdvised"})
-"""Reasons whose every message is an event of its own: decisions are no repeats."""
+"""Reasons whose every message is an Event of its own: decisions are not repeats of each other."""
 MAX_KINDS = 4096
-"""Kinds of events remembered, over all objects."""
+"""Number of kinds of events remembered, over all objects."""
 MAX_MESSAGE = 1024
 
 
@@ -35,7 +35,7 @@ class _Series:
     first: str
     written_at: float
     count: int = 1
-    """Written and unwritten repeats."""
+    """Written and unwritten occurrences."""
     exists: bool = False
 
 
@@ -55,7 +55,7 @@ class EventRecorder:
         self._series: OrderedDict[tuple[str, str, str], _Series] = OrderedDict()
 
     async def record(self, owner: Manifest, type_: Literal["Normal", "Warning"], reason: str, message: str) -> None:
-        """Never raises for a failed write: an event is worth no retry."""
+        """Record an event. A failed write is logged only: an event is not worth a retry."""
         at = (owner["metadata"]["uid"], type_, f"{reason}: {message}" if reason in EACH_REPORTED else reason)
         now = self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
         series = self._series.get(at)
@@ -84,7 +84,7 @@ class EventRecorder:
             except ApiError as error:
                 if error.status != 404:
                     raise
-                # It has expired: a new one begins.
+                # The Event has expired: a new one is created.
                 series.name, series.first, series.count = f"{series.name}.{series.count}", now, 1
         await self._client.create(EVENT, self._event(owner, series, type_, reason, message, now))
         series.exists = True
@@ -116,6 +116,6 @@ class EventRecorder:
 
 
 def _event_name(owner: Manifest, at: tuple[str, str, str]) -> str:
-    """Unique per process start: an older operator's Event of this kind is left as it is."""
+    """Return a name that is unique per process start, so that an earlier operator's Event is left as it is."""
     text = "/".join((*at, str(time.time_ns())))
     return f"{owner['metadata']['name']}.{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -1,7 +1,6 @@
-"""`/livez`, `/readyz`, `/metrics` and `/debug/scaling`. Alive means that there is progress, not only an open port.
+"""Serves `/livez`, `/readyz`, `/metrics` and `/debug/scaling`. Alive means progress, not only an open port.
 
-An API server that is away is no reason to be restarted: a watch that fails to connect makes progress, one that is
-silent does not.
+An unreachable API server is no reason to restart: a watch that fails to connect makes progress, a silent one does not.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from aiohttp import web
 from pagemill_operator.controller.metrics import OperatorMetrics
 
 STALLED_WATCH_S = 150.0
-"""A watch is opened again after 70 s of silence; twice that means that it was not."""
+"""A silent watch is opened again after 70 s; twice that time means that it was not."""
 STALLED_RECONCILE_S = 180.0
-"""Each request ends after seconds; a reconcile that is this old hangs."""
+"""Requests end within seconds; a reconcile of this age hangs."""
 STALLED_LOOP_S = 30.0
 LAG_INTERVAL_S = 1.0
 
@@ -31,17 +30,17 @@ class Health:
         unsynced: Callable[[], list[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`unsynced`: kinds whose first listing has not reached the caches."""
+        """`unsynced` returns the kinds whose first listing has not reached the caches."""
         self._stalled_watch_s = stalled_watch_s
         self._longest_reconcile_s = longest_reconcile_s
         self._unsynced = unsynced
         self._clock = clock
         self._turned_at = clock()
-        self.starting = "the operator starts"
-        """What is waited for before the watches begin; empty afterwards."""
+        self.starting = "the operator is starting"
+        """What the operator waits for before the watches begin; empty afterwards."""
 
     async def measure_lag(self, report: Callable[[float], None]) -> None:
-        """For ever: how late the event loop is."""
+        """Report the event loop's lag in seconds, until cancelled."""
         while True:
             await asyncio.sleep(LAG_INTERVAL_S)
             now = self._clock()
@@ -49,11 +48,11 @@ class Health:
             self._turned_at = now
 
     def troubles(self) -> list[str]:
-        """Why this process should be restarted."""
+        """Return the reasons to restart this process."""
         return list(self._troubles())
 
     def waits(self) -> list[str]:
-        """What is missing before it can do its work."""
+        """Return what is missing before the operator can work."""
         if self.starting:
             return [self.starting]
         return [f"the first listing of {kind} is not complete" for kind in self._unsynced()]
@@ -70,7 +69,10 @@ class Health:
 async def serve(
     health: Health, metrics: OperatorMetrics, host: str, port: int, *, decisions: Callable[[str], bytes]
 ) -> tuple[web.AppRunner, int]:
-    """Returns the runner, to be cleaned up, and the port. `decisions`: the autoscaler's records of a key, or of all."""
+    """Start the server; return the runner, to be cleaned up, and the port.
+
+    `decisions` returns the autoscaler's records of a key, or of all for an empty key.
+    """
 
     async def livez(_: web.Request) -> web.Response:
         return _answer(health.troubles())

@@ -1,7 +1,8 @@
-"""The keys that engine tokens are derived from: one Secret, made and rotated by the leader.
+"""The keys from which engine tokens are derived: one Secret, created and rotated by the leader.
 
-Three keys: `next` is accepted before it is used, `current` is used, `previous` is still accepted. A rotation moves each
-one on. Engines accept tokens of all three and gateways send the one of `current`, so no rotation refuses a request.
+It has three keys: `next` is accepted before it is used, `current` is used, `previous` is still accepted. A rotation
+moves each one on. Engines accept tokens of all three and gateways send the one of `current`, so that a rotation never
+makes a request fail.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def new_keys(now: datetime) -> Keys:
 
 
 def read_keys(secret: Manifest) -> Keys | None:
-    """None where the Secret holds no usable keys."""
+    """Return the keys of the Secret, or None if it has no usable ones."""
     data = secret.get("data") or {}
     try:
         keys = EngineKeys(**{name: base64.b64decode(data[name], validate=True) for name in EngineKeys._fields})
@@ -56,7 +57,7 @@ def read_keys(secret: Manifest) -> Keys | None:
 
 
 class KeyRing:
-    """The keys as they are in the cluster. `on_change` is called when they have changed."""
+    """The keys of the cluster. `on_change` is called when they have changed."""
 
     def __init__(
         self,
@@ -75,13 +76,13 @@ class KeyRing:
         self._on_change = on_change
         self._now = now
         self.keys: Keys | None = None
-        """None until they are made or seen."""
+        """None until the keys are created or seen."""
         self.missing = asyncio.Event()
-        """The Secret is gone or cannot be read: it should be made at once."""
+        """Set if the Secret is gone or cannot be read: it must be created at once."""
         self._version = 0
 
     def observe(self, event_type: str | None, secret: Manifest) -> None:
-        """A watch has reported a Secret."""
+        """Take over a Secret that a watch reported."""
         metadata = secret["metadata"]
         version = int(metadata["resourceVersion"])
         if (metadata["namespace"], metadata["name"]) != (self._namespace, self._name) or version < self._version:
@@ -94,18 +95,18 @@ class KeyRing:
             self._take(keys)
 
     async def rotate(self) -> float:
-        """Make or rotate the keys where that is due. Returns the seconds until the next rotation."""
+        """Create or rotate the keys if that is due; return the seconds until the next rotation."""
         self.missing.clear()
         secret = await self._client.find(SECRET, self._namespace, self._name)
         now = self._now().replace(microsecond=0)
         keys = read_keys(secret) if secret else None
         if keys is None:
-            # Engines and gateways know the keys that were: new ones would shut them out from each other.
+            # Engines and gateways use the earlier keys: with new ones they would reject each other.
             keys = await self._write(self.keys or new_keys(now), secret)
-            logger.info("keys for engine tokens are written to Secret %s/%s", self._namespace, self._name)
+            logger.info("wrote the keys for engine tokens to Secret %s/%s", self._namespace, self._name)
         elif keys.age_s(now) >= self._rotation_s:
             keys = await self._write(keys.rotated(now), secret)
-            logger.info("keys for engine tokens are rotated")
+            logger.info("rotated the keys for engine tokens")
         self._take(keys)
         return max(1.0, self._rotation_s - keys.age_s(now))
 
@@ -120,16 +121,16 @@ class KeyRing:
             try:
                 written = await self._client.create(SECRET, manifest)
             except ApiError as error:
-                # Another process has made them meanwhile: those keys count, and are read with the next try.
-                logger.warning("the keys were not made: %s", error)
+                # Another process has created the Secret in the meantime: its keys apply, and the next try reads them.
+                logger.warning("the keys could not be created: %s", error)
                 raise
             return self._wrote(keys, written)
-        # A precondition, so that no rotation is lost between two leaders.
+        # The precondition keeps two leaders from overwriting each other's rotation.
         manifest["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
         return self._wrote(keys, await self._client.merge(SECRET, self._namespace, self._name, manifest))
 
     def _wrote(self, keys: Keys, secret: Manifest) -> Keys:
-        """What watches report of earlier versions is ignored."""
+        """Note the written version, so that watch events of earlier versions are ignored."""
         self._version = max(self._version, int(secret["metadata"]["resourceVersion"]))
         return keys
 

@@ -1,7 +1,7 @@
-"""What only the leading operator does: keys, reconciles, load streams, autoscaling, and the records of decisions.
+"""The leading operator's work: keys, reconciles, load streams, autoscaling, and the records of decisions.
 
-Every replica builds these parts, and its watches keep the caches warm; `run` is for the one that leads. Neighbours:
-`operator` watches and leads, `workers` reconcile, `scaling` decides about replicas.
+Every replica builds these parts, and its watches keep the caches warm; only the leader calls `run`. `operator` watches
+and leads, `workers` reconcile, `scaling` decides on replicas.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pagemill_operator.load.store import LoadStore
 from pagemill_protocol.engine_token import GATEWAY_CONTROL
 
 KEYS_INTERVAL_S = 30.0
-"""Between looks at the keys: without them a gateway that starts cannot serve."""
+"""Seconds between reads of the keys: without them a gateway that starts cannot serve."""
 
 
 class Leader:
@@ -50,7 +50,7 @@ class Leader:
         metrics: OperatorMetrics,
         namespaces: Sequence[str],
     ) -> None:
-        """`namespaces`: watched ones; empty for all."""
+        """`namespaces` are the watched ones; empty means all."""
         self._config = config
         self._client = client
         self._cache = cache
@@ -58,7 +58,7 @@ class Leader:
         self._metrics = metrics
         self._recorder = EventRecorder(client, identity)
         self._is_working = False
-        """It leads and has its keys; until then no deployment is queued."""
+        """Whether this process leads and has its keys; until then no deployment is queued."""
         self.keys = KeyRing(
             client, config.namespace, config.keys_secret, config.key_rotation_s, on_change=self.wake_all
         )
@@ -74,7 +74,7 @@ class Leader:
         self.workers = self._make_workers()
 
     async def run(self) -> None:
-        """Until cancelled, or until this process may not write any more."""
+        """Work until cancelled, or until this process may not write any more."""
         tasks = {"keys": self._rotate_keys, "kinds": self._refresh_pod_monitors}
         retry_s = self._config.retry_period_s
         due_s = {name: await retry(name, task, retry_s) for name, task in tasks.items()}
@@ -91,7 +91,7 @@ class Leader:
                 group.create_task(repeat(name, task, retry_s, due_s[name], at_once), name=name)
 
     def wake(self, keys: set[str]) -> None:
-        """Something about these deployments has changed."""
+        """Queue these deployments, because something about them has changed."""
         for key in keys if self._is_working else ():
             self._queue.add(key)
 
@@ -99,7 +99,7 @@ class Leader:
         self.wake(set(self._cache.keys()))
 
     def decisions(self, key: str) -> bytes:
-        """Records of a deployment, or with an empty key of all, one line of JSON each."""
+        """Return the records of a deployment, or of all for an empty key, as one line of JSON each."""
         records = self.scaler.records([key] if key else [])
         return b"".join(encode_record(record) + b"\n" for record in records)
 

@@ -1,9 +1,9 @@
-"""Leadership by a Lease: one operator writes, the others wait with warm caches.
+"""Leader election by a Lease: one operator writes, the others wait with warm caches.
 
-Rules of client-go's leader election: a Lease may be taken over when its record has not changed for its duration on
-*our* clock (clocks are never compared). The leader's right to write ends `renew_deadline_s` after the start of its last
-successful renewal, before another process can take over: every write asks `remaining_s`. A leader whose Lease another
-process has taken ends.
+The rules are those of client-go: a Lease may be taken over when its record has not changed for its duration on *our*
+clock (clocks are never compared). The leader's right to write ends `renew_deadline_s` after the start of its last
+successful renewal, before another process can take over: every write checks `remaining_s`. A leader whose Lease another
+process has taken exits.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Record = dict[str, Any]
 
 
 def boot_time_s() -> float:
-    """Monotonic, and goes on while the machine sleeps, where the system has such a clock."""
+    """Return monotonic seconds that include the machine's sleep, if the system has such a clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class LeaseStore(Protocol):
-    """One Lease object. Errors are `ApiError` and `Unreachable`."""
+    """One Lease object. Its methods raise `ApiError` and `Unreachable`."""
 
     async def read(self, timeout_s: float) -> Record | None: ...
     async def create(self, record: Record, timeout_s: float) -> Record: ...
     async def replace(self, record: Record, timeout_s: float) -> Record:
-        """With the record's resourceVersion as precondition."""
+        """Replace the Lease with the record's resourceVersion as precondition."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class LeaseSettings:
 
 
 class Leadership:
-    """The right to write, as a time that runs out. Shared by everything that writes."""
+    """The right to write, which expires. Everything that writes shares it."""
 
     def __init__(self, renew_deadline_s: float, clock: Callable[[], float] = boot_time_s) -> None:
         self._renew_deadline_s = renew_deadline_s
@@ -56,7 +56,7 @@ class Leadership:
         self._renewed_at: float | None = None
 
     def remaining_s(self) -> float:
-        """Seconds for which writing is still allowed; 0 for a process that is not the leader."""
+        """Return the seconds for which writing is still allowed; 0 if this process is not the leader."""
         if self._renewed_at is None:
             return 0.0
         return max(0.0, self._renewed_at + self._renew_deadline_s - self._clock())
@@ -69,7 +69,7 @@ class Leadership:
 
 
 class LeaderElection:
-    """`acquire` until leader, then `hold` until lost; `release` in an orderly end."""
+    """Leader election: `acquire` until this process leads, `hold` until it is lost; `release` at an orderly end."""
 
     def __init__(
         self,
@@ -88,29 +88,30 @@ class LeaderElection:
         self._sleep = sleep
         self._now = now
         self._record: Record | None = None
-        """As last seen or written."""
+        """The record as it was last seen or written."""
         self._seen_at = 0.0
-        """When `_record` was first seen like this."""
+        """When `_record` was first seen in this state."""
         self._seen_spec: Record | None = None
 
     async def acquire(self) -> None:
-        """Returns as the leader."""
+        """Wait until this process is the leader."""
         while True:
             try:
                 if await self._try_acquire():
-                    logger.info("%s leads", self._settings.identity)
+                    logger.info("%s is the leader", self._settings.identity)
                     return
             except (ApiError, Unreachable) as error:
                 logger.warning("the Lease cannot be read or taken: %s", error)
-                # Without a look at it, it is not known for how long the holder did not renew it.
+                # Without a read it is unknown for how long the holder has not renewed the Lease.
                 self._seen_spec = None
             await self._sleep(self._pause_s())
 
     async def hold(self, on_change: Callable[[bool], None] = lambda leads: None) -> str:
-        """Renew for ever; returns which process holds the Lease once that is another one.
+        """Renew the Lease until another process holds it; return a message that names that process.
 
-        Where it cannot be renewed in time (the API server is away), leadership is only suspended: nothing may be
-        written, but a Lease that still names us when it can be read again was not held by another process meanwhile.
+        If it cannot be renewed in time (the API server is away), leadership is only suspended: nothing may be written,
+        but a
+        Lease that still names this process when it can be read again was not held by another one in between.
         `on_change` is called when leadership is suspended or resumed.
         """
         leads = True
@@ -121,7 +122,7 @@ class LeaderElection:
                     self._leadership.give_up()
                     return f"the Lease is held by {self._holder() or 'no process'} now"
             except (ApiError, Unreachable) as error:
-                # Once suspended, an hour of outage need not fill the log.
+                # Once leadership is suspended, a long outage must not fill the log.
                 level = logging.WARNING if leads else logging.DEBUG
                 logger.log(level, "the Lease was not renewed, %.1f s remain: %s", self._leadership.remaining_s(), error)
             if leads != (self._leadership.remaining_s() > 0):
@@ -130,7 +131,7 @@ class LeaderElection:
                 on_change(leads)
 
     async def release(self) -> None:
-        """Let another operator take over at once. Nothing may be written any more when this is called."""
+        """Let another operator take over at once. After this call nothing may be written."""
         may_release = self._leadership.remaining_s() > 0
         self._leadership.give_up()
         if not may_release or self._record is None:
@@ -139,7 +140,7 @@ class LeaderElection:
         try:
             await self._store.replace({**self._record, "spec": spec}, self._settings.retry_period_s)
         except (ApiError, Unreachable) as error:
-            logger.warning("the Lease was not released, it runs out by itself: %s", error)
+            logger.warning("the Lease was not released; it expires by itself: %s", error)
 
     async def _try_acquire(self) -> bool:
         started = self._clock()
@@ -152,15 +153,15 @@ class LeaderElection:
         try:
             return self._took(await write(self._claim(record), self._timeout_s(started)), started)
         except ApiError as error:
-            # Another process was quicker.
+            # Another process was faster.
             if error.status == 409:
                 return False
             raise
 
     async def _renew(self) -> bool:
-        """False when another process holds it. The time that counts is the one before the request."""
+        """Renew the Lease; return False if another process holds it. The renewal counts from before the request."""
         if self._leadership.remaining_s() <= 0:
-            # Too late to renew what we know: others may have written meanwhile.
+            # It is too late to renew the known record: other processes may have written in the meantime.
             return await self._renew_known(await self._store.read(self._settings.renew_deadline_s / 2))
         started = self._clock()
         timeout_s = min(self._settings.renew_deadline_s / 2, self._leadership.remaining_s())
@@ -170,7 +171,7 @@ class LeaderElection:
         except ApiError as error:
             if error.status not in (404, 409):
                 raise
-        # It was written meanwhile, perhaps by our own request whose answer was lost.
+        # It was written in the meantime, perhaps by an own request whose answer was lost.
         return await self._renew_known(await self._store.read(timeout_s))
 
     async def _renew_known(self, record: Record | None) -> bool:
@@ -186,7 +187,7 @@ class LeaderElection:
         return {**record, "spec": {**record.get("spec", {}), "renewTime": self._timestamp()}}
 
     def _took(self, record: Record, started: float) -> bool:
-        # A paused process must not believe in a renewal that came back too late.
+        # A process that was paused must not count a renewal that returned too late.
         if self._clock() - started >= self._settings.renew_deadline_s:
             return False
         self._record = record
@@ -205,7 +206,7 @@ class LeaderElection:
         return self._clock() >= self._seen_at + self._duration_s(spec)
 
     def _pause_s(self) -> float:
-        """Until the next look, or until the Lease runs out if that is sooner."""
+        """Return the seconds until the next read, or until the Lease expires if that is sooner."""
         period_s = self._settings.retry_period_s
         if self._seen_spec is None or not self._seen_spec.get("holderIdentity"):
             return period_s
@@ -239,7 +240,7 @@ class LeaderElection:
 
 
 class KubernetesLease:
-    """The Lease object. Its requests are not fenced: renewing is what the fence is made of."""
+    """The Lease object. Its requests do not check the leadership, because they are what renews it."""
 
     def __init__(self, client: Client, namespace: str, name: str) -> None:
         self._client = client

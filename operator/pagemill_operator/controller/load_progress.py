@@ -1,8 +1,7 @@
-"""How far loaders are: read from the end of their logs while they run, for the condition `ModelLoaded`.
+"""Reads how far loaders are from the end of their logs while they run, for the condition `ModelLoaded`.
 
-A loader writes JSON lines; the last with bytes counts. Only a loader that runs costs requests, one every few seconds.
-Where the logs may not be read, the condition stands without numbers. Neighbours: `reconcile` asks; the engine's
-`loader` writes.
+A loader writes JSON lines; the last one with bytes counts. Only a running loader costs requests, one every few seconds.
+If the logs may not be read, the condition has no numbers. `reconcile` calls this; the engine's `loader` writes the log.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest
 logger = logging.getLogger("pagemill.operator.progress")
 
 PERIOD_S = 5.0
-"""Between two looks at the loader of one deployment."""
+"""Seconds between two reads of one deployment's loader log."""
 TIMEOUT_S = 3.0
 QUERY = {"container": LOADER, "tailLines": "20", "limitBytes": "8192"}
 
@@ -36,7 +35,7 @@ class LoadProgress:
         self._looked_at: dict[str, float] = {}
 
     def text(self, key: str) -> str:
-        """Such as `1.2 of 4.0 GiB`; empty where no loader runs, or nothing is known of it."""
+        """Return the progress, such as `1.2 of 4.0 GiB`, or "" if no loader runs or its progress is unknown."""
         return self._texts.get(key, "")
 
     def forget(self, key: str) -> None:
@@ -44,7 +43,7 @@ class LoadProgress:
         self._looked_at.pop(key, None)
 
     async def look(self, key: str, pods: Sequence[Manifest]) -> None:
-        """Read how far the first running loader of the deployment is, if the last look is long enough ago."""
+        """Read the progress of the deployment's first running loader, if the last read is long enough ago."""
         pod = next(filter(runs_loader, pods), None)
         if pod is None:
             return self.forget(key)
@@ -63,7 +62,7 @@ class LoadProgress:
 
 
 def progress_text(log: bytes) -> str:
-    """From the last line that has bytes."""
+    """Return the progress in the last line that has bytes, or ""."""
     for line in reversed(log.splitlines()):
         try:
             fields: Any = json.loads(line)

@@ -1,6 +1,6 @@
-"""Keeps one load stream open to each ready gateway pod; the leader alone does.
+"""Keeps one load stream open to each ready gateway pod. Only the leader does.
 
-Reports go into the `load.store`. How much of it `status` shows, and how often, is decided in `status.load`.
+Reports go into `load.store`; `status.load` decides how much of them `status` shows, and how often.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger("pagemill.operator.load")
 
 RETRY_S = 2.0
 LOOK_INTERVAL_S = 5.0
-"""Load changes all the time; a deployment is looked at for it this often at most."""
+"""Seconds between two reconciles of a deployment for its load, which changes all the time."""
 
 
 def display_wait_s(status: Manifest, now: datetime) -> float:
-    """Seconds until a changed load is worth a look: what `status` shows stays there for a while."""
+    """Return the seconds until a changed load is worth a reconcile: `status` keeps what it shows for a while."""
     shown_at = (status.get("load") or {}).get("lastUpdateTime")
     elapsed_s = (now - datetime.fromisoformat(shown_at)).total_seconds() if shown_at else LEAST_SECONDS_BETWEEN_WRITES
     return min(LEAST_SECONDS_BETWEEN_WRITES, max(LOOK_INTERVAL_S, LEAST_SECONDS_BETWEEN_WRITES - elapsed_s))
@@ -52,11 +52,11 @@ class LoadStreams:
         self._on_change = on_change
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._interrupted: set[str] = set()
-        """Gateways whose interruption is in the log already."""
+        """Gateways whose interruption has been logged."""
 
     async def run(self) -> None:
-        """Until cancelled."""
-        # Each stream holds a connection for ever.
+        """Keep the streams open until cancelled."""
+        # Each stream keeps a connection open.
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
             try:
@@ -84,7 +84,7 @@ class LoadStreams:
             self._streams[uid] = asyncio.create_task(self._follow(session, uid, url), name=f"load:{uid}")
 
     async def _follow(self, session: aiohttp.ClientSession, uid: str, url: str) -> None:
-        """Until the stream ends; it is opened anew by `_adjust`."""
+        """Follow one stream until it ends; `_adjust` opens it again."""
 
         def report(frame: LoadFrame) -> None:
             self._interrupted.discard(uid)
@@ -101,6 +101,6 @@ class LoadStreams:
             )
             self._interrupted.add(uid)
         finally:
-            # Its report may not be true any more: until the next one it is missing.
+            # The report may be outdated: until the next one it counts as missing.
             self._loads.remove(uid)
         await asyncio.sleep(random.uniform(0.5, 1.0))

@@ -1,4 +1,4 @@
-"""Every metric of the operator: the names that dashboards of operators know, and a few of its own. Data only."""
+"""Every metric of the operator: names that controller-runtime's dashboards use, and a few of its own. Data only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _START_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 1
 RECONCILES = MetricSpec(
     "controller_runtime_reconcile",
     "counter",
-    "Finished reconciles by result: success, requeue (it looks again soon) or error.",
+    "Finished reconciles by result: success, requeue (reconciled again soon) or error.",
     ("controller", "result"),
 )
 RECONCILE_ERRORS = MetricSpec(
-    "controller_runtime_reconcile_errors", "counter", "Reconciles that failed and are tried again.", ("controller",)
+    "controller_runtime_reconcile_errors", "counter", "Reconciles that failed and are retried.", ("controller",)
 )
 RECONCILE_SECONDS = MetricSpec(
     "controller_runtime_reconcile_time_seconds", "histogram", "Duration of a reconcile.", ("controller",), _SECONDS
 )
-DEPTH = MetricSpec("workqueue_depth", "gauge", "Deployments whose turn is due.", ("name",))
+DEPTH = MetricSpec("workqueue_depth", "gauge", "Deployments that are due for a reconcile.", ("name",))
 ADDS = MetricSpec("workqueue_adds", "counter", "Deployments that were put into the queue.", ("name",))
 RETRIES = MetricSpec("workqueue_retries", "counter", "Deployments that were put back after a failure.", ("name",))
 QUEUE_SECONDS = MetricSpec(
@@ -32,12 +32,12 @@ QUEUE_SECONDS = MetricSpec(
     _SECONDS,
 )
 WORK_SECONDS = MetricSpec(
-    "workqueue_work_duration_seconds", "histogram", "How long a worker held a deployment.", ("name",), _SECONDS
+    "workqueue_work_duration_seconds", "histogram", "How long a worker reconciled a deployment.", ("name",), _SECONDS
 )
 REQUESTS = MetricSpec(
     "rest_client_requests",
     "counter",
-    "Requests to the API server by answer (an HTTP status, error or timeout) and method.",
+    "Requests to the API server by code (an HTTP status, error or timeout) and method.",
     ("code", "method"),
 )
 LEADS = MetricSpec("leader_election_master_status", "gauge", "1 for the operator that leads, else 0.", ("name",))
@@ -46,27 +46,27 @@ WRITES = MetricSpec("pagemill_operator_writes", "counter", "Objects written, by 
 READY_SECONDS = MetricSpec(
     "pagemill_operator_ready_duration_seconds",
     "histogram",
-    "From the creation of a deployment, or from when it last ceased to be ready, until it is ready.",
+    "Time until a deployment is ready, from its creation or from when it last stopped being ready.",
     (),
     _READY_SECONDS,
 )
 COLD_START_SECONDS = MetricSpec(
     "pagemill_cold_start_phase_seconds",
     "histogram",
-    "Starts of engine pods by phase: schedule (until it has a node), pull (until its container runs), boot (until the "
-    "engine looks at the model, and until the kubelet sees it ready), load, warm, first_token; total is all of "
-    "them. And of pods that slept: wake, from the call until a token was generated again.",
+    "Starts of engine pods by phase: schedule (until the pod has a node), pull (until its container runs), boot (until "
+    "the engine reads the model, and until the kubelet sees it ready), load, warm, first_token; total is the sum of "
+    "them. For pods that slept: wake, from the call until a token was generated again.",
     ("phase",),
     _START_SECONDS,
 )
 WATCH_AGE_SECONDS = MetricSpec(
     "pagemill_operator_watch_age_seconds",
     "gauge",
-    "Since the quietest watch of a kind last received something, bookmarks included.",
+    "Time since the quietest watch of a kind last received anything, bookmarks included.",
     ("resource",),
 )
 LOOP_LAG_SECONDS = MetricSpec(
-    "pagemill_operator_loop_lag_seconds", "gauge", "How late the event loop's latest turn was."
+    "pagemill_operator_loop_lag_seconds", "gauge", "How late the event loop's latest iteration was."
 )
 OPERATOR_METRICS = [
     RECONCILES,

@@ -1,4 +1,4 @@
-"""What the operator measures, in the names of `metric_specs`."""
+"""The operator's metrics, under the names of `metric_specs`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class OperatorMetrics(DeploymentMetrics):
         watch_age_s: Callable[[str], float],
         kinds: Iterable[str],
     ) -> None:
-        """Values that are read at each scrape."""
+        """Set the functions whose values are read at each scrape."""
         self._metrics.gauge(specs.DEPTH).set_function(depth)
         self._metrics.gauge(specs.DEPLOYMENTS).set_function(deployments)
         for kind in kinds:
             self._metrics.gauge(specs.WATCH_AGE_SECONDS, resource=kind).set_function(partial(watch_age_s, kind))
 
     def reconciled(self, result: str, seconds: float) -> None:
-        """`result`: success, requeue or error."""
+        """Count a reconcile; `result` is success, requeue or error."""
         self._metrics.counter(specs.RECONCILES, result=result).inc()
         self._metrics.histogram(specs.RECONCILE_SECONDS).observe(seconds)
         if result == "error":
@@ -61,7 +61,7 @@ class OperatorMetrics(DeploymentMetrics):
         self._metrics.histogram(specs.READY_SECONDS).observe(seconds)
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        """A pod has become ready; by phase."""
+        """Record the start of a pod that has become ready, in seconds by phase."""
         for phase, value in seconds.items():
             self._metrics.histogram(specs.COLD_START_SECONDS, phase=phase).observe(value)
 

@@ -1,7 +1,7 @@
 """One operator process: it watches, competes for the Lease, works while it leads, and ends.
 
-Every replica watches and keeps its caches warm; only the leader writes. A leader that loses its Lease ends the process
-at once. Neighbours: `leader` is what the leading process does; `handlers` is the part of kopf.
+Every replica watches and keeps its caches warm; only the leader writes. A leader that loses its Lease exits at once.
+`leader` is the leading process's work; `handlers` connects kopf.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pagemill_operator.handlers import build_registry, build_settings, watch
 logger = logging.getLogger("pagemill.operator")
 
 POLL_S = 1.0
-"""Between looks at something that is waited for at start."""
+"""Seconds between two checks of something that the operator waits for at its start."""
 LOST_EXIT_CODE = 2
 """The exit code of a process that lost its leadership."""
 
 
 def exit_at_once() -> None:
-    """Nothing may be written any more, not even by requests that are on their way: no orderly end."""
+    """Exit without an orderly end: nothing may be written any more, not even by requests in flight."""
     logging.shutdown()
     os._exit(LOST_EXIT_CODE)
 
@@ -88,10 +88,10 @@ class Operator:
             kinds=[kind.name for kind in WATCHED_KINDS],
         )
         self.port = 0
-        """The port of metrics and health, once it runs."""
+        """The port of metrics and health, once the server runs."""
 
     async def run(self) -> None:
-        """Until SIGTERM or SIGINT. Raises what made a part of it fail."""
+        """Run until SIGTERM or SIGINT. Raise the error of a part that failed."""
         config = self._config
         runner, self.port = await health.serve(
             self.health, self.metrics, config.host, config.metrics_port, decisions=self.leader.decisions
@@ -131,7 +131,7 @@ class Operator:
         try:
             await asyncio.wait([watching, leading], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # First the writes end, then the Lease is given back, then the watches end.
+            # First the writes end, then the Lease is released, then the watches end.
             leading.cancel()
             results = [*await asyncio.gather(leading, return_exceptions=True)]
             await self.election.release()
@@ -144,8 +144,8 @@ class Operator:
             raise RuntimeError("the watches have ended")
 
     async def _wait_for_definition(self) -> None:
-        """kopf looks for the kind once, when it starts."""
-        self.health.starting = f"the definition of {LLM_DEPLOYMENT.name} is not installed"
+        """Wait until the CRD is installed: kopf looks for the kind only once, when it starts."""
+        self.health.starting = f"the CustomResourceDefinition of {LLM_DEPLOYMENT.name} is not installed"
         path = f"/apis/{LLM_DEPLOYMENT.group}/{LLM_DEPLOYMENT.version}"
         is_logged = False
         while True:
@@ -154,13 +154,15 @@ class Operator:
                 return
             except (ApiError, Unreachable) as error:
                 if not is_logged:
-                    logger.warning("waiting for %s: %s; install the chart's definitions", path, error)
+                    logger.warning(
+                        "waiting for %s: %s; install the CustomResourceDefinition of the Helm chart", path, error
+                    )
                     is_logged = True
             await asyncio.sleep(POLL_S)
 
     async def _watch(self, stop: asyncio.Event) -> None:
         registry = build_registry(self._observe, self._login)
-        # kopf takes the signals: it would end its watches first and leave the Lease to run out.
+        # The operator handles signals itself: kopf would end its watches first and leave the Lease to expire.
         await watch(registry, build_settings(self._config), self._namespaces, stop, self._handle_signals)
 
     def _handle_signals(self) -> None:
@@ -179,7 +181,7 @@ class Operator:
             holding = asyncio.create_task(self.election.hold(self._leadership_changed), name="lease")
             await asyncio.wait([holding, work], return_when=asyncio.FIRST_COMPLETED)
             if holding.done():
-                logger.error("this process leads no longer and ends: %s", holding.result())
+                logger.error("this process is not the leader any more and exits: %s", holding.result())
                 self._on_lost()
                 return
             await work
@@ -189,7 +191,7 @@ class Operator:
                 task.cancel()
             await asyncio.gather(work, holding, return_exceptions=True)
 
-    # What comes in
+    # Input
 
     def _observe(self, kind: Kind, event_type: str | None, manifest: Manifest) -> None:
         metadata = manifest["metadata"]
@@ -213,7 +215,7 @@ class Operator:
 
     @property
     def _namespaces(self) -> list[str]:
-        """Watched namespaces, that of the release among them; empty: all."""
+        """Return the watched namespaces with the release's among them; empty means all."""
         wanted = self._config.watch_namespaces
         return sorted({*wanted, self._config.namespace}) if wanted else []
 

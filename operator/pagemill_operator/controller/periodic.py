@@ -1,6 +1,6 @@
-"""Tasks that the leader repeats: how they are retried, and the list of PodMonitors, which is one of them.
+"""The leader's periodic tasks: how they are retried, and the refresh of PodMonitors, which is one of them.
 
-Neighbour: `leader` runs them; the other one is the rotation of `keys`.
+`leader` runs them; the other task is the rotation of `keys`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Task = Callable[[], Awaitable[float]]
 
 
 async def retry(name: str, task: Task, retry_s: float) -> float:
-    """Try until it succeeds; returns the seconds until it is due again."""
+    """Run the task until it succeeds; return the seconds until it is due again."""
     while True:
         try:
             return await task()
@@ -34,7 +34,7 @@ async def retry(name: str, task: Task, retry_s: float) -> float:
 
 
 async def repeat(name: str, task: Task, retry_s: float, first_s: float, at_once: asyncio.Event | None = None) -> None:
-    """For ever, the first time in `first_s`, and whenever `at_once` is set; the task clears it."""
+    """Repeat the task, first in `first_s` seconds, and whenever `at_once` is set; the task clears that event."""
     at_once = at_once or asyncio.Event()
     pause_s = first_s
     while True:
@@ -45,9 +45,10 @@ async def repeat(name: str, task: Task, retry_s: float, first_s: float, at_once:
 
 
 class PodMonitors:
-    """A kind that exists only where Prometheus' operator is installed, maybe later than we are.
+    """The cluster's PodMonitors, a kind that exists only if Prometheus's operator is installed, maybe later than this
+    one.
 
-    kopf looks for kinds once, so these are listed from time to time instead of watched.
+    kopf looks for kinds only once, so PodMonitors are listed periodically instead of watched.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ class PodMonitors:
         self._namespaces = namespaces
         self._on_change = on_change
         self.exist = False
-        """The cluster knows the kind, and we may read it."""
+        """Whether the cluster has the kind and the operator may read it."""
 
     async def refresh(self) -> None:
-        """Bring the caches up to date. Raises `ApiError` and `Unreachable`."""
+        """Update the caches. Raise `ApiError` or `Unreachable`."""
         try:
             found = await self._list()
         except ApiError as error:

@@ -1,7 +1,7 @@
-"""Whose turn it is: one queue of owner keys that coalesces, spaces and backs off.
+"""The work queue of owner keys: it coalesces, spaces and backs off.
 
-A key is worked on by one worker at a time; what comes in meanwhile runs once more afterwards. Two runs of a key start
-at least `min_interval_s` apart, so that a burst of events costs one run. Failures back off per key.
+One worker at a time works on a key; if the key is added meanwhile, it runs once more afterwards. Two runs of a key
+start at least `min_interval_s` apart, so that a burst of events costs one run. Failures back off per key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class QueueObserver(Protocol):
-    """Called for what happens, for metrics."""
+    """Callbacks for metrics."""
 
     def added(self) -> None: ...
     def retried(self) -> None: ...
@@ -41,10 +41,10 @@ class WorkQueue:
         self._observer = observer
         self._clock = clock
         self._due: dict[str, float] = {}
-        """Key -> when it may run; each key at most once."""
+        """Key -> time at which it may run."""
         self._added_at: dict[str, float] = {}
         self._heap: list[tuple[float, int, str]] = []
-        """(due, order, key); an entry that disagrees with `_due` is outdated."""
+        """(due, order, key); an entry that differs from `_due` is outdated."""
         self._order = itertools.count()
         self._running: dict[str, float] = {}
         self._last_start: dict[str, float] = {}
@@ -52,12 +52,12 @@ class WorkQueue:
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        """Keys that may run now or soon; far ones, such as resyncs, are not depth."""
+        """Return the number of keys that are due; keys due later, such as resyncs, do not count."""
         now = self._clock()
         return sum(due <= now for due in self._due.values())
 
     def add(self, key: str, delay_s: float = 0.0) -> None:
-        """Run `key` in `delay_s`, or earlier if it is to run earlier already."""
+        """Run `key` in `delay_s` seconds, or earlier if that is already planned."""
         now = self._clock()
         due = max(now + delay_s, self._last_start.get(key, -1e9) + self._min_interval_s)
         if self._due.get(key, float("inf")) <= due:
@@ -70,7 +70,7 @@ class WorkQueue:
         self._changed.set()
 
     def add_failed(self, key: str, longest_s: float | None = None) -> float:
-        """Run it again after a pause that doubles with each failure in a row; returns the pause."""
+        """Run the key again after a pause that doubles with each failure in a row; return the pause in seconds."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         longest_s = self._backoff_longest_s if longest_s is None else longest_s
         pause_s = min(longest_s, self._backoff_first_s * 2.0 ** min(failures - 1, 30))
@@ -83,12 +83,12 @@ class WorkQueue:
         self._failures.pop(key, None)
 
     def forget(self, key: str) -> None:
-        """The owner is gone: nothing about it is kept."""
+        """Forget everything about a key whose owner is gone."""
         for each in (self._due, self._added_at, self._last_start, self._failures):
             each.pop(key, None)
 
     async def take(self) -> str:
-        """The next key that is due; give it back with `finish`."""
+        """Return the next key that is due; the caller must call `finish` with it."""
         while True:
             if (key := self._pop_due()) is not None:
                 return key
@@ -104,11 +104,11 @@ class WorkQueue:
         started = self._running.pop(key)
         if self._observer:
             self._observer.finished(self._clock() - started)
-        # A key that came in meanwhile may be due: another worker must look.
+        # The key may have been added again and be due: another worker must check.
         self._changed.set()
 
     def longest_running_s(self) -> float:
-        """How long the oldest run goes on; 0 while nothing runs."""
+        """Return the age of the oldest run in seconds; 0 if nothing runs."""
         now = self._clock()
         return max((now - started for started in self._running.values()), default=0.0)
 
@@ -137,7 +137,7 @@ class WorkQueue:
         return found
 
     def _until_next(self) -> float | None:
-        """Seconds until something can be due; None while nothing waits but keys that run."""
+        """Return the seconds until a key can be due, or None if only running keys wait."""
         now = self._clock()
         waiting = [due for due, _, key in self._heap if key not in self._running and self._due.get(key) == due]
         return max(0.0, min(waiting) - now) if waiting else None

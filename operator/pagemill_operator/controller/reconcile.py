@@ -1,9 +1,8 @@
-"""One reconcile of one `LLMDeployment`: plan it, write what differs, observe, write the status.
+"""Reconciles one `LLMDeployment`: plans it, writes what differs, observes, and writes the status.
 
-Level-based: what happened does not matter, only what is and what should be.
-
-An unchanged object costs no request at all. Neighbours: `backends.kubernetes.backend` writes children and observes;
-`status` explains; `workers` calls this and handles what it raises.
+It is level-based: only the present and the wanted state matter, not what happened. An unchanged object costs no
+request. `backends.kubernetes.backend` writes children and observes; `status` explains; `workers` calls this and
+handles its exceptions.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from pagemill_operator.plan.types import Plan, Problem
 from pagemill_operator.status.conditions import events_between
 
 SETTLE_S = 1.0
-"""After children were written, their first news are waited for before the status is."""
+"""Seconds between a write of children and the status, so that the status already shows their first changes."""
 SETTLE_LONGEST_S = 3.0
-"""Whatever goes on being written: then the status is."""
+"""Longest such delay in seconds while children keep being written."""
 
 
 MAX_PROBLEMS = 8
-"""Problems of an invalid spec that a condition lists."""
+"""Most problems of an invalid spec that a condition lists."""
 
 
 class Reconciler:
@@ -59,8 +58,11 @@ class Reconciler:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`scaled`: the plan with as many replicas as the autoscaler wants. `starts`: measures those of pods;
-        `progress`: reads that of loaders.
+        """Create the reconciler.
+
+        `scaled` returns the plan with the autoscaler's number of replicas, `starts` measures pods' starts, and
+        `progress`
+        reads loaders' progress.
         """
         self._cache = cache
         self._cluster = cluster
@@ -76,16 +78,16 @@ class Reconciler:
         self._applied_at: dict[str, float] = {}
         """Key -> when children were last written."""
         self._unshown_since: dict[str, float] = {}
-        """Key -> when children were first written that the status does not show yet."""
+        """Key -> time of the earliest write of children that the status does not show yet."""
         self._written_at: dict[str, float] = {}
         """Key -> when the status was last written."""
         self._plans: dict[str, tuple[tuple[str, int], Plan | None, Sequence[Problem]]] = {}
-        """Key -> (uid and generation, what was read from it)."""
+        """Key -> (uid and generation, the plan or the problems of that generation)."""
 
     async def reconcile(self, key: str) -> float | None:
-        """Seconds after which it should be looked at again; None: when something changes.
+        """Reconcile; return the seconds until the next reconcile is due, or None if only a change makes it due.
 
-        Raises `ApiError`, `Unreachable`: try again. Raises `KeyError` where the object is gone or going.
+        Raise `ApiError` or `Unreachable` if it must be retried, and `KeyError` if the object is gone or being deleted.
         """
         owner = self._cache.owner(key)
         if owner is None or owner["metadata"].get("deletionTimestamp"):
@@ -94,7 +96,7 @@ class Reconciler:
             has_written = await self._carry_out(key, owner)
         except (ApiError, Unreachable):
             if self._cluster.has_apply_errors(key):
-                await self._write_news(key)
+                await self._write_status_and_events(key)
             raise
         if has_written:
             self._applied_at[key] = self._clock()
@@ -105,15 +107,15 @@ class Reconciler:
         self._unshown_since.pop(key, None)
         if self._progress:
             await self._progress.look(key, self._cluster.snapshot(key).pods)
-        written_again_s = await self._write_news(key)
+        written_again_s = await self._write_status_and_events(key)
         return soonest_s(written_again_s, self._cluster.observe(key).look_again_s)
 
     def has_lasting_errors(self, key: str) -> bool:
-        """Something that only a change in the cluster repairs, such as a quota."""
+        """Whether there is an error that only a change in the cluster repairs, such as an exceeded quota."""
         return self._cluster.has_apply_errors(key)
 
     async def forget(self, key: str) -> bool:
-        """Keep nothing of an object that is gone; returns whether it is. One that is being deleted still changes."""
+        """Forget an object that is gone; return whether it is. An object that is being deleted still changes."""
         if self._cache.owner(key) is not None:
             return False
         await self._cluster.forget([key])
@@ -143,12 +145,12 @@ class Reconciler:
             known = self._plans[key] = (version, *read_plan(owner))
         return known[1], known[2]
 
-    async def _write_news(self, key: str) -> float | None:
-        """Write the status and the events where that is due. Seconds until there may be more to write."""
+    async def _write_status_and_events(self, key: str) -> float | None:
+        """Write the status and the events if they are due; return the seconds until there may be more to write."""
         snapshot, now = self._cluster.snapshot(key), self._now()
         text = now.strftime("%Y-%m-%dT%H:%M:%SZ")
         if self._plans[key][0] != _version(snapshot.owner):
-            # Edited meanwhile: what was carried out is not what this generation wants.
+            # The spec was edited meanwhile: an older generation was carried out.
             return 0.0
         old: dict[str, Any] = snapshot.owner.get("status") or {}
         start = self._starts.measure(key, snapshot.pods) if self._starts else None
@@ -175,8 +177,9 @@ class Reconciler:
 
     async def _write_status(self, key: str, owner: Manifest, status: dict[str, Any]) -> None:
         namespace, _, name = key.partition("/")
-        # Neither a later version nor a new object of the same name gets the status of this one. A uid would not do: the
-        # status subresource takes over all metadata from what is stored.
+        # Neither a later version nor a new object of the same name may get this status. A uid as precondition would not
+        # work:
+        # the status subresource takes all metadata from the stored object.
         patch = {"metadata": {"resourceVersion": owner["metadata"]["resourceVersion"]}, "status": status}
         self._metrics.wrote(LLM_DEPLOYMENT.name, "status")
         try:
@@ -185,7 +188,7 @@ class Reconciler:
             if error.status == 404:
                 raise KeyError(key) from None
             raise
-        # Our own writes wake no key: the cache has them before the watch reports them.
+        # Own writes wake no key: the cache has them before the watch reports them.
         self._cache.put(LLM_DEPLOYMENT.name, written)
 
 
@@ -194,7 +197,7 @@ def _version(owner: Manifest) -> tuple[str, int]:
 
 
 def read_plan(owner: Manifest) -> tuple[Plan | None, Sequence[Problem]]:
-    """(plan, nothing), or (None, problems): the API server lets through what the models refuse."""
+    """Return (plan, no problems) or (None, problems): the CRD's schema accepts specs that the models refuse."""
     document = {
         "apiVersion": LLM_DEPLOYMENT.api_version,
         "kind": LLM_DEPLOYMENT.name,

@@ -1,8 +1,7 @@
-"""The leader's autoscaling: asks the scaler about each deployment, by the clock and when a request waits for an engine.
+"""The leader's autoscaling: asks the scaler about each deployment, periodically and when a request waits for an engine.
 
-It writes nothing: a changed number wakes the deployment's key, and the next reconcile carries it out like any plan.
-Neighbours: `load.store` has the signals, `autoscaler` decides, `reconcile` asks `scaled` for the plan to carry out, and
-`standby` wakes what sleeps.
+It writes nothing: a changed number wakes the deployment's key, and the next reconcile carries it out. `load.store` has
+the signals, `autoscaler` decides, `reconcile` gets the plan to carry out from `scaled`, and `standby` wakes replicas.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Autoscaling:
         *,
         wake: Callable[[set[str]], None],
     ) -> None:
-        """`wake` is called with the keys whose number has changed."""
+        """`wake` is called with the keys whose number of replicas has changed."""
         self._scaler = scaler
         self._loads = loads
         self._cache = cache
@@ -57,7 +56,7 @@ class Autoscaling:
         self._urgent = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Decide periodically until cancelled."""
         while True:
             self._urgent.clear()
             keys = [key for key in self._cache.keys() if self._settings(key)]  # noqa: SIM118
@@ -68,23 +67,23 @@ class Autoscaling:
                 try:
                     await self.look(key)
                 except Exception:
-                    # A fault of one deployment must not stop the others; its replicas stay as they are.
-                    logger.exception("no decision could be made about %s", key)
+                    # An error of one deployment must not stop the others; its replicas stay as they are.
+                    logger.exception("the autoscaler could not decide on %s", key)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERVAL_S):
                     await self._urgent.wait()
 
     def load_changed(self, keys: set[str]) -> None:
-        """The load of these has changed."""
+        """React to a changed load: decide at once if a request waits for an engine."""
         if any(self._loads.needs_engine(key) for key in keys):
             self._urgent.set()
 
     def scaled(self, plan: Plan) -> Plan:
-        """As it is to be carried out."""
+        """Return the plan with the autoscaler's number of replicas."""
         return plan.with_replicas(self._scaler.wanted(plan.key, self._start(plan), plan.autoscaling))
 
     async def look(self, key: str) -> None:
-        """Decide about one deployment, and pass the decision on."""
+        """Decide on one deployment and pass the decision on."""
         plan = self._cluster.plan(key)
         if plan is None or plan.autoscaling is None or self._cache.owner(key) is None:
             return
@@ -99,7 +98,7 @@ class Autoscaling:
             start=self._start(plan),
             num_gateways=self._cache.num_gateways_ready(),
         )
-        # Before anything is written: a request may be waiting for a replica that sleeps.
+        # This comes before any write: a request may be waiting for a sleeping replica.
         self._standby.look(key, self.scaled(plan), seen)
         if record is not None:
             await self._publish(record)
@@ -115,12 +114,16 @@ class Autoscaling:
         self._metrics.scaled(record.key, decision.replicas)
         owner = self._cache.owner(record.key)
         if owner is not None and decision.changes and record.settings.mode == "Advisory":
-            message = f"{decision.replicas} replicas in place of {decision.replicas_before}: {decision.message}"
+            message = (
+                f"recommends {decision.replicas} replicas instead of {decision.replicas_before}: {decision.message}"
+            )
             await self._recorder.record(owner, "Normal", "ScalingAdvised", message)
         self._wake({record.key})
 
     def _start(self, plan: Plan) -> int:
-        """Replicas as ordered in the cluster, also by an earlier leader; of a new deployment, those of its spec."""
+        """Return the replicas that the cluster was last set to, also by an earlier leader; for a new deployment the
+        spec's.
+        """
         if plan.autoscaling is None or plan.autoscaling.mode != "Active":
             return plan.spec_replicas
         deployment = self._cache.children(plan.key).get(("Deployment", engine_name(plan.name)))

@@ -1,6 +1,6 @@
-"""The HTTP session that kopf watches with: the credentials of `pagemill_kube`, and a report of what arrives.
+"""The HTTP session that kopf watches with: it uses the credentials of `pagemill_kube` and reports what arrives.
 
-kopf reports neither bookmarks nor complete listings to its handlers; both are seen here, on the connection, and
+kopf reports neither bookmarks nor complete listings to its handlers; both are read here from the connection and
 reported to `watches`. Lists lose their managedFields before kopf queues them.
 """
 
@@ -23,7 +23,7 @@ _KINDS = {(kind.group, kind.plural): kind.name for kind in WATCHED_KINDS}
 def watch_session(
     credentials: Credentials, watches: Watches, on_response: Callable[[str, str], None]
 ) -> aiohttp.ClientSession:
-    """A session for `kopf.AiohttpSession`. `on_response` is called with code and method."""
+    """Return a session for `kopf.AiohttpSession`. `on_response` is called with code and method."""
 
     async def observe(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
         request.headers.update(await credentials.headers())
@@ -42,7 +42,7 @@ def watch_session(
         return response
 
     class Observed(aiohttp.ClientResponse):
-        """Reports to `watches` what it reads."""
+        """A response that reports to `watches` what it reads."""
 
         async def start(self, connection: Any) -> aiohttp.ClientResponse:
             await super().start(connection)
@@ -68,25 +68,25 @@ def watch_session(
         connector=aiohttp.TCPConnector(limit=0, ssl=credentials.tls if credentials.tls is not None else True),
         middlewares=(observe,),
         response_class=Observed,
-        # A watch's line may be as long as the largest object.
+        # A line of a watch may be as long as the largest object.
         read_bufsize=2**20,
         proxy=credentials.proxy,
     )
 
 
 def _raise_for_passing(response: aiohttp.ClientResponse) -> None:
-    """Answers that kopf would end the process for, as errors of the connection, after which it tries again."""
+    """Turn answers for which kopf would exit into connection errors, after which it tries again."""
     if response.status == 404:
         response.release()
         raise aiohttp.ClientConnectionError(f"{response.url.path} is not served (yet, or any more)")
     if response.status == 410:
         response.release()
-        # The pages of a listing took too long: it begins anew.
+        # The pages of the listing took too long, so it starts again.
         raise aiohttp.ClientPayloadError(f"{response.url.path}: the listing has expired")
 
 
 def stream_of(path: str) -> StreamId | None:
-    """The watch that a request for a collection belongs to."""
+    """Return the watch that a request for a collection belongs to, or None."""
     match = _COLLECTION.fullmatch(path)
     if match is None:
         return None
@@ -95,7 +95,7 @@ def stream_of(path: str) -> StreamId | None:
 
 
 class _Noted:
-    """A body that notes when something arrives."""
+    """A body that calls `received` when something arrives."""
 
     def __init__(self, body: aiohttp.StreamReader, received: Callable[[], None]) -> None:
         self._body = body

@@ -1,8 +1,8 @@
-"""Puts engine pods to sleep and wakes them, as `backends.standby` decides for each deployment that is scaled.
+"""Puts engine pods to sleep and wakes them, as `backends.standby` decides for each scaled deployment.
 
-Level-based: each look compares what shall be with what gateways and pods report, so a leader that has just come goes on
-where the last one was. What a pod was ordered to do is an annotation until it is ready again, so that its being
-unready is explained. Calls run beside the looks, one at a time for a pod. Neighbour: `scaling` looks.
+It is level-based: each look compares the wanted state with what gateways and pods report, so a new leader continues
+where the last one stopped. An annotation keeps what a pod was ordered to do until it is ready again, which explains
+why the pod is not ready. Calls run concurrently with the looks, one per pod. `scaling` calls `look`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ from pagemill_protocol.http.tls import EngineTrust
 
 logger = logging.getLogger("pagemill.operator.standby")
 
-BELIEVED_S = 10.0
-"""For so long after a call the pod counts as in the ordered phase: gateways and kubelet take a moment to see it."""
+ASSUMED_S = 10.0
+"""Seconds for which a pod counts as in the ordered phase after a call: gateways and kubelet notice it a little later.
+"""
 RETRY_S = 10.0
-"""After a call that was not followed."""
+"""Seconds before a call that failed is repeated."""
 SETTLED = "NewReplicaSetAvailable"
-"""The reason of a Deployment that has been complete since its template changed: Kubernetes waits for no readiness."""
+"""The reason of a Deployment whose rollout is complete: Kubernetes does not wait for any pod's readiness."""
 CALLS: Mapping[Rest, Call] = {"asleep": "sleep", "waking": "wake_up"}
 
 
 class _Ordered(NamedTuple):
     rest: Rest | None
-    """None: it did not follow."""
+    """None if the call failed."""
     until_s: float
-    """Infinity while the call runs."""
+    """Time until which the entry counts; infinity while the call runs."""
 
 
 class Standby:
@@ -62,7 +63,9 @@ class Standby:
         tls: EngineTLSConfig,
         on_write: Callable[[str, str], None] = lambda kind, verb: None,
     ) -> None:
-        """`token`: of the engines of namespace and name. `port`: control port of engines without TLS."""
+        """`token` returns the token of a deployment's engines, by namespace and name. `port` is for engines without
+        TLS.
+        """
         self._client = client
         self._cache = cache
         self._loads = loads
@@ -72,11 +75,11 @@ class Standby:
         self._on_write = on_write
         self._session: aiohttp.ClientSession | None = None
         self._ordered: dict[str, _Ordered] = {}
-        """By uid."""
+        """Orders by pod uid."""
         self._calls: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Keep the HTTP session open until cancelled."""
         trust = EngineTrust(self._tls.ca_file, self._tls.server_name) if self._tls.secret else True
         connector = aiohttp.TCPConnector(ssl=trust)
         async with aiohttp.ClientSession(connector=connector, trust_env=False) as session:
@@ -90,7 +93,7 @@ class Standby:
                 await asyncio.gather(*self._calls, return_exceptions=True)
 
     def look(self, key: str, plan: Plan, seen: Observation) -> None:
-        """Begin what is due for one deployment. `plan`: with as many replicas as are wanted."""
+        """Start the calls that are due for one deployment. `plan` must have the wanted number of replicas."""
         if self._session is None:
             return
         self._forget_past()
@@ -135,7 +138,7 @@ class Standby:
         self._ordered = {uid: each for uid, each in self._ordered.items() if each.until_s > now_s}
 
     async def _order(self, plan: Plan, pod: Manifest, rest: Rest) -> None:
-        """Annotation and call are independent: neither waits for the other."""
+        """Annotate the pod and call its engine concurrently; neither waits for the other."""
         where, ordered = f"{plan.namespace}/{pod['metadata']['name']}", _Ordered(None, _now_s() + RETRY_S)
         try:
             unwritten, refused = await asyncio.gather(self._annotate(pod, rest), self._call(plan, pod, CALLS[rest]))
@@ -143,7 +146,7 @@ class Standby:
                 logger.warning("%s: %s: %s", where, CALLS[rest], fault)
             if not refused:
                 logger.info("%s: %s", where, CALLS[rest])
-                ordered = _Ordered(rest, _now_s() + BELIEVED_S)
+                ordered = _Ordered(rest, _now_s() + ASSUMED_S)
         finally:
             self._ordered[_uid(pod)] = ordered
 
@@ -160,14 +163,14 @@ class Standby:
         return await call_engine(self._session, control_url, token, call)
 
     async def _annotate(self, pod: Manifest, rest: Rest | None) -> str:
-        """What it met, if anything."""
+        """Write or remove the annotation; return the error, or ""."""
         metadata = pod["metadata"]
         self._on_write(POD.name, "rest")
         patch = {"metadata": {"annotations": {REST_ANNOTATION: rest}}}
         try:
             answer = await self._client.merge(POD, metadata["namespace"], metadata["name"], patch)
         except (ApiError, Unreachable, NotLeading) as error:
-            return f"its annotation was not written: {str(error) or type(error).__name__}"
+            return f"the pod's annotation was not written: {str(error) or type(error).__name__}"
         self._cache.put(POD.name, answer)
         return ""
 

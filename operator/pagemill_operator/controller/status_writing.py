@@ -1,7 +1,7 @@
-"""Whether and when a status is written. Pure.
+"""Decides whether and when a status is written. Pure functions.
 
-A condition that turns is written at once; numbers and words that only move on wait, so that the way to Ready costs few
-writes.
+A condition that changes its status or reason is written at once; changes of numbers and messages alone wait, so that a
+start costs few writes.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 Status = Mapping[str, Any]
 
 CALM_INTERVAL_S = 5.0
-"""Between two writes that only bring messages and counts up to date."""
+"""Seconds between two writes that only update messages and counts."""
 _CALM_FIELDS = frozenset({"readyReplicas", "standbyReplicas", "load", "lastStart"})
 
 
 def wait_s(old: Status, new: Status, since_write_s: float) -> float:
-    """Seconds until `new` should be written over `old`; 0: now. They differ."""
-    if _turning(old) != _turning(new):
+    """Return the seconds until `new`, which differs from `old`, should be written; 0 means now."""
+    if _without_counts(old) != _without_counts(new):
         return 0.0
     return max(0.0, CALM_INTERVAL_S - since_write_s)
 
 
 def soonest_s(*waits: float | None) -> float | None:
-    """The shortest of some waits; None where nothing is waited for."""
+    """Return the shortest of some waits in seconds; None if all are None."""
     return min((wait for wait in waits if wait is not None), default=None)
 
 
 def merge_patch(old: Status, new: Status) -> dict[str, Any]:
-    """What to merge into `old` so that `new` stands there; `None` removes (RFC 7396)."""
+    """Return the JSON merge patch (RFC 7396) that turns `old` into `new`; None removes a field."""
     patch: dict[str, Any] = {name: None for name in old if name not in new}
     for name, value in new.items():
         before = old.get(name)
@@ -44,7 +44,7 @@ def merge_patch(old: Status, new: Status) -> dict[str, Any]:
 
 
 def ready_after_s(old: Status, new: Status, created: str, now: datetime) -> float | None:
-    """Seconds it took to become ready, if `new` says so for the first time since it was not."""
+    """Return the seconds that it took to become ready, if `new` is the first status that is; else None."""
     before, after = _ready(old), _ready(new)
     if after is None or after["status"] != "True" or (before is not None and before["status"] == "True"):
         return None
@@ -52,8 +52,8 @@ def ready_after_s(old: Status, new: Status, created: str, now: datetime) -> floa
     return max(0.0, (now - datetime.fromisoformat(since)).total_seconds())
 
 
-def _turning(status: Status) -> Any:
-    """What is news: everything but messages, times and counts that move."""
+def _without_counts(status: Status) -> Any:
+    """Return everything of a status but messages, times and changing counts."""
     conditions = [
         (each["type"], each["status"], each["reason"], each.get("observedGeneration"))
         for each in status.get("conditions", [])

@@ -1,8 +1,8 @@
-"""What kopf does not report to its handlers: when each watch last received something, complete listings, what vanished.
+"""Tracks what kopf does not report to its handlers: when each watch last received anything, and complete listings.
 
-A listing shows no deletions: an object that went while the watch was down would stay in the caches for ever. So the
-identities of each listing are kept until the watch that follows it starts, and then compared. Neighbours: `session`
-reports from the connection, `handlers` from the objects.
+A listing shows no deletions: an object deleted while the watch was down would stay in the caches. So the identities of
+each listing are kept until the watch that follows it starts, and are then compared with the caches. `session` reports
+from the connection, `handlers` report the objects.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class StreamId(NamedTuple):
 @dataclass
 class _Stream:
     received_at: float
-    """When it last said something, be it a bookmark."""
+    """When the watch last received anything, bookmarks included."""
     tried_at: float
-    """When it last said something or failed to connect: it is alive then, even if the server is not."""
+    """When the watch last received anything or failed to connect: then the operator is alive, even if the server is
+    not.
+    """
     listed: set[Identity] | None = None
-    """What a listing held whose watch has not begun."""
+    """Identities of a listing whose watch has not begun."""
     pending: set[Identity] = field(default_factory=set)
-    """What of the first listing has not been handled yet."""
+    """Identities of the first listing that have not been handled yet."""
     has_listed: bool = False
 
 
@@ -48,7 +50,7 @@ class Watches:
         on_listed: Callable[[str, str, set[Identity]], None] = lambda kind, namespace, identities: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_listed` is called with kind, namespace (empty: all) and everything a complete listing held."""
+        """`on_listed` is called with kind, namespace (empty: all) and all identities of a complete listing."""
         self._clock = clock
         self._on_listed = on_listed
         self._synced = asyncio.Event()
@@ -57,15 +59,15 @@ class Watches:
         self._streams = {StreamId(kind.name, namespace): _Stream(now, now) for kind in kinds for namespace in scopes}
 
     async def wait_synced(self) -> None:
-        """Until everything that the first listings held has reached the caches."""
+        """Wait until all objects of the first listings have reached the caches."""
         await self._synced.wait()
 
     def age_s(self, kind: str) -> float:
-        """Since the quietest watch of a kind last received something."""
+        """Return the seconds since the quietest watch of a kind last received anything."""
         return self._oldest(kind, lambda stream: stream.received_at)
 
     def stalled_s(self) -> float:
-        """Since the quietest watch of all received something or at least tried to connect."""
+        """Return the seconds since the quietest watch of all received anything or at least tried to connect."""
         return self._oldest(None, lambda stream: stream.tried_at)
 
     def unsynced(self) -> list[str]:
@@ -82,7 +84,7 @@ class Watches:
             stream.tried_at = self._clock()
 
     def page(self, at: StreamId, identities: Iterable[Identity], *, is_first: bool) -> None:
-        """One page of a listing."""
+        """Add one page of a listing."""
         if not (stream := self._streams.get(at)):
             return
         self.received(at)
@@ -94,7 +96,7 @@ class Watches:
             stream.pending |= identities
 
     def watch_begins(self, at: StreamId) -> None:
-        """Called before the watch can say anything."""
+        """Complete the listing; called before the watch can receive anything."""
         if not (stream := self._streams.get(at)):
             return
         listed, stream.listed = stream.listed, None
@@ -104,7 +106,7 @@ class Watches:
             self._note_synced()
 
     def handled(self, kind: str, identity: Identity) -> None:
-        """The object has reached the caches."""
+        """Note that the object has reached the caches."""
         for namespace in (identity[0], ""):
             if stream := self._streams.get(StreamId(kind, namespace)):
                 stream.pending.discard(identity)

@@ -1,4 +1,4 @@
-"""Workers that take keys from the queue and reconcile them, a bounded number at once. One failure fails one key."""
+"""Workers that take keys from the queue and reconcile them, a bounded number concurrently. An error affects one key."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pagemill_operator.controller.reconcile import Reconciler
 logger = logging.getLogger("pagemill.operator")
 
 PASSING_LONGEST_S = 4.0
-"""Between tries while the API server is away: soon after its return everything is reconciled."""
+"""Longest pause in seconds while the API server is away, so that everything is reconciled soon after its return."""
 LASTING_LONGEST_S = 60.0
-"""Between tries of what the API server refuses, for example because of a quota."""
+"""Longest pause in seconds between tries of what the API server refuses, for example because of a quota."""
 
 
 class Workers:
@@ -31,7 +31,7 @@ class Workers:
         self._resync_s = resync_s
 
     async def run(self) -> None:
-        """Until cancelled, or until this process may not write any more."""
+        """Work until cancelled, or until this process may not write any more."""
         async with asyncio.TaskGroup() as group:
             for number in range(self._count):
                 group.create_task(self._work(), name=f"worker:{number}")
@@ -47,7 +47,7 @@ class Workers:
             self._metrics.reconciled(result, time.perf_counter() - started)
 
     async def _turn(self, key: str) -> str:
-        """The result, as the metrics call it."""
+        """Reconcile one key; return the result as the metrics call it."""
         try:
             again_s = await self._reconciler.reconcile(key)
         except KeyError:
@@ -60,11 +60,11 @@ class Workers:
             return "requeue"
         except (ApiError, Unreachable) as error:
             pause_s = self._queue.add_failed(key, PASSING_LONGEST_S)
-            logger.info("%s is tried again in %.1f s: %s", key, pause_s, error)
+            logger.info("reconciling %s failed, trying again in %.1f s: %s", key, pause_s, error)
             return "error"
         except Exception:
             pause_s = self._queue.add_failed(key)
-            logger.exception("%s could not be reconciled, it is tried again in %.1f s", key, pause_s)
+            logger.exception("reconciling %s failed, trying again in %.1f s", key, pause_s)
             return "error"
         if self._reconciler.has_lasting_errors(key):
             self._queue.add_failed(key, LASTING_LONGEST_S)

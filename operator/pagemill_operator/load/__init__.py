@@ -1,1 +1,1 @@
-"""The load stream in the operator: `stream` follows one gateway, `store` keeps what all of them report."""
+"""The load stream in the operator: `stream` follows one gateway, `store` keeps the reports of all gateways."""

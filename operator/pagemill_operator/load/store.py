@@ -1,8 +1,8 @@
-"""The latest report of every gateway, and what they report together of one deployment.
+"""The latest report of every gateway, and the load of a deployment that they report together.
 
-All gateways follow the same engines, so their reports of one deployment are views of the same thing: the freshest
-counts, sums would count twice. Only their queues are their own and add up. How much of it `status` shows, and how
-often, is decided in `status.load`; how many replicas it asks for, in `autoscaler`.
+All gateways follow the same engines, so their reports on one deployment describe the same thing: the freshest one
+counts, since sums would count twice. Only their queues are their own and add up. `status.load` decides how much of it
+`status` shows, and how often; `autoscaler` decides how many replicas it needs.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Item = TypeVar("Item")
 
 
 class MeasuredLoad(NamedTuple):
-    """What `status.load` is made from."""
+    """The values of `status.load`."""
 
     kv_cache_usage: float | None
-    """Share of all blocks held by running requests; None where no engine is known."""
+    """Share of all blocks that running requests hold; None if no engine is known."""
     running: int
     waiting: int
-    """In engines, and in the gateways' queues."""
+    """Waiting requests in engines and in the gateways' queues."""
 
 
 class _Report(NamedTuple):
-    """What one gateway has reported of one deployment."""
+    """One gateway's report on one deployment."""
 
     load: DeploymentLoad
     at_s: float
-    """When the frame came, on our clock."""
+    """When the frame arrived, on the operator's clock."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -49,38 +49,38 @@ class LoadStore:
         """Gateway -> deployment's key -> its latest report."""
 
     def put(self, gateway: str, frame: LoadFrame) -> set[str]:
-        """Keys of which the gateway reports something else than before."""
+        """Store a frame; return the keys whose counts differ from the gateway's last report."""
         now, before = self._clock(), self._reports.get(gateway, {})
         self._reports[gateway] = after = {load.key: _Report(load, now) for load in frame.deployments}
         return {key for key, report in after.items() if key not in before or before[key].counts != report.counts}
 
     def remove(self, gateway: str) -> None:
-        """Its stream has ended: what it reported may not be true any more."""
+        """Remove the reports of a gateway whose stream has ended: they may be outdated."""
         self._reports.pop(gateway, None)
 
     def views(self, key: str) -> list[View]:
-        """The latest report of each gateway that knows the deployment."""
+        """Return the latest report of each gateway that knows the deployment."""
         now = self._clock()
         return [View(report.load, now - report.at_s) for report in self._of(key)]
 
     def held(self, key: str) -> dict[str, EngineHeld]:
-        """By engine, the most that any gateway reports of it."""
+        """Return each engine's load, the highest that any gateway reports."""
         return most_held(report.load for report in self._of(key))
 
     def starts(self, key: str) -> dict[str, EngineStart]:
-        """By engine, how its start went, and its latest wake."""
+        """Return each engine's start and its latest wake."""
         return {start.id: start for report in self._of(key) for start in report.load.starts}
 
     def asleep(self, key: str) -> frozenset[str]:
-        """Engines that sleep as any gateway reports: none is taken for awake too early."""
+        """Return the engines that any gateway reports as sleeping, so that none counts as awake too early."""
         return frozenset(engine for report in self._of(key) for engine in report.load.asleep)
 
     def needs_engine(self, key: str) -> bool:
-        """A request waits where no engine is."""
+        """Whether a request waits and there is no engine."""
         return any(report.load.queue.needs_engine for report in self._of(key))
 
     def measured(self, key: str) -> MeasuredLoad | None:
-        """None while no gateway knows the deployment."""
+        """Return the measured load, or None if no gateway knows the deployment."""
         reports = self._of(key)
         if not reports:
             return None
@@ -99,9 +99,9 @@ class LoadStore:
 
 
 def emptiest_first(items: Iterable[Item], id_of: Callable[[Item], str], held: Mapping[str, EngineHeld]) -> list[Item]:
-    """In the order of what would be lost by removing them: what their engines hold for running requests.
+    """Return the items ordered by what their engines hold for running requests, least first.
 
-    Engines that are in no report come last: what they hold is not known. Equals keep their order.
+    Items without a report come last, because their load is unknown. Equal items keep their order.
     """
 
     def order(item: Item) -> tuple[bool, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Follows the load stream of one gateway, from the request to its end. Neighbour: `store` keeps what it reports."""
+"""Follows the load stream of one gateway, from the request to its end. `store` keeps the reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill_protocol.load import LoadFrame
 from pagemill_protocol.versions import UnsupportedProtocol, check_peer, protocol_headers
 
 SILENCE_TIMEOUT_S = 8.0
-"""Gateways send a frame every 2 s."""
+"""Seconds without data after which the stream counts as broken: gateways send a frame every 2 s."""
 CONNECT_TIMEOUT_S = 5.0
 STREAM_FAULTS = (aiohttp.ClientError, OSError, TimeoutError, FrameError, UnsupportedProtocol)
 
@@ -19,7 +19,7 @@ STREAM_FAULTS = (aiohttp.ClientError, OSError, TimeoutError, FrameError, Unsuppo
 async def follow_load(
     session: aiohttp.ClientSession, control_url: str, token: str, on_frame: Callable[[LoadFrame], None]
 ) -> None:
-    """Until the stream ends. Raises one of `STREAM_FAULTS` for anything but an orderly end."""
+    """Follow the stream until it ends. Raise one of `STREAM_FAULTS` for anything but an orderly end."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
     headers = {"Authorization": f"Bearer {token}", **protocol_headers()}
     url = f"{control_url}/internal/load"

@@ -1,6 +1,6 @@
-"""Spec to plan, a pure function: no clock, no disk, no network, no cluster library.
+"""Turns a spec into a plan. Pure functions: no clock, disk, network or cluster library.
 
-`planner.make_plan` is the door; `types` says what a plan is. Backends turn a plan into processes or pods.
+The entry point is `planner.make_plan`; `types` defines the plan. Backends turn a plan into processes or pods.
 """
 
 from pagemill_operator.plan.planner import make_plan

@@ -1,6 +1,6 @@
 """The settings file of one engine: fields of the resource under the engine's own names, as plain JSON values.
 
-The operator does not import the engine; a test decodes these dictionaries into its strict structs.
+The operator does not import the engine; a test decodes these dictionaries into the engine's strict structs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagemill_protocol.sources import in_full
 
 
 def engine_settings(deployment: LLMDeployment) -> dict[str, Any]:
-    """`engine` of the settings file. Absent keys take the engine's defaults."""
+    """Return `engine` of the settings file. Absent keys take the engine's defaults."""
     engine, model = deployment.spec.engine, deployment.spec.model
     settings: dict[str, Any] = {
         "model": source_with_revision(deployment),
@@ -53,7 +53,7 @@ def _unless_auto(parser: str) -> str | None:
 
 
 def server_settings(deployment: LLMDeployment) -> dict[str, Any]:
-    """`server` of the settings file; the backend sets hosts, ports and the token."""
+    """Return `server` of the settings file; the backend sets hosts, ports and the token."""
     return {
         "port": DATA_PORT,
         "control_port": CONTROL_PORT,
@@ -63,7 +63,7 @@ def server_settings(deployment: LLMDeployment) -> dict[str, Any]:
 
 
 def source_with_revision(deployment: LLMDeployment) -> str:
-    """The source as a URI, with `revision` written into it where the resource names one apart."""
+    """Return the source as a URI that includes `revision`, if the resource sets it separately."""
     model = deployment.spec.model
     source = in_full(model.source)
     if not model.revision:

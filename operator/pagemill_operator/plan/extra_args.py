@@ -1,6 +1,6 @@
 """`spec.engine.extraArgs`: engine settings that have no field in the resource, as `--name=value`.
 
-The table below is the allowed part of the engine's and the server's settings; a test holds it against the engine.
+The table below is the allowed part of the engine's and the server's settings; a test compares it with the engine.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_header_bytes": ("server", _count),
     "body_timeout_s": ("server", _seconds),
 }
-"""Setting -> (part of the settings file, how its text is read)."""
+"""Setting -> (section of the settings file, parser of its text)."""
 
 
 def apply_extra_args(arguments: list[str], settings: dict[str, dict[str, Any]]) -> list[Problem]:
-    """Write the arguments into `settings`; returns what could not be understood."""
+    """Write the arguments into `settings`; return the problems of those that are invalid."""
     problems = []
     for index, argument in usable(arguments):
         message = _apply(argument, settings)

@@ -1,4 +1,4 @@
-"""`make_plan`: one LLMDeployment to its plan. Deterministic: the same resource gives an equal plan."""
+"""`make_plan` turns one LLMDeployment into its plan. Deterministic: the same resource gives an equal plan."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT
 
 ENGINE_MODULE = "pagemill_engine.server"
 STARTUP_LIMIT_S = 90
-"""Until the control port answers. The engine opens it before it loads, so a large model needs no longer."""
+"""Seconds until the control port must answer. The engine opens it before loading, so a large model needs no longer."""
 
 
 def make_plan(deployment: LLMDeployment, backend: Backend = "local") -> Plan:
-    """The plan; its `problems` name the fields that cannot be honoured."""
+    """Return the plan; its `problems` name the fields that cannot be carried out."""
     spec = deployment.spec
     settings = {"engine": engine_settings(deployment), "server": server_settings(deployment)}
     problems = [*find_problems(spec, backend), *apply_extra_args(spec.engine.extra_args, settings)]
@@ -68,7 +68,7 @@ def _queue(queue: routing.Queue) -> Queue:
 
 
 def partial_problems(deployment: LLMDeployment, backend: Backend = "local") -> list[Problem]:
-    """What `make_plan` would find, of a deployment that was read partially, as far as it is valid."""
+    """Return the problems that `make_plan` would find in the valid part of a partially read deployment."""
     unused: dict[str, dict[str, Any]] = {"engine": {}, "server": {}}
     checks = (
         lambda: find_problems(deployment.spec, backend),
@@ -78,7 +78,7 @@ def partial_problems(deployment: LLMDeployment, backend: Backend = "local") -> l
 
 
 class Claimant(Protocol):
-    """What wants to serve some names: a plan, or what is known of a deployment without one."""
+    """Something that claims model names: a plan, or the known part of a deployment without one."""
 
     @property
     def key(self) -> str: ...
@@ -89,9 +89,9 @@ class Claimant(Protocol):
 
 
 def name_conflicts(plans: Sequence[Claimant]) -> dict[str, Problem]:
-    """Deployments that claim a name which an older one holds alone, by key. `plans` come oldest first.
+    """Return, by key, the deployments that claim a name which an older one holds alone. `plans` come oldest first.
 
-    A name is shared (a canary) when all its claimants set `routing.weight`. Who has a conflict holds none of its names.
+    A name is shared (a canary) if all of its claimants set `routing.weight`. A deployment with a conflict gets no name.
     """
     holders: dict[str, Claimant] = {}
     conflicts: dict[str, Problem] = {}
@@ -118,7 +118,7 @@ def _name_conflict(plan: Claimant, holders: dict[str, Claimant]) -> Problem | No
 
 
 def desired_replicas(deployment: LLMDeployment) -> int:
-    """Replicas to start with: `spec.replicas`, moved into the bounds of an active autoscaler."""
+    """Return the replicas to start with: `spec.replicas` within the bounds of an active autoscaler."""
     autoscaling = deployment.spec.autoscaling
     if autoscaling is None or autoscaling.mode != "Active":
         return deployment.spec.replicas

@@ -1,7 +1,7 @@
-"""`spec.template`: which overrides of the pod template would break what the operator needs, and which weaken a pod.
+"""`spec.template`: finds overrides of the pod template that would break the operator's pods, or weaken their security.
 
-Everything else of a PodSpec may be overridden; `backends.kubernetes.render` merges it. Names here are a contract with
-that package: what it writes into every pod, under which names.
+All else of a PodSpec may be overridden; `backends.kubernetes.render` merges it. That package writes the names defined
+here into every pod.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pagemill_protocol.engine_ports import CONTROL_PORT, DATA_PORT, TLS_CONTROL_
 
 CONTAINER = "engine"
 GRACE_MARGIN_S = 15
-"""A pod gets this much more than its drain time to end: preStop, last bytes, exit."""
+"""Seconds that a pod gets beyond its drain time to end: preStop, last bytes, exit."""
 OWN_PREFIX = "pagemill.dev/"
 OWN_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
 SETTINGS_PATH, TOKEN_PATH, MODEL_PATH = "/etc/pagemill", "/var/run/secrets/pagemill", "/models"
 KERNELS_PATH, KERNELS_VOLUME = "/var/cache/pagemill/kernels", "kernels"
-"""Where the engine finds compiled kernels, and the folder of the model's volume that holds them."""
+"""Path of the engine's compiled kernels, and the folder of the model's volume that holds them."""
 TLS_PATH = "/var/run/secrets/pagemill-tls"
 OWN_VOLUMES = {"settings": SETTINGS_PATH, "token": TOKEN_PATH, "engine-tls": TLS_PATH, "model": MODEL_PATH}
-"""Volume -> where it is mounted."""
+"""Volume -> mount path."""
 OWN_PORTS = ("data", "control")
 OWN_PORT_NUMBERS = (DATA_PORT, CONTROL_PORT, TLS_DATA_PORT, TLS_CONTROL_PORT)
 MERGED_LISTS = ("containers", "initContainers", "volumes", "tolerations", "imagePullSecrets")
@@ -32,12 +32,12 @@ FIELD = "spec.template"
 _OWN_FIELDS = {
     "args": "the engine reads its settings from the operator's file; use spec.engine.extraArgs",
     "image": "set spec.engine.image instead",
-    "terminationMessagePath": "the operator reads there why an engine ended; remove it",
+    "terminationMessagePath": "the operator reads there why the engine ended; remove it",
     "terminationMessagePolicy": "the operator reads the engine's own message, not its log; remove it",
 }
-"""What no override may change of the engine's container, and what to do instead."""
+"""Fields of the engine's container that no override may change, and what to do instead."""
 _DELICATE_FIELDS = {
-    "command": "it must start the engine, and hand SIGTERM on to it; otherwise running requests are cut",
+    "command": "it must start the engine and pass SIGTERM on to it; otherwise running requests are cut off",
     "livenessProbe": "merged into the operator's: an engine that loads or drains must not be restarted",
     "readinessProbe": "merged into the operator's: replicas count as ready by it",
     "startupProbe": "merged into the operator's: an engine that takes longer is restarted",
@@ -45,7 +45,7 @@ _DELICATE_FIELDS = {
 
 
 def template_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """Overrides that would break the pod's identity, its token, its settings or its drain."""
+    """Yield overrides that would break the pod's identity, its token, its settings or its drain."""
     template = spec.template
     if template is None:
         return
@@ -57,7 +57,7 @@ def template_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def template_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """Overrides that a namespace with the restricted profile would refuse, and those that want care."""
+    """Yield overrides that a namespace with the restricted profile would refuse, and those that need care."""
     pod = spec.template.spec if spec.template else None
     if not pod:
         return
@@ -90,10 +90,12 @@ def _pod_problems(pod: dict[str, Any], drain_timeout_s: float) -> Iterator[Probl
         if name in pod and not _is_list_of_objects(pod[name]):
             yield Problem(f"{field}.{name}", pod[name], "must be a list of objects, as in a PodSpec")
     if (pod.get("restartPolicy") or "Always") != "Always":
-        yield Problem(f"{field}.restartPolicy", pod["restartPolicy"], "engines are restarted always; remove it")
+        yield Problem(f"{field}.restartPolicy", pod["restartPolicy"], "engines must always be restarted; remove it")
     grace_s, least_s = pod.get("terminationGracePeriodSeconds"), drain_timeout_s + GRACE_MARGIN_S
     if "terminationGracePeriodSeconds" in pod and not (isinstance(grace_s, int) and grace_s >= least_s):
-        message = f"running requests would be cut: at least {least_s:g}, which is drainTimeout + {GRACE_MARGIN_S} s"
+        message = (
+            f"running requests would be cut off: use at least {least_s:g}, which is drainTimeout + {GRACE_MARGIN_S} s"
+        )
         yield Problem(f"{field}.terminationGracePeriodSeconds", grace_s, message)
     for index, volume in _objects(pod.get("volumes")):
         if volume.get("name") in OWN_VOLUMES:
@@ -113,14 +115,14 @@ def _engine_problems(container: dict[str, Any], field: str) -> Iterator[Problem]
             yield Problem(f"{field}.volumeMounts[{index}].mountPath", mount["mountPath"], message)
     for index, port in _objects(container.get("ports")):
         if port.get("name") in OWN_PORTS or port.get("containerPort") in OWN_PORT_NUMBERS:
-            message = "the gateway asks the engine on its own ports; choose another name and number"
+            message = "the engine's own ports have this name or number; choose another name and number"
             yield Problem(f"{field}.ports[{index}]", port.get("containerPort"), message)
     for name, remedy in _OWN_FIELDS.items():
         if container.get(name) is not None:
             yield Problem(f"{field}.{name}", str(container[name])[:80], remedy)
     lifecycle = container.get("lifecycle")
     if isinstance(lifecycle, dict) and lifecycle.get("preStop") is not None:
-        message = "the operator drains the engine there before it ends; remove it"
+        message = "the operator drains the engine there; remove it"
         yield Problem(f"{field}.lifecycle.preStop", "", message)
 
 
@@ -132,7 +134,7 @@ def _containers(pod: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]
 
 def _weak_fields(context: dict[str, Any]) -> Iterator[str]:
     weak = {"privileged": True, "allowPrivilegeEscalation": True, "runAsNonRoot": False, "runAsUser": 0}
-    # Not by `==` alone: 0 equals False.
+    # `==` alone is not enough: 0 equals False.
     yield from (name for name, value in weak.items() if name in context and context[name] is value)
     if isinstance(capabilities := context.get("capabilities"), dict) and capabilities.get("add"):
         yield "capabilities.add"

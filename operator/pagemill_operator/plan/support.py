@@ -1,6 +1,6 @@
-"""Which fields this version's engine and gateway cannot honour yet, and which have no effect on this kind of backend.
+"""Finds the fields that this version cannot carry out yet, and those that have no effect on this backend.
 
-A field that changes answers or resources is refused with a remedy; one that only tunes is noted. Nothing is ignored
+A field that changes answers or resources is refused with a remedy; one that only tunes is noted. None is ignored
 silently.
 """
 
@@ -27,7 +27,7 @@ GPU_ONLY = "only a GPU's kernels do that; set spec.resources.gpus to 1"
 
 
 def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
-    """Fields that cannot be honoured; also of a spec that was read partially, as far as it is valid."""
+    """Return the problems of the spec, or of the valid part of a partially read one."""
     checks = [_quantization_problems, _float16_problems, _tensor_parallel_problems, _pipeline_parallel_problems]
     checks += [_gpu_problems, _adapter_problems, _policy_problems]
     if backend == "local":
@@ -38,7 +38,7 @@ def find_problems(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem
 
 
 def _source_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """Sources that no installed kind can read, or that are not written as their kind wants."""
+    """Yield the problem of a source that no installed kind can read, or that its kind does not accept."""
     source = spec.model.source.strip()
     try:
         find_kind(in_full(source)).check(in_full(source), "spec.model.source")
@@ -82,11 +82,11 @@ def _quantization_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def _float16_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """What only the CPU's own kernels do, which know no float16 in this version."""
+    """Yield settings that only the CPU's kernels support, and not with float16."""
     engine = spec.engine
     if engine.dtype != "float16" or spec.resources.gpus:
         return
-    message = "works with dtype auto, float32 or bfloat16 only in this version, not with float16; change either"
+    message = "works with dtype auto, float32 or bfloat16 only in this version, not with float16; change one of them"
     if engine.deterministic:
         yield Problem("spec.engine.deterministic", True, message)
     if engine.kv_cache_dtype not in ("auto", engine.dtype):
@@ -111,7 +111,7 @@ def _adapter_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def _policy_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
-    """Scaling policies that no installed package has."""
+    """Yield the problem of a scaling policy that no installed package has."""
     if spec.autoscaling is None or spec.autoscaling.mode == "External":
         return
     try:
@@ -141,7 +141,7 @@ def _credentials_problems(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
-    """Fields without effect here."""
+    """Yield the fields that have no effect on this backend."""
     if spec.engine.speculative:
         yield Problem("spec.engine.speculative", spec.engine.speculative.method, "not used in this version")
     yield from _local_notes(spec) if backend == "local" else _cluster_notes(spec)
@@ -150,7 +150,7 @@ def find_notes(spec: LLMDeploymentSpec, backend: Backend) -> Iterator[Problem]:
 def _cluster_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
     if _meets_on_one_node(spec):
         message = (
-            "ReadWriteOnce: the volume keeps all pods on one node, during a rollout also the new ones beside the old; "
+            "a ReadWriteOnce volume keeps all pods on one node, during a rollout both the old and the new ones; "
             "for more nodes create it with accessMode ReadWriteMany"
         )
         yield Problem("spec.model.cache.accessMode", "ReadWriteOnce", message)
@@ -158,7 +158,7 @@ def _cluster_notes(spec: LLMDeploymentSpec) -> Iterator[Problem]:
 
 
 def _meets_on_one_node(spec: LLMDeploymentSpec) -> bool:
-    """Several pods share a volume that only one node can mount."""
+    """Whether several pods share a volume that only one node can mount."""
     cache = spec.model.cache
     if cache is None or cache.size is None or cache.access_mode == "ReadWriteMany":
         return False

@@ -1,4 +1,4 @@
-"""What a plan is: neutral values that every backend can carry out and that compare by content."""
+"""The types of a plan: neutral values that every backend can carry out and that compare by content."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pagemill_operator.autoscaler.settings import ScalingSettings
 
 @dataclass(frozen=True)
 class Problem:
-    """A field that cannot be honoured (or, as a note, has no effect here)."""
+    """A field that cannot be carried out or, as a note, has no effect here."""
 
     field: str
     """Dotted path in the resource, such as `spec.engine.quantization`."""
     value: Any
     message: str
-    """What is wrong and what to do."""
+    """The cause and the remedy."""
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"
@@ -25,7 +25,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Probe:
-    """An HTTP question to a process; 200 is yes."""
+    """An HTTP probe of a process; status 200 is a success."""
 
     port: int
     path: str
@@ -43,7 +43,7 @@ class Process:
     """Content of the settings file, JSON."""
     environment: dict[str, str] = field(default_factory=dict)
     environment_from: dict[str, Any] = field(default_factory=dict)
-    """Variables whose values lie in Secrets and ConfigMaps, as the resource names them."""
+    """Variables whose values come from Secrets and ConfigMaps, as the resource names them."""
     ports: dict[str, int] = field(default_factory=dict)
     startup: Probe | None = None
     readiness: Probe | None = None
@@ -53,7 +53,7 @@ class Process:
     gpus: int = 0
     gpu_product: str | None = None
     drain_timeout_s: float = 60.0
-    """After SIGTERM, running requests get this long."""
+    """Seconds that running requests have after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Group:
     max_unavailable: int | str = 0
     image: str | None = None
     version: str | None = None
-    """Version of the engine's image, where `image` names none."""
+    """Version of the engine's image if `image` is None."""
     template: dict[str, Any] = field(default_factory=dict)
     """Overrides of the pod template."""
 
@@ -83,7 +83,7 @@ class Group:
     def unavailable(self) -> int:
         """Replicas that may be missing during a replacement; a percentage is rounded down.
 
-        At least 1 when nothing else would allow any progress.
+        At least 1 if nothing else would allow any progress.
         """
         unavailable = _share(self.max_unavailable, self.replicas, math.floor)
         return unavailable if unavailable or self.surge else 1
@@ -91,28 +91,28 @@ class Group:
 
 @dataclass(frozen=True)
 class ModelCache:
-    """What keeps the model beyond a pod's life: a claim, a folder of each node, or an image."""
+    """The cache that keeps the model beyond a pod's life: a claim, a folder of each node, or an image."""
 
     claim_name: str | None = None
     size: int | str | None = None
     storage_class_name: str | None = None
     access_mode: str = "ReadWriteOnce"
     host_path: str | None = None
-    """Filled by an init container of each pod: the first one on a node fetches."""
+    """Folder on each node; an init container of the first pod there fetches the model."""
     size_limit_bytes: int | None = None
-    """Of all models in `host_path`."""
+    """Limit of all models in `host_path`."""
     image_volume: bool = False
-    """The kubelet pulls the source, an image, and mounts it."""
+    """Whether the source is an image that the kubelet pulls and mounts."""
 
     @property
     def has_claim(self) -> bool:
-        """Filled by a Job, once, before engines start."""
+        """Whether the cache is a claim, which a Job fills once before engines start."""
         return self.host_path is None and not self.image_volume
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Requests that may wait in a gateway, their bytes, and for how long."""
+    """Limits of a gateway's queue: requests, their bytes, and the seconds that each may wait."""
 
     max_requests: int
     max_bytes: int
@@ -137,13 +137,13 @@ class Plan:
     source: str
     groups: tuple[Group, ...]
     autoscaling: ScalingSettings | None = None
-    """`None`: the number of replicas is the spec's."""
+    """None if the number of replicas is the spec's."""
     spec_replicas: int = 1
-    """What it starts with, and keeps without autoscaling."""
+    """The number of replicas to start with, and to keep without autoscaling."""
     weight: int | None = None
-    """Share of the requests among deployments that claim the same name; `None`: the name is not shared."""
+    """Share of the requests among deployments that claim the same name; None: the name is not shared."""
     queue: Queue | None = None
-    """`None`: as gateways are set."""
+    """None: the gateways' defaults apply."""
     prefix_scope: str = "tenant"
     routing_policy: str = "Auto"
     session_header: str = ""
@@ -152,11 +152,11 @@ class Plan:
     reasoning_parser: str = "auto"
     cache: ModelCache | None = None
     gpu_hour_price: float | None = None
-    """Of one GPU for one hour; for metrics only."""
+    """Price of one GPU for one hour; for metrics only."""
     credentials: SecretKey | None = None
-    """For the loader only: engines never see it."""
+    """Used by the loader only: engines never see it."""
     problems: tuple[Problem, ...] = ()
-    """Fields that cannot be honoured; a plan with any must not be carried out."""
+    """Fields that cannot be carried out; a plan with any must not be carried out."""
     notes: tuple[Problem, ...] = ()
     """Fields that have no effect here."""
 
@@ -167,7 +167,7 @@ class Plan:
 
     @property
     def waits_for_job(self) -> bool:
-        """Engines start once a Job has filled the model's claim."""
+        """Whether engines start only once a Job has filled the model's claim."""
         return self.cache is not None and self.cache.has_claim
 
     @property
@@ -176,12 +176,12 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """That serve."""
+        """Number of replicas that serve."""
         return sum(group.replicas for group in self.groups)
 
     @property
     def max_replicas(self) -> int:
-        """That serve when the autoscaler has added all it may."""
+        """Most replicas that serve when the autoscaler has added all that it may."""
         scaling = self.autoscaling
         return scaling.max_replicas if scaling is not None and scaling.mode == "Active" else self.replicas
 
@@ -191,16 +191,16 @@ class Plan:
 
     @property
     def standby(self) -> int:
-        """Further ones, loaded and asleep."""
+        """Number of additional replicas that are loaded and asleep."""
         return self.autoscaling.standby(self.replicas) if self.autoscaling is not None else 0
 
     @property
     def all_replicas(self) -> int:
-        """That exist, awake or asleep."""
+        """Number of replicas that exist, awake or asleep."""
         return self.replicas + self.standby
 
     def with_replicas(self, replicas: int) -> Plan:
-        """The same with so many replicas of its one group."""
+        """Return the plan with so many replicas of its one group."""
         if replicas == self.replicas:
             return self
         return replace(self, groups=(replace(self.groups[0], replicas=replicas), *self.groups[1:]))

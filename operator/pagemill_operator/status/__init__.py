@@ -1,1 +1,1 @@
-"""Observations to conditions, shared by every backend."""
+"""Turns observations into conditions, for every backend."""

@@ -1,10 +1,8 @@
-"""Conditions of a deployment, computed from what a backend observed, and the events that follow from their changes.
+"""Computes a deployment's conditions from a backend's observation, and the events that follow from their changes.
 
-Pure: the caller gives the time.
-
-Neighbours: a backend fills `observation.Observation`; the models of `pagemill_crds.status` are the result. Every
-condition is always there (Unknown while nothing is known). Its transition time moves only when its status does, its
-message only when it says something new.
+Pure: the caller passes the time. A backend fills `observation.Observation`; the result uses the models of
+`pagemill_crds.status`. Every condition is always present (Unknown while nothing is known). Its transition time changes
+only with its status, and its message only with new content.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ Truth = Literal["True", "False", "Unknown"]
 PROGRESS = frozenset(
     {"Starting", "Loading", "Downloading", "NoReplicas", "NoReadyReplica", "ScaledToZero", "Progressing"}
 )
-"""Reasons of a False that time alone, or the user's own settings, explain. Every other one is a fault."""
+"""Reasons of a False that only needs time, or that the user's own settings explain. All others are faults."""
 MODEL_REFUSALS = frozenset({"UnsupportedArchitecture", "UnsupportedQuantization"})
-"""Reasons of loaders and engines that have read the model's header, and found what no replica can compute."""
+"""Reasons of loaders and engines that have read the model's header and found that no replica can run the model."""
 NOT_DECIDED = "NotDecided"
-"""Nothing is known yet, above all by an operator that has just begun to lead: what was written before is kept."""
+"""The reason while nothing is known yet, above all by a new leader: the earlier condition is kept."""
 OLDER_SERVE = "replicas of an earlier spec still serve"
 MAX_MESSAGE_CHARS = 4096
 MAX_EVENT_CHARS = 1024
-"""Kubernetes accepts no longer note."""
+"""The longest note that Kubernetes accepts."""
 
 
 class Finding(NamedTuple):
@@ -48,14 +46,16 @@ class Finding(NamedTuple):
 
 
 def find_conditions(seen: Observation) -> list[Finding]:
-    """All conditions, in the order of the resource's life."""
+    """Return all conditions, in the order of the resource's life."""
     findings = [_planned(seen), _scheduled(seen), _model_loaded(seen), _serving(seen)]
     findings += [_scaling_active(seen), _slo_met(seen)]
     return [*findings, _ready(seen, findings)]
 
 
 def merge_conditions(old: list[Condition], findings: list[Finding], generation: int, now: str) -> list[Condition]:
-    """The findings as conditions; `last_transition_time` is kept where the status is the same. `now`: RFC 3339."""
+    """Return the findings as conditions; each keeps its `last_transition_time` if its status is the same. `now`: RFC
+    3339.
+    """
     before = {condition.type: condition for condition in old}
     return list(_merge(before, findings, generation, now))
 
@@ -68,7 +68,7 @@ def _merge(before: dict[str, Condition], findings: list[Finding], generation: in
             continue
         same = known is not None and known.status == finding.status
         message = finding.message[:MAX_MESSAGE_CHARS]
-        if known and same and _says_the_same(known, finding, generation):
+        if known and same and _differs_only_in_digits(known, finding, generation):
             message = known.message
         yield Condition.model_validate(
             {
@@ -82,8 +82,8 @@ def _merge(before: dict[str, Condition], findings: list[Finding], generation: in
         )
 
 
-def _says_the_same(known: Condition, finding: Finding, generation: int) -> bool:
-    """A fault that is met again and again comes with other free bytes and ports each time: that is no news."""
+def _differs_only_in_digits(known: Condition, finding: Finding, generation: int) -> bool:
+    """Whether a fault differs only in digits: one that recurs has other free bytes and ports each time."""
     if not finding.is_fault or (known.reason, known.observed_generation) != (finding.reason, generation):
         return False
     return _without_digits(known.message) == _without_digits(finding.message[:MAX_MESSAGE_CHARS])
@@ -111,18 +111,18 @@ def _planned(seen: Observation) -> Finding:
 
 
 def _refused_model(seen: Observation) -> Fault | None:
-    """What loader or engine found in the model's header, before its weights: no replica of this plan can ever run."""
+    """Return the fault that loader or engine found in the model's header: no replica of this plan can ever run."""
     fault = _first_fault(seen, "ModelLoaded")
     return fault if fault and fault.reason in MODEL_REFUSALS and not seen.ready_current() else None
 
 
 def _scheduled(seen: Observation) -> Finding:
     if seen.plan is None or not seen.carried_out:
-        return Finding("Scheduled", "False", "NotPlanned", "nothing new is started; see condition Planned")
+        return Finding("Scheduled", "False", "NotPlanned", "no new replica is started: see condition Planned")
     if fault := _first_fault(seen, "Scheduled"):
         return Finding("Scheduled", "False", fault.reason, fault.message)
     running = [replica for replica in seen.current() if replica.running or replica.phase == "crashed"]
-    message = f"{min(len(running), seen.plan.replicas)} of {seen.plan.replicas} replicas have their place"
+    message = f"{min(len(running), seen.plan.replicas)} of {seen.plan.replicas} replicas are placed"
     if len(running) >= seen.plan.replicas:
         return Finding("Scheduled", "True", "AllScheduled", message)
     if seen.loader is not None:
@@ -136,7 +136,7 @@ def _model_loaded(seen: Observation) -> Finding:
     if any(replica.loaded for replica in seen.current()):
         return Finding("ModelLoaded", "True", "Loaded", "the model is loaded; its replicas sleep")
     if not seen.carried_out and seen.ready():
-        message = "nothing new is started" if seen.conflict else f"nothing new is started; {OLDER_SERVE}"
+        message = "no new replica is started" if seen.conflict else f"no new replica is started; {OLDER_SERVE}"
         return Finding("ModelLoaded", "Unknown", "NotPlanned", message)
     if fault := _first_fault(seen, "ModelLoaded"):
         return Finding("ModelLoaded", "False", fault.reason, fault.message)
@@ -152,20 +152,20 @@ def _model_loaded(seen: Observation) -> Finding:
 
 def _serving(seen: Observation) -> Finding:
     if seen.conflict:
-        return Finding("Serving", "False", "NameConflict", f"the gateway sends it nothing: {seen.conflict}")
+        return Finding("Serving", "False", "NameConflict", f"the gateway sends it no requests: {seen.conflict}")
     if not seen.gateway_ready:
         return Finding("Serving", "False", "GatewayNotReady", seen.gateway_message)
     if seen.ready():
         return Finding("Serving", "True", "Serving", "ready replicas take requests")
     if seen.plan is not None and seen.plan.replicas == 0:
-        return Finding("Serving", "False", "ScaledToZero", _zero(seen))
+        return Finding("Serving", "False", "ScaledToZero", _zero_message(seen))
     return Finding("Serving", "False", "NoReadyReplica", "no replica takes requests")
 
 
 def _scaling_active(seen: Observation) -> Finding:
     scaling = seen.scaling
     if scaling is None and _is_scaled(seen):
-        return Finding("ScalingActive", "Unknown", NOT_DECIDED, "nothing was decided yet")
+        return Finding("ScalingActive", "Unknown", NOT_DECIDED, "the autoscaler has not decided yet")
     if scaling is None:
         return Finding("ScalingActive", "Unknown", "NotConfigured", "the number of replicas is fixed")
     if not scaling.active:
@@ -176,7 +176,7 @@ def _scaling_active(seen: Observation) -> Finding:
 def _slo_met(seen: Observation) -> Finding:
     scaling = seen.scaling
     if scaling is None and _is_scaled(seen):
-        return Finding("SLOMet", "Unknown", NOT_DECIDED, "nothing was decided yet")
+        return Finding("SLOMet", "Unknown", NOT_DECIDED, "the autoscaler has not decided yet")
     if scaling is None or scaling.slo_met is None:
         return Finding("SLOMet", "Unknown", "NotMeasured", "no SLO is measured")
     if scaling.slo_met:
@@ -189,13 +189,13 @@ def _is_scaled(seen: Observation) -> bool:
 
 
 def _ready(seen: Observation, findings: list[Finding]) -> Finding:
-    """True when everything wanted runs and serves; otherwise the first cause on the way there, faults before waits."""
+    """Return True if everything wanted serves; otherwise the first cause that it does not, faults before waits."""
     steps = [f for f in findings if f.type in ("Planned", "Scheduled", "ModelLoaded", "Serving")]
     causes = [(f.reason, f.message) for f in steps if f.is_fault]
     causes += [(fault.reason, fault.message) for fault in _faults(seen)]
     if not causes and seen.plan is not None:
         if seen.plan.replicas == 0:
-            return Finding("Ready", "False", "ScaledToZero", _zero(seen))
+            return Finding("Ready", "False", "ScaledToZero", _zero_message(seen))
         num_ready = len(seen.ready_current())
         message = f"{min(num_ready, seen.plan.replicas)} of {seen.plan.replicas} replicas are ready"
         if num_ready >= seen.plan.replicas:
@@ -207,15 +207,15 @@ def _ready(seen: Observation, findings: list[Finding]) -> Finding:
     return Finding("Ready", "False", reason, f"{message}; {OLDER_SERVE}" if older_serve else message)
 
 
-def _zero(seen: Observation) -> str:
+def _zero_message(seen: Observation) -> str:
     if seen.plan is not None and seen.plan.autoscaling is not None and seen.plan.autoscaling.mode == "Active":
         verb = "wakes" if seen.asleep() else "starts"
-        return f"there are no requests: the next one {verb} a replica"
-    return "no replica is wanted: raise spec.replicas"
+        return f"there are no requests; the next one {verb} a replica"
+    return "spec.replicas is 0: raise it to serve requests"
 
 
 def _faults(seen: Observation) -> Iterator[Fault]:
-    """What is wrong with the plan's own replicas and what they wait for; those of an earlier plan do not count."""
+    """Yield the faults of the plan's own replicas and of what they wait for, not those of an earlier plan."""
     if not seen.carried_out:
         return
     if seen.fault:
@@ -229,7 +229,7 @@ def _first_fault(seen: Observation, stage: str) -> Fault | None:
 
 
 class WantedEvent(NamedTuple):
-    """Worth an Event: it became ready, a fault came, or its size changed."""
+    """An Event to write: the deployment became ready, got a fault, or changed its size."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -237,7 +237,7 @@ class WantedEvent(NamedTuple):
 
 
 def events_between(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[WantedEvent]:
-    """What has changed between two statuses (JSON); an empty `old` is a deployment that was just created.
+    """Return the events for the changes between two statuses (JSON); an empty `old` is a new deployment.
 
     A fault that several conditions share is one event.
     """
@@ -248,8 +248,10 @@ def _scaled_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Wa
     before, after = old.get("desiredReplicas"), new.get("desiredReplicas")
     if None not in (before, after) and before != after:
         why = (new.get("lastScaling") or {}).get("reason", "")
-        # Where a person has changed the spec, that is the whole reason.
-        message = f"from {before} to {after} replicas" + (f": {why}" if why and not why.startswith("spec.") else "")
+        # If a user changed the spec, that is the whole reason.
+        message = f"scaled from {before} to {after} replicas" + (
+            f": {why}" if why and not why.startswith("spec.") else ""
+        )
         yield WantedEvent("Normal", "Scaled", message[:MAX_EVENT_CHARS])
 
 

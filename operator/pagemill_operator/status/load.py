@@ -1,4 +1,4 @@
-"""Load as `status.load` shows it: in coarse steps, so that a status is not written with every request. Pure."""
+"""The load as `status.load` shows it: in coarse steps, so that not every request causes a status write. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REQUEST_STEPS = [0, *(step * scale for scale in (1, 10, 100, 1000, 10_000, 100_0
 
 
 def summarize(kv_cache_usage: float | None, running: int, waiting: int, now: str) -> LoadSummary:
-    """`now`: RFC 3339. An unknown share of the cache counts as 0."""
+    """Return the coarse load. `now` is an RFC 3339 time; an unknown share of the cache counts as 0."""
     percent = 100 * min(1.0, max(0.0, kv_cache_usage or 0.0))
     return LoadSummary.model_validate(
         {
@@ -26,19 +26,19 @@ def summarize(kv_cache_usage: float | None, running: int, waiting: int, now: str
 
 
 def coarse(count: int) -> int:
-    """The largest step that is not above `count`: 0, 1, 2, 5, 10, 20, 50..."""
+    """Return the largest step that is not above `count`: 0, 1, 2, 5, 10, 20, 50..."""
     return REQUEST_STEPS[bisect.bisect_right(REQUEST_STEPS, max(0, count)) - 1]
 
 
 def next_load(shown: LoadSummary | None, measured: LoadSummary | None) -> LoadSummary | None:
-    """What to show: `shown` until a step has changed and its time is over. Nothing measured changes nothing."""
+    """Return the load to show: `shown` until a step has changed and enough time has passed, or nothing is measured."""
     if measured is None or shown is None:
         return measured or shown
     return shown if _is_same(shown, measured) or _too_early(shown, measured) else measured
 
 
 def remaining_s(shown: LoadSummary | None, measured: LoadSummary | None) -> float | None:
-    """Seconds until `measured` is shown, if `next_load` still holds it back."""
+    """Return the seconds until `next_load` shows `measured`, or None if it shows it now or nothing changed."""
     if shown is None or measured is None or _is_same(shown, measured) or not _too_early(shown, measured):
         return None
     return LEAST_SECONDS_BETWEEN_WRITES - _elapsed_s(shown, measured)

@@ -1,4 +1,4 @@
-"""What a backend observed of one deployment: the input of `conditions`. Values only, nothing is decided here."""
+"""A backend's observation of one deployment: the input of `conditions`. Values only; nothing is decided here."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Stage = Literal["Planned", "Scheduled", "ModelLoaded"]
 
 @dataclass(frozen=True)
 class Fault:
-    """Why something does not work, for conditions: `stage` is the condition that it breaks."""
+    """Why something does not work; `stage` is the condition that it breaks."""
 
     stage: Stage
     reason: str
     """CamelCase."""
     message: str
-    """With the remedy, and without anything that changes by itself."""
+    """Cause and remedy, without values that change by themselves."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ReplicaObservation:
     """CamelCase cause of a crash or a wait."""
     message: str = ""
     ready_at: float = field(default=0.0, compare=False)
-    """When it became ready, on a clock that all of its deployment share; 0: not known."""
+    """When the replica became ready, on a clock that the deployment's replicas share; 0 if unknown."""
 
     @property
     def running(self) -> bool:
@@ -42,7 +42,7 @@ class ReplicaObservation:
 
     @property
     def loaded(self) -> bool:
-        """It has generated a token: it serves, or could after being woken."""
+        """Whether the replica has generated a token: it serves, or could after being woken."""
         return self.phase in ("ready", "asleep", "waking")
 
     @property
@@ -51,7 +51,7 @@ class ReplicaObservation:
 
     @property
     def fault(self) -> Fault | None:
-        """What keeps it from becoming ready, if that is more than time."""
+        """What keeps the replica from becoming ready, unless it only needs time."""
         if not self.reason or not self.live or self.loaded:
             return None
         return Fault("Scheduled" if self.phase == "pending" else "ModelLoaded", self.reason, self.message)
@@ -59,31 +59,31 @@ class ReplicaObservation:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What the autoscaler says of itself."""
+    """The autoscaler's state."""
 
     active: bool
-    """False: it holds, because something is missing."""
+    """False if the autoscaler keeps the number of replicas because a signal is missing."""
     advisory: bool
-    """It decides, and does not act."""
+    """Whether the autoscaler only recommends."""
     message: str
-    """Without anything that changes by itself."""
+    """The condition's message, without values that change by themselves."""
     why: str = ""
-    """The latest change."""
+    """The reason of the latest change."""
     slo_met: bool | None = None
     slo_reachable: bool = True
-    """Within the bounds of the resource."""
+    """Whether the SLO can be reached within the bounds of the resource."""
     slo_message: str = ""
 
 
 @dataclass(frozen=True)
 class LastStart:
-    """How the latest start of a replica went."""
+    """The latest start of a replica."""
 
     name: str
     time: str
-    """When it was ready; RFC 3339."""
+    """When the replica was ready; RFC 3339."""
     seconds: Mapping[str, float]
-    """By phase, `total` among them."""
+    """Seconds by phase, including `total`."""
 
 
 @dataclass(frozen=True)
@@ -91,30 +91,30 @@ class Observation:
     """What is known about one deployment."""
 
     plan: Plan | None
-    """None where the spec cannot be read; `invalid` says why."""
+    """None if the spec cannot be read; see `invalid`."""
     replicas: tuple[ReplicaObservation, ...] = ()
     gateway_ready: bool = False
     gateway_message: str = "the gateway is not ready"
     conflict: Problem | None = None
     unplanned: Problem | None = None
-    """Why it is not known whether the plan can work, for example a source that only the pods can read."""
+    """Why it is unknown whether the plan can work, for example a source that only pods can read."""
     invalid: tuple[Problem, ...] = ()
     fault: Fault | None = None
     """What keeps replicas from existing at all."""
     loader: ReplicaObservation | None = None
-    """What fills the model's volume, while engines wait for it."""
+    """The loader that fills the model's volume while engines wait for it."""
     scaling: Scaling | None = None
-    """None where the number of replicas is fixed, or nothing was decided yet."""
+    """None if the number of replicas is fixed, or nothing was decided yet."""
     last_start: LastStart | None = None
-    """None: none was measured."""
+    """None if no start was measured."""
     progress: str = ""
-    """How far the loader is, such as `1.2 of 4.0 GiB`; empty where none runs or nothing is known."""
+    """The loader's progress, such as `1.2 of 4.0 GiB`; empty if no loader runs or it is unknown."""
     look_again_s: float | None = None
-    """When time alone may make this another observation; None: never."""
+    """Seconds after which time alone may change the observation; None: never."""
 
     @property
     def carried_out(self) -> bool:
-        """The plan is what runs, or is on its way to."""
+        """Whether the plan runs or is on its way to."""
         refused = self.fault is not None and self.fault.stage == "Planned"
         return self.plan is not None and not self.plan.problems and self.conflict is None and not refused
 
@@ -126,7 +126,7 @@ class Observation:
         return [r for r in self.replicas if r.phase == "ready" and digest in (None, r.digest)]
 
     def current(self) -> list[ReplicaObservation]:
-        """Live replicas of the plan, those before it left out."""
+        """Return the live replicas of the plan, without those of earlier plans."""
         return [replica for replica in self.replicas if replica.live and replica.digest in self.digests]
 
     def ready_current(self) -> list[ReplicaObservation]:
@@ -136,5 +136,5 @@ class Observation:
         return [replica for replica in self.replicas if replica.phase == "asleep"]
 
     def older(self) -> list[ReplicaObservation]:
-        """Ready replicas of an earlier plan."""
+        """Return the ready replicas of an earlier plan."""
         return [replica for replica in self.ready() if replica.digest not in self.digests]

@@ -1,6 +1,6 @@
-"""How much traffic of one kind a number of replicas holds within the SLO, found by simulating it while it stays.
+"""Finds how much steady traffic of one kind a number of replicas holds within the SLO, by simulating it.
 
-What an operator could find out with load tests of its deployment, and all that `informed` knows of its engines.
+An operator could find this out with load tests of its deployment; it is all that `informed` knows of its engines.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pagemill_simulator.workloads.request import computed_tokens
 
 HALVINGS = 4
 MOST_SIMULATED = 4
-"""More replicas are taken to hold no more each, which is nearly so."""
+"""Largest simulated number of replicas; the capacity of more is extrapolated in proportion, which is nearly right."""
 PREDICTED_S = 600.0
-"""Of the traffic whose mean lengths a prediction takes."""
+"""Seconds of traffic whose mean lengths a prediction uses."""
 ROUNDING = 1e-6
 SHARE = 0.98
-"""Of the requests of a load that is held: within the SLO."""
+"""Share of the requests that must be within the SLO for a load to count as held."""
 
 
 def predicted_intensity(kind: Generator, shape: Shape, slo: Slo) -> float:
-    """What one replica holds by the autoscaler's own prediction; a unit where that says none."""
+    """Return what one replica holds by the autoscaler's own prediction; 1.0 if that predicts nothing."""
     requests = kind.steady(1.0, PREDICTED_S).workload(0).requests
     prompt = fmean(each.num_prompt_tokens for each in requests)
     output = fmean(each.num_output_tokens for each in requests)
@@ -53,9 +53,11 @@ class SteadyCapacity:
         seed: int = 0,
         known: dict[int, float] | None = None,
     ) -> None:
-        """`guess`: what one replica might hold, within a factor of two. `duration_s`: of each simulation.
+        """Create the capacity of one kind of traffic.
 
-        `known`: what was found before, by the number of replicas; what is found is added to it.
+        `guess` is what one replica might hold, within a factor of two. `duration_s` is the length of each simulation.
+        `known`
+        has earlier results by number of replicas; new ones are added to it.
         """
         self._kind = kind
         self._settings = settings
@@ -66,7 +68,7 @@ class SteadyCapacity:
         self._held = {} if known is None else known
 
     def held(self, replicas: int) -> float:
-        """The intensity that so many replicas hold; where it is not simulated, in proportion."""
+        """Return the intensity that so many replicas hold; values between simulated numbers are interpolated."""
         if replicas <= 0:
             return 0.0
         if replicas > MOST_SIMULATED:
@@ -78,7 +80,7 @@ class SteadyCapacity:
         return low + (high - low) * (replicas - lower) / lower
 
     def needed(self, intensity: float) -> int:
-        """The fewest replicas that hold it, within the bounds."""
+        """Return the fewest replicas that hold the intensity, within the bounds."""
         low, high = self._settings.bounds
         if intensity <= 0:
             return low
@@ -90,7 +92,7 @@ class SteadyCapacity:
         return self._held[replicas]
 
     def _find(self, replicas: int) -> float:
-        """By halves, from what half as many hold for each."""
+        """Search by bisection, starting from what half as many replicas hold each."""
         each = self._power_of_two(replicas // 2) / (replicas // 2) if replicas > 1 else self._guess
         low, high = (1.0, 1.5) if replicas > 1 else (0.25, 2.0)
         for _ in range(HALVINGS):

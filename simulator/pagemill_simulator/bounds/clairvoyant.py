@@ -1,10 +1,10 @@
-"""The schedules that are best for traffic that is known ahead: a search against the simulation itself.
+"""Searches the best schedules of replicas for traffic that is known ahead, with the simulation itself.
 
-First as many replicas as there may be are held constantly, one number after the other, which says for each stretch of
-time how many requests miss the SLO with how many replicas. Of that the cheapest course of replicas is computed for
-several prices of a missed request, by dynamic programming: a start costs its loading, keeping costs its time. What it
-leaves out, what waits from one stretch to the next, is put right by changes that are tried out: a stretch with one
-replica more or fewer, or a change that comes earlier or later. Neighbour: `informed`, which does not see ahead.
+First, constant numbers of replicas are simulated one after the other, which shows for each window of time how many
+requests miss the SLO with how many replicas. From that, dynamic programming computes the cheapest course of replicas
+for several prices of a missed request: a start costs its loading, keeping a replica costs its time. This ignores
+requests that wait from one window to the next, so changes are tried afterwards: a window with one replica more or
+fewer, or a change earlier or later. `informed` is the bound without foresight.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pagemill_simulator.fleet.outcome import Outcome
 from pagemill_simulator.fleet.settings import ColdStart
 
 NUM_CHANGES = 24
-"""That are tried out."""
+"""Number of changes that are tried."""
 NUM_WINDOWS = 60
 LEAST_WINDOW_S = 10.0
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Of a missed request, in pod-seconds times what a request takes on average."""
+"""Prices of a missed request, in pod-seconds as multiples of what a request takes on average."""
 AHEAD = 1.15
-"""Starts differ: a replica is ordered so many median starts ahead."""
+"""How long before it is needed a replica is ordered, in median starts, because starts vary."""
 TOLERANCE = 0.005
-"""Of the requests: what a share within the SLO may lack of the best one for a lower cost."""
+"""How much lower the share within the SLO may be than the best one for a lower cost."""
 
 
 def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int = NUM_CHANGES, seed: int = 0) -> Trial:
-    """The cheapest schedule whose share within the SLO is within half a point of the best that was found.
+    """Return the cheapest schedule whose share within the SLO is within half a point of the best that was found.
 
-    `others`: outcomes of policies on the same workload and fleet, whose orders are schedules too. All that was tried
-    out stays in `trials`.
+    `others` are outcomes of policies on the same workload and fleet; their orders are tried as schedules too. All tried
+    schedules stay in `trials`.
     """
     for other in others:
         trials.add(Schedule.ordered(other.timeline), other)
@@ -53,7 +53,7 @@ def search(trials: Trials, *, others: Iterable[Outcome] = (), num_changes: int =
 
 
 def _fewest_suffice(trials: Trials) -> Trial | None:
-    """As few replicas as there may be, if their share is near the best: nothing costs less."""
+    """Return the trial of the lowest allowed number of replicas if its share is near the best: nothing costs less."""
     fewest = trials.settings.bounds.min_replicas
     if not fewest:
         return None
@@ -63,18 +63,18 @@ def _fewest_suffice(trials: Trials) -> Trial | None:
 
 
 def _near_best(trials: Trials) -> Sequence[Trial]:
-    """Those of the frontier that are worth a change: the cheapest misses half of all."""
+    """Return the trials of the frontier that are worth a change: the cheapest ones miss half of all requests."""
     most = max(10, len(trials.workload.requests) // 2)
     return [each for each in trials.frontier if each.missed <= most] or trials.frontier
 
 
 def _pod_seconds_each(trials: Trials) -> float:
-    """What a request costs where nearly all are within the SLO."""
+    """Return the pod-seconds per request where nearly all are within the SLO."""
     return trials.cheapest(0.95).pod_seconds / max(1, len(trials.workload.requests))
 
 
 def _constant(trials: Trials) -> tuple[dict[int, list[int]], float]:
-    """Missed requests of each window by the number of replicas, and the length of a window."""
+    """Return the missed requests of each window by number of replicas, and the length of a window."""
     low, high = trials.settings.bounds
     duration_s = max(GRID_S, trials.workload.duration_s)
     window_s = max(LEAST_WINDOW_S, duration_s / NUM_WINDOWS)
@@ -98,7 +98,7 @@ def _constant(trials: Trials) -> tuple[dict[int, list[int]], float]:
 
 
 def _numbers(low: int, high: int) -> Iterable[int]:
-    """From low to high, each at most a third more than the one before."""
+    """Yield numbers from low to high, each at most a third more than the one before."""
     number = low
     while number < high:
         yield number
@@ -107,10 +107,11 @@ def _numbers(low: int, high: int) -> Iterable[int]:
 
 
 def cheapest_course(missed: Mapping[int, Sequence[int]], window_s: float, price: float, start: ColdStart) -> list[int]:
-    """Replicas in each window, at `price` pod-seconds for each missed request.
+    """Return the replicas in each window, at `price` pod-seconds per missed request.
 
-    `missed`: of each window, by the numbers of replicas to choose from. A replica that is added costs the time of its
-    loading as well.
+    `missed` has the missed requests of each window, by the numbers of replicas to choose from. An added replica also
+    costs
+    the time of its loading.
     """
     loading = start.total_s - start.schedule_s
     numbers = list(missed)
@@ -130,7 +131,7 @@ def cheapest_course(missed: Mapping[int, Sequence[int]], window_s: float, price:
 
 
 def _changed(schedule: Schedule, trials: Trials, draw: random.Random) -> Schedule:
-    """With one change that was drawn: of a number, or of a time."""
+    """Return the schedule with one random change, of a number or of a time."""
     low, high = trials.settings.bounds
     orders = list(schedule.orders)
     place = draw.randrange(len(orders))

@@ -1,9 +1,10 @@
-"""What a perfect policy without foresight could do: it knows how traffic is drawn now, and learns of a change at once.
+"""A policy without foresight that learns of every change of the traffic at once: the bound of what a real one can
+reach.
 
-It knows the rate behind the arrivals and its slope, not the arrivals that are drawn of it; what its replicas hold
-(`capacity`); what waits; and what a start takes. It orders what the rate will need when a replica is ready, and more
-while what waits is worth more than they cost. It removes what the rate no longer needs at once. Neighbour:
-`clairvoyant`, which knows every request.
+It knows the rate and slope behind the arrivals, but not the drawn arrivals; the capacity of its replicas (`capacity`);
+the waiting requests; and the length of a start. It orders what the rate will need when a replica is ready, and more
+while the waiting requests are worth more than the replicas cost. It removes what the rate no longer needs at once.
+`clairvoyant` knows every request.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pagemill_simulator.scaling.policy import Seen
 from pagemill_simulator.workloads.generator import Generator
 
 PRICE = 3.0
-"""What it pays for a request within the SLO, in what a request costs where replicas are used in full."""
+"""What a request within the SLO is worth, as a multiple of its cost on fully used replicas."""
 SLOPE_S = 10.0
-"""Over which the slope of the rate is taken, behind the present."""
+"""Seconds before the present over which the slope of the rate is taken."""
 
 
 class Informed:
-    """Implements `scaling.policy.FleetScaler`, for one run."""
+    """Implements `scaling.policy.FleetScaler` for one run."""
 
     name = "informed"
     interval_s = GRID_S
@@ -34,12 +35,12 @@ class Informed:
         self._cold_start_s = cold_start_s
         self._most = most_replicas
         self._extra = 0
-        """Ordered for what waits."""
+        """Replicas ordered for waiting requests."""
 
     def decide(self, seen: Seen) -> int:
         rate = self._traffic.intensity_at(seen.at_s)
         before = self._traffic.intensity_at(max(0.0, seen.at_s - SLOPE_S))
-        # A jump is no slope: what it will do next is not known.
+        # A jump is not a slope: it does not predict the future.
         slope = (rate - before) / SLOPE_S if before > 0 and rate < 1.5 * before else 0.0
         ahead = max(rate, rate + slope * self._cold_start_s)
         needed = self._capacity.needed(ahead)
@@ -49,7 +50,9 @@ class Informed:
         return min(self._most, needed + self._extra)
 
     def _worth(self, rate: float, needed: int, waiting: int, ready: int) -> int:
-        """Replicas beyond those needed, by what they cost and how many requests wait too long without them."""
+        """Return the replicas beyond the needed ones that minimize their cost plus that of requests that wait too
+        long.
+        """
         each = self._capacity.held(1)
         left = waiting + (rate - self._capacity.held(ready)) * self._cold_start_s
         if left <= 0 or each <= 0 or rate <= 0:
@@ -58,7 +61,7 @@ class Informed:
         price = needed / rate * PRICE
 
         def cost(extra: int) -> float:
-            """In pod-seconds."""
+            """Return the cost in pod-seconds."""
             drained_per_s = slack + extra * each
             drain_s = left / drained_per_s if drained_per_s else math.inf
             return price * rate * min(drain_s, 3600.0) + extra * (self._cold_start_s + min(drain_s, 3600.0))

@@ -1,6 +1,6 @@
-"""Replica counts over time, planned ahead, and the scaler that orders them.
+"""Planned numbers of replicas over time, and the scaler that orders them.
 
-Neighbours: `trials` simulates a schedule, `clairvoyant` searches among them.
+`trials` simulates a schedule; `clairvoyant` searches among them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pagemill_simulator.fleet.outcome import FleetPoint
 from pagemill_simulator.scaling.policy import Seen
 
 GRID_S = 2.0
-"""Orders are given on this grid, as the operator's are."""
+"""Orders are on this grid of seconds, like the operator's."""
 
 
 class Order(NamedTuple):
@@ -23,13 +23,13 @@ class Order(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """From each order's time on; the first is at 0."""
+    """Each order applies from its time on; the first is at 0."""
 
     orders: tuple[Order, ...]
 
     @classmethod
     def of(cls, orders: Sequence[Order]) -> Schedule:
-        """On the grid, without orders that change nothing; of several at one time the last counts."""
+        """Return a schedule on the grid, without orders that change nothing; of several at one time the last counts."""
         latest = {max(0.0, round(at_s / GRID_S) * GRID_S): replicas for at_s, replicas in orders}
         rising = [Order(at_s, latest[at_s]) for at_s in sorted(latest)]
         changes = [after for before, after in pairwise(rising) if before.replicas != after.replicas]
@@ -41,14 +41,14 @@ class Schedule(NamedTuple):
 
     @classmethod
     def ordered(cls, timeline: Sequence[FleetPoint]) -> Schedule:
-        """What a policy ordered in a simulation."""
+        """Return the schedule that a policy ordered in a simulation."""
         return cls.of([Order(0.0, timeline[0].wanted), *(Order(point.at_s, point.wanted) for point in timeline)])
 
     @classmethod
     def ready_at(cls, ready: Sequence[int], window_s: float, ahead_s: float) -> Schedule:
-        """`ready`: how many must be ready in each window of `window_s`; each is ordered `ahead_s` before.
+        """Return a schedule with `ready` replicas ready in each window of `window_s`, each ordered `ahead_s` earlier.
 
-        What is needed again before a new replica could be ready stays.
+        Replicas stay if they are needed again before a new one could be ready.
         """
         step_s = GRID_S
         while step_s * 2 <= window_s / 8:
@@ -65,7 +65,7 @@ class Schedule(NamedTuple):
 
 
 class ScheduledReplicas:
-    """Orders a schedule, whatever happens. Implements `scaling.policy.FleetScaler`."""
+    """Orders a fixed schedule. Implements `scaling.policy.FleetScaler`."""
 
     interval_s = GRID_S
     wakes_at_once = True

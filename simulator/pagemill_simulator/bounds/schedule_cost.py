@@ -1,7 +1,8 @@
-"""What a schedule of replicas costs at the least: its orders on the simulated cluster, with no request to wait for.
+"""Computes the least cost of a schedule of replicas: its orders on the simulated cluster, without requests.
 
-A pod that is removed goes at once here, and none stays for what is still computed when the traffic ends; all else is
-the cluster of a simulation with requests. Neighbour: `trials`, which need not simulate what costs too much.
+A removed pod goes at once, and none stays for work that is left when the traffic ends; everything else is the cluster
+of
+a simulation with requests. `trials` uses it to skip schedules that cost too much.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pagemill_simulator.workloads.request import Workload
 
 
 def least_pod_seconds(schedule: Schedule, settings: FleetSettings, duration_s: float) -> float:
-    """Until the end of the traffic."""
+    """Return the pod-seconds until the end of the traffic."""
     events, engines = Events(), _NoEngines()
     event_log = EventLog(Workload(name="nothing", source="", requests=(), duration_s=duration_s))
     engines.platform = platform = Platform(events, settings, engines, event_log)
@@ -38,7 +39,7 @@ def least_pod_seconds(schedule: Schedule, settings: FleetSettings, duration_s: f
 
 
 class _NoEngines:
-    """Implements `platform.Engines`: pods in which nothing ever runs."""
+    """Implements `platform.Engines` with pods in which nothing runs."""
 
     platform: Platform
 

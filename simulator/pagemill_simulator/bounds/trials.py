@@ -1,7 +1,7 @@
-"""Simulates schedules of replicas, and keeps those that no other beats in both: requests within the SLO, and cost.
+"""Simulates schedules of replicas, and keeps those that no other beats in both requests within the SLO and cost.
 
-One object for one workload on one fleet; every schedule is simulated once, and no further than it takes to know that
-another one beats it: what a schedule costs at least follows from it alone (`schedule_cost`).
+One object is for one workload on one fleet. Every schedule is simulated once, and only until another one is known to
+beat it: the least cost of a schedule follows from it alone (`schedule_cost`).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Trial(NamedTuple):
 
 
 class _Enough(Exception):
-    """More requests missed the SLO than may."""
+    """Raised when more requests than allowed have missed the SLO."""
 
 
 class Trials:
     def __init__(self, name: str, workload: Workload, settings: FleetSettings, slo: Slo) -> None:
-        """`name`: of the scaler, in outcomes."""
+        """`name` is the scaler's name in outcomes."""
         self._name = name
         self._slo = slo
         self._known: dict[Schedule, Trial] = {}
         self._beaten: set[Schedule] = set()
-        """That were not simulated to their end."""
+        """Schedules that were not simulated to their end."""
         self.workload = workload
         self.settings = settings
         self.frontier: list[Trial] = []
-        """None of them is beaten in both; by pod-seconds, rising."""
+        """Trials that no other beats in both, by rising pod-seconds."""
 
     def try_out(self, schedule: Schedule) -> Trial:
         if schedule not in self._known:
@@ -52,7 +52,7 @@ class Trials:
         return self._known[schedule]
 
     def challenge(self, schedule: Schedule) -> None:
-        """As `try_out`, where only the frontier matters: no further than it takes to know that it stays as it is."""
+        """Try a schedule, but only until it is known that the frontier stays as it is."""
         if schedule in self._known or schedule in self._beaten:
             return
         cost = least_pod_seconds(schedule, self.settings, self.workload.duration_s)
@@ -63,14 +63,14 @@ class Trials:
             self.add(schedule, outcome)
 
     def misses_at_most(self, schedule: Schedule, most: float) -> bool:
-        """Whether no more requests than that miss the SLO."""
+        """Whether at most `most` requests miss the SLO."""
         return self._unless_more_miss(schedule, most) is not None
 
     def simulate(self, schedule: Schedule) -> Outcome:
         return simulate_fleet(self.workload, self.settings, ScheduledReplicas(self._name, schedule), fast=True)
 
     def _unless_more_miss(self, schedule: Schedule, most: float) -> Outcome | None:
-        """None: more than that miss the SLO."""
+        """Return the outcome, or None as soon as more than `most` requests miss the SLO."""
         if most < 0:
             return None
         missed = 0
@@ -88,7 +88,7 @@ class Trials:
             return None
 
     def add(self, schedule: Schedule, outcome: Outcome) -> None:
-        """What came of it."""
+        """Add an outcome to the known trials and the frontier."""
         arrivals_s = tuple(served.arrival_s for served in outcome.requests if self.missed(served))
         figures = figures_of(outcome, slo_ttft_ms=self._slo.ttft_ms, slo_tpot_ms=self._slo.tpot_ms)
         missed = len(arrivals_s)
@@ -101,16 +101,16 @@ class Trials:
         return not is_within_slo(served, self._slo.ttft_ms, self._slo.tpot_ms)
 
     def best_share(self, pod_seconds: float = math.inf) -> float:
-        """The highest share within the SLO that was reached at no more than this cost."""
+        """Return the highest share within the SLO that was reached at no more than this cost."""
         reached = [each.missed for each in self.frontier if each.pod_seconds <= pod_seconds]
         return share(min(reached), self.workload.requests) if reached else 0.0
 
     def cheapest(self, least_share: float) -> Trial:
-        """With at least this share, or else with the highest."""
+        """Return the cheapest trial with at least this share, or else with the highest."""
         aim = min(least_share, self.best_share())
         return next(each for each in self.frontier if share(each.missed, self.workload.requests) >= aim)
 
 
 def share(missed: int, requests: Sequence[object]) -> float:
-    """Of the requests, those within the SLO."""
+    """Return the share of requests within the SLO."""
     return 1.0 - missed / len(requests) if requests else 1.0

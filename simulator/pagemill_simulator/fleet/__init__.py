@@ -1,1 +1,1 @@
-"""A deployment of many pods on a virtual clock: arrivals, routing, cold starts, failures and scaling in one run."""
+"""A deployment of many pods in virtual time: arrivals, routing, cold starts, failures and scaling in one run."""

@@ -1,7 +1,7 @@
-"""Lines of a batch beside live requests: started by the gateway's own rule, wherever it finds capacity left.
+"""Lines of a batch beside live requests, started by the gateway's own rule when capacity is idle.
 
-They wait in no queue of their own: the rule is asked every few hundredths of a second, as the gateway's batches ask it.
-Neighbours: `relay` takes a line through the brain as any request, with the priority by which it gives way.
+They wait in no queue: the rule is asked every few hundredths of a second, as the gateway's batches do. `relay` takes a
+line through the brain like any request, with low priority.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BatchLines:
             self._events.after(POLL_S, self._poll)
 
     async def _start(self) -> None:
-        """As many lines as there is capacity for."""
+        """Start as many lines as there is idle capacity for."""
         for _ in range(await self._brain.idle_capacity(MODEL, self._config.max_load)):
             is_over = (
                 self._num_started == len(self._lines) or self._lines[self._num_started].arrival_s > self._events.now_s

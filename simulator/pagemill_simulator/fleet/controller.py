@@ -1,4 +1,4 @@
-"""Asks the scaling policy, by its own clock and when a request finds no pod, and orders what it says."""
+"""Asks the scaling policy, periodically and when a request finds no pod, and orders the replicas."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pagemill_simulator.fleet.platform import Platform
 from pagemill_simulator.scaling.policy import Bounds, FleetScaler, Seen
 
 POINT_S = 5.0
-"""Between two points of the timeline where nothing changes."""
+"""Seconds between two points of the timeline if nothing changes."""
 
 
 class Controller:
     def __init__(
         self, events: Events, platform: Platform, policy: FleetScaler, bounds: Bounds, see: Callable[[], Seen]
     ) -> None:
-        """`see` looks at the fleet at this instant."""
+        """`see` returns the present state of the fleet."""
         self._events = events
         self._platform = platform
         self._policy = policy
@@ -29,7 +29,7 @@ class Controller:
         self._events.after(POINT_S, self._note_regularly)
 
     def wake(self) -> None:
-        """A request finds no pod, not even a starting one."""
+        """Decide at once: a request finds no pod, not even a starting one."""
         if self._policy.wakes_at_once and not self._is_woken:
             self._is_woken = True
             self._events.after(0.0, self._decide_now)

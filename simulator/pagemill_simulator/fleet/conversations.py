@@ -1,7 +1,7 @@
-"""Prompts as token ids, and which turn of a session may be sent.
+"""Prompts as token ids, and the order of a session's turns.
 
-Prompts share what a workload says that they share: the turns of a session begin with what was said before, and no two
-others have a prefix in common.
+Prompts share what the workload defines: the turns of a session begin with the conversation so far, and other prompts
+have no prefix in common.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pagemill_simulator.workloads.request import SimRequest
 
 FILLER = 7
-"""Token of all that is not distinguished."""
+"""The token of everything that need not be distinguished."""
 
 
 def fresh_prompt(index: int, length: int, vocab_size: int) -> list[int]:
-    """That begins as no other: its number distinguishes it."""
+    """Return a prompt whose beginning is unique: it contains the request's number."""
     beginning = [index % vocab_size, index // vocab_size % vocab_size][:length]
     return beginning + [FILLER] * (length - len(beginning))
 
@@ -27,12 +27,12 @@ class Conversations:
         self._vocab_size = vocab_size
         self._num_to_come = Counter(each.session for each in requests if each.session is not None)
         self._said: dict[int, list[int]] = {}
-        """By session: the latest prompt with its answer."""
+        """The latest prompt with its answer, by session."""
         self._busy: dict[int, deque[int]] = {}
-        """By session that waits for an answer: turns that wait for it."""
+        """Waiting turns by session with an unanswered turn."""
 
     def arrives(self, index: int) -> bool:
-        """Whether it may be sent now; else `ended` names it in time."""
+        """Return whether the turn may be sent now; otherwise `ended` returns it later."""
         session = self._requests[index].session
         if session is None:
             return True
@@ -51,7 +51,7 @@ class Conversations:
         return said[:length] + [FILLER] * (length - len(said[:length]))
 
     def ended(self, index: int, prompt: list[int], answer: list[int]) -> int | None:
-        """The turn that has waited for this one, if there is any."""
+        """Record an answer; return the turn that waited for it, or None."""
         session = self._requests[index].session
         if session is None:
             return None

@@ -1,7 +1,7 @@
-"""What runs in the pods of a simulated fleet, as the fleet and its relay see it.
+"""The interface of the engines in a simulated fleet's pods, as the fleet and its relay use it.
 
-One kind schedules every step with the real scheduler (`exact_engines`), the other one decides on counters
-(`fast_engines`). Both report themselves to the gateway's real brain in frames, and deliver what they have computed.
+`exact_engines` schedule every step with the real scheduler; `fast_engines` decide on counters. Both report to the
+gateway's real brain in frames, and deliver the tokens that they have computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pagemill_protocol.state import EngineLoad, StateFrame
 
 
 class Delivery(NamedTuple):
-    """What one request has got."""
+    """New tokens of one request."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -25,9 +25,9 @@ class Delivery(NamedTuple):
 
 
 Observe = Callable[[StateFrame], None]
-"""A frame is at the gateway."""
+"""Called when a frame reaches the gateway."""
 Deliver = Callable[[Sequence[Delivery]], None]
-"""Tokens are at the gateway."""
+"""Called when tokens reach the gateway."""
 
 
 class Engine(Protocol):
@@ -41,32 +41,32 @@ class Engine(Protocol):
 
     @property
     def load(self) -> EngineLoad:
-        """As it was reported last, or would be."""
+        """The load that was reported last, or would be."""
         ...
 
     @property
     def num_output_tokens(self) -> int:
-        """Made so far, of all requests."""
+        """Number of tokens generated so far, of all requests."""
         ...
 
     def snapshot(self) -> StateFrame:
-        """Its first frame."""
+        """Return the first frame."""
         ...
 
     def enter(self, request: GenerateRequest, session: int | None) -> None:
-        """The request is at the pod. Raises `PagemillError`: the engine refuses it."""
+        """Receive a request at the pod. Raise `PagemillError` if the engine refuses it."""
         ...
 
     def drain(self) -> None:
-        """From the next frame on it says that it wants to go."""
+        """Report draining from the next frame on."""
         ...
 
     def stop(self) -> None:
-        """From now on nothing comes of it; what is on its way arrives."""
+        """Produce nothing more; what is on its way still arrives."""
         ...
 
     def check(self) -> None:
-        """Raises where its bookkeeping is inconsistent."""
+        """Raise if the engine's state is inconsistent."""
         ...
 
 
@@ -77,5 +77,5 @@ class EngineKind(Protocol):
     def start(self, pod_name: str, observe: Observe, deliver: Deliver) -> Engine: ...
 
     def prefix_chunks(self, prompt: Sequence[int], session: int | None, scheme: HashScheme) -> tuple[bytes, ...]:
-        """What its engines call the prompt's full prefix chunks."""
+        """Return the names that the engines give to the prompt's full prefix chunks."""
         ...

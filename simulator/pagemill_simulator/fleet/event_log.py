@@ -1,4 +1,4 @@
-"""Keeps what becomes of requests and pods while a fleet is simulated, and makes the outcome of it."""
+"""Collects what happens to requests and pods while a fleet is simulated, and builds the outcome."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagemill_simulator.fleet.outcome import FleetPoint, Outcome, Served
 from pagemill_simulator.workloads.request import Workload
 
 FLAP_S = 300.0
-"""A change that is reversed within this time was none."""
+"""Seconds within which a reversed change counts as a flap."""
 
 
 class EventLog:
@@ -21,29 +21,29 @@ class EventLog:
         self.pod_seconds = 0.0
         self._began_s = time.perf_counter()
         self.num_open = len(workload.requests)
-        """Requests that have not ended, those included that have still to come."""
+        """Number of requests that have not ended, including those still to arrive."""
         self.num_crashes = 0
         self._num_lines = self._num_line_tokens = 0
 
     def ended(self, index: int, served: Served) -> None:
-        """The workload's `index`-th request has come to its end. Raises `RuntimeError` if it had before."""
+        """Record the end of the workload's `index`-th request. Raise `RuntimeError` if it had ended before."""
         if self._served[index] is not None:
             raise RuntimeError(f"request {index} ended twice: {self._served[index]}, then {served}")
         self._served[index] = served
         self.num_open -= 1
 
     def line_ended(self, served: Served) -> None:
-        """A line of a batch has come to its end."""
+        """Record the end of a batch line."""
         if served.ending == "served":
             self._num_lines += 1
             self._num_line_tokens += served.num_output_tokens
 
     def changed(self, at_s: float, before: int, after: int) -> None:
-        """Other replicas are wanted."""
+        """Record a change of the wanted replicas."""
         self._changes.append((at_s, after - before))
 
     def note(self, point: FleetPoint) -> None:
-        """The latest of one instant counts."""
+        """Add a point of the timeline; the latest of one instant counts."""
         if self._timeline and self._timeline[-1].at_s == point.at_s:
             self._timeline.pop()
         self._timeline.append(point)
@@ -55,7 +55,7 @@ class EventLog:
         self.num_crashes += 1
 
     def outcome(self, policy: str, duration_s: float, *, is_exact: bool) -> Outcome:
-        """Raises `RuntimeError` for a request that never ended."""
+        """Return the outcome. Raise `RuntimeError` if a request never ended."""
         served = [each for each in self._served if each is not None]
         if len(served) != len(self._served):
             raise RuntimeError(f"{len(self._served) - len(served)} requests never ended")
@@ -77,5 +77,5 @@ class EventLog:
 
 
 def count_flaps(changes: list[tuple[float, int]]) -> int:
-    """Changes (when, and by how many replicas) that the next one took back too soon."""
+    """Return how many changes (time, difference of replicas) the next one reversed too soon."""
     return sum(delta * then < 0 and later_s - at_s <= FLAP_S for (at_s, delta), (later_s, then) in pairwise(changes))

@@ -1,6 +1,6 @@
-"""Engines whose every step is scheduled by the real scheduler, on the real KV manager. Implements `engines`.
+"""Engines whose every step is scheduled by the real scheduler on the real KV manager. Implements `engines`.
 
-Time and forward passes are simulated (`pagemill_simulator.pod`), prompts are hashed as the gateway hashes them.
+Time and forward passes are simulated (`pagemill_simulator.pod`); prompts are hashed as the gateway hashes them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ExactEngine:
         self.check = pod.core.check_integrity
         self.stop = self._running.stop
         self.num_output_tokens = 0
-        """At the gateway."""
+        """Tokens that have reached the gateway."""
 
     @property
     def is_up(self) -> bool:

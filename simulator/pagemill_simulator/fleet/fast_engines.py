@@ -1,8 +1,8 @@
 """Engines in fast-forward: `fast_pod` between two changes, and the frames that it would send. Implements `engines`.
 
-A frame is sent where it would differ by more than steps of the same decodes, which the gateway foresees: after
-arrivals, ends and steps that compute prompts, at most 20 a second, and at least one a second. Prefix chunks have names
-by session in the place of hashes: requests without one share nothing.
+A frame is sent if it would differ by more than steps of the same decodes, which the gateway predicts: after arrivals,
+ends and steps that compute prompts, at most 20 per second and at least one per second. Prefix chunks are named by
+session instead of by hash: requests without a session share nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pagemill_simulator.fleet.fast_steps import StepTimes
 from pagemill_simulator.pod import FRAME_INTERVAL_S, HEARTBEAT_S, NETWORK_S, digests_of
 
 ROUNDING_S = 1e-9
-"""What happens at an instant is seen there, whatever was lost in adding and subtracting times."""
+"""Tolerance in seconds that makes an event visible at its instant despite rounding errors of times."""
 
 
 class FastEngines:
@@ -76,7 +76,7 @@ class FastEngine:
     """Implements `engines.Engine`."""
 
     def __init__(self, pod: FastPod, frame: StateFrame, events: Events, observe: Observe, deliver: Deliver) -> None:
-        """`frame`: what all of its frames have in common."""
+        """`frame` has the common fields of all frames."""
         self._pod = pod
         self._common = frame
         self._events = events
@@ -87,15 +87,15 @@ class FastEngine:
         self._is_draining = False
         self._sequence = 0
         self._looked_at_s: float | None = None
-        """When it is looked at next."""
+        """Time of the next look at the pod."""
         self._reported_s = -FRAME_INTERVAL_S
         self._was_idle = True
-        """At its latest report."""
+        """Whether the pod was idle at its latest report."""
         self._is_report_due = False
         self._num_owed = 0
-        """Reports until the gateway takes all that is here for reported."""
+        """Number of reports until the gateway counts all present requests as reported."""
         self._reported_chunks: dict[int, int] = {}
-        """Prefix chunks by session, as they were reported."""
+        """Number of reported prefix chunks by session."""
         events.after(HEARTBEAT_S, self._heartbeat)
 
     @property
@@ -148,10 +148,10 @@ class FastEngine:
         if not self._pod.has_work and self._pod.kv.num_active:
             raise RuntimeError("an idle fast pod holds blocks")
 
-    # What becomes of requests.
+    # Progress of requests.
 
     def _plan(self) -> None:
-        """It is looked at again when something happens."""
+        """Schedule the next look at the pod for its next event."""
         for row in self._pod.take_started():
             self._events.at(row.first_token_s + NETWORK_S, partial(self._deliver_first, row))
         news_s = self._pod.next_news_s()
@@ -177,7 +177,7 @@ class FastEngine:
             self._deliver([Delivery(str(row.client), [FILLER], row.num_cached_tokens, is_last)])
 
     def _pass_on(self, now: float) -> None:
-        """Answers that are complete by now."""
+        """Schedule the delivery of answers that are complete by now."""
         ended = self._pod.ended
         while ended and ended[0].end_s <= now + ROUNDING_S:
             row = ended.popleft()
@@ -190,21 +190,21 @@ class FastEngine:
             self._deliver([Delivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, True)])
 
     def _deliver_cut(self, cut: Sequence[tuple[Row, int]]) -> None:
-        """What was made of answers that end here unfinished."""
+        """Deliver the tokens of answers that end here unfinished."""
         for row, num_made in cut:
             num_tokens = num_made - row.num_delivered
             if num_tokens > 0:
                 self._deliver([Delivery(str(row.client), [FILLER] * num_tokens, row.num_cached_tokens, False)])
 
-    # What it reports.
+    # Reports.
 
     def _report_in_time(self, now: float) -> None:
-        """It has changed: it reports that, but not more often than it may."""
+        """Report a change, but not more often than allowed."""
         if self._is_report_due:
             return
         due_s = self._reported_s + FRAME_INTERVAL_S
         if due_s < now:
-            # One that works reports all the time.
+            # A pod with work reports continuously.
             late_s = (now - due_s) % FRAME_INTERVAL_S
             due_s = now if self._was_idle else now + FRAME_INTERVAL_S - late_s
         if due_s <= now:
@@ -221,7 +221,7 @@ class FastEngine:
         self._reported_s, self._was_idle = now, not pod.has_work
         self._num_owed = max(0, self._num_owed - 1)
         self._events.after(NETWORK_S, partial(self._observe, self._make_frame()))
-        # While it decides each step it has more to report soon, and a request is believed to be there by reports alone.
+        # A pod that decides each step soon has more to report, and only reports confirm that a request has arrived.
         self._is_report_due = pod.has_work and (pod.has_more_to_report or self._num_owed > 0)
         if self._is_report_due:
             self._events.after(FRAME_INTERVAL_S, self._report)
@@ -249,7 +249,7 @@ class FastEngine:
         )
 
     def _changed_chunks(self) -> tuple[list[bytes], list[bytes]]:
-        """Added and removed since the frame before."""
+        """Return the chunks added and removed since the previous frame."""
         added: list[bytes] = []
         removed: list[bytes] = []
         kv, reported = self._pod.kv, self._reported_chunks

@@ -1,14 +1,15 @@
-"""One engine in fast-forward: the decisions of `pagemill_engine.scheduler`, taken only where they could change.
+"""One engine in fast-forward: the decisions of `pagemill_engine.scheduler`, made only where they could change.
 
-A step that computes prompt tokens, or at which a request may start, is decided like the scheduler decides it, on
-counters in the place of tokens and blocks. Between two such steps the same rows decode, and all steps up to the next
-end of a row, arrival or shortage of blocks are one formula (`fast_steps`).
+A step that computes prompt tokens, or at which a request may start, is decided as the scheduler decides it, on counters
+instead of tokens and blocks. Between two such steps the same rows decode, and all steps up to the next end of a row,
+arrival or shortage of blocks are one formula (`fast_steps`).
 
-The pod works ahead of the clock only as far as the real loop does, which launches a step before the one before was
-read (`pagemill_engine.loop.core`): an arrival takes part in the first step that is launched after it. So a pod is
-brought up to an instant when it is asked or something arrives, and reports when it will next change.
+The pod works ahead of the clock only as far as the real loop, which launches a step before the previous one was read
+(`pagemill_engine.loop.core`): an arrival takes part in the first step that is launched after it. So a pod is advanced
+to an instant when it is asked or something arrives, and reports when it will next change.
 
-Not in here: choices, beams, stop tokens, failures of a step. The gateway's brain decides which pod gets a request.
+Choices, beams, stop tokens and failures of a step are not simulated. The gateway's brain decides which pod gets a
+request.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from pagemill_simulator.fleet.fast_steps import Run, StepTimes
 
 class FastPod:
     def __init__(self, limits: SchedulerLimits, steps: StepTimes, *, overlaps: bool = True) -> None:
-        """`overlaps`: a step is launched before the one before it was read."""
+        """`overlaps`: whether a step is launched before the previous one was read."""
         self.limits = limits
         self.kv = KVCounts(limits.num_blocks, limits.block_size, caches=limits.enable_prefix_caching)
         self.num_preemptions = 0
         self.num_steps = 0
         self.num_sampled_tokens = 0
-        """By all steps that were launched."""
+        """Tokens sampled by all launched steps."""
         self._num_latest_tokens = self._num_tokens_before = 0
-        """Of them, by the latest step and the one before it."""
+        """Tokens sampled by the latest step, and by the one before it."""
         self.busy_s = 0.0
         self.ended: deque[Row] = deque()
         """Rows whose last step was launched, in the order of its end; the reader removes them."""
@@ -49,41 +50,41 @@ class FastPod:
         self._budget = limits.max_num_batched_tokens
         self._num_arrivals = 0
         self._launch_s = 0.0
-        """When the next step is launched: the one before the last was read then."""
+        """Launch time of the next step: the step before the latest one was read then."""
         self._read_s = 0.0
-        """When the step before the one that runs was read."""
+        """When the step before the running one was read."""
         self._started: list[Row] = []
-        """Rows whose first step with a token was launched; the reader removes them."""
+        """Rows whose first token's step was launched; the reader removes them."""
         self._end_s: float | None = None
-        """Of the step in flight; None: there is none."""
+        """End of the step in flight; None: there is none."""
         self._waiting: list[tuple[tuple[int, ...], Row]] = []
         """A heap."""
         self._num_waiting_tokens = 0
         self._prefilling: list[tuple[tuple[int, ...], Row]] = []
-        """By rank."""
+        """Sorted by rank."""
         self._decoding: list[tuple[int, int, Row]] = []
-        """A heap by the step after the last one, then by arrival."""
+        """A heap by the step after the row's last one, then by arrival."""
         self._num_decode_tokens = 0
-        """That decoding rows have computed."""
+        """Number of tokens that decoding rows have computed."""
         self._leaving: deque[Row] = deque()
         self._unreported: list[Row] = []
         """Decoding rows whose next step samples their first token."""
         self._is_stuck = False
-        """No waiting request can start before a row ends."""
+        """Whether no waiting request can start before a row ends."""
         self._last_report: EngineLoad | None = None
         """None: nothing was decided since."""
         self._known_run: tuple[Run, int] | None = None
-        """None: a step was launched, or blocks were freed, since it was worked out."""
+        """None: a step was launched, or blocks were freed, since it was computed."""
         self._is_starting = False
         self._num_new = self._num_new_tokens = self._num_new_unhurried = 0
-        """Requests, tokens of their prompts, and those that give way, that came since a step was launched last."""
+        """Requests, prompt tokens, and low-priority requests that arrived since the last launch of a step."""
         self._num_unhurried = 0
-        """That give way to others, wherever they are."""
+        """Number of low-priority rows, in any place."""
 
-    # -- requests come -------------------------------------------------------------------------------------------
+    # -- arrivals -------------------------------------------------------------------------------------------------
 
     def add(self, row: Row, now_s: float) -> None:
-        """`row` arrives; the pod must have been brought up to `now_s` before."""
+        """Add a row that arrives; the pod must have been advanced to `now_s` before."""
         if not self.has_work:
             self._launch_s = max(self._launch_s, now_s)
         self._num_arrivals += 1
@@ -108,17 +109,17 @@ class FastPod:
         return len(self._waiting)
 
     def load(self) -> EngineLoad:
-        """As `report` has it: after the step that was read last, before another one was launched."""
+        """Return the load as `report` does: after the step that was read last, before another one was launched."""
         return msgspec.structs.replace(
             self.report(), num_preemptions=self.num_preemptions, step_in_flight_ms=self._step_in_flight_s() * 1000
         )
 
     def report(self) -> EngineLoad:
-        """Requests, tokens and blocks as they were reported last."""
+        """Return the requests, tokens and blocks that were reported last."""
         return self._last_report or self._present()
 
     def _present(self) -> EngineLoad:
-        """Without what came since a step was launched."""
+        """Return the present load, without what arrived since the last launch of a step."""
         num_tokens_prefilling = num_tokens_prefilled = 0
         for _, row in self._prefilling:
             num_tokens_prefilled += row.num_computed_tokens
@@ -142,17 +143,17 @@ class FastPod:
         )
 
     def report_age_s(self, now_s: float) -> float:
-        """Since what `report` says was so."""
+        """Return the age in seconds of what `report` returns."""
         return max(0.0, now_s - self._read_s) if self._step_in_flight_s() else 0.0
 
     def _step_in_flight_s(self) -> float:
-        """Of the step that began when the latest one was read; 0: none did."""
+        """Return the time of the step that began when the latest one was read; 0 if none did."""
         if not self._overlaps or not self.has_work or self._is_starting:
             return 0.0
         return max(0.0, self._launch_s - self._read_s)
 
     def num_read_tokens(self, now_s: float) -> int:
-        """Sampled by steps that were read by then; the pod must have been brought up to it."""
+        """Return the tokens sampled by steps that were read by then; the pod must have been advanced to it."""
         if self._end_s is None:
             return self.num_sampled_tokens - (self._num_latest_tokens if self._launch_s > now_s else 0)
         num_unread = self._num_latest_tokens if self._end_s > now_s else 0
@@ -160,23 +161,23 @@ class FastPod:
         return self.num_sampled_tokens - num_unread
 
     def take_started(self) -> list[Row]:
-        """Rows whose first token will be sampled by a step that was launched since this was called last."""
+        """Return the rows whose first token is sampled by a step that was launched since the last call."""
         started, self._started = self._started, []
         return started
 
     @property
     def is_starting(self) -> bool:
-        """It was idle, and no step was read since."""
+        """Whether the pod was idle before and no step was read since."""
         return self._is_starting
 
     @property
     def has_more_to_report(self) -> bool:
-        """Its next report will differ from this one, whoever arrives; at times by how many blocks are left."""
+        """Whether the next report will differ from this one without arrivals, sometimes only in the free blocks."""
         is_tight = 2 * self.kv.num_active > self.limits.num_blocks
         return self.has_work and (self._last_report is not None or is_tight)
 
     def cut(self, now_s: float) -> list[tuple[Row, int]]:
-        """The pod is gone, having been brought up to `now_s`: all rows that have not ended, and what they have made."""
+        """Return all unfinished rows of a pod that is gone at `now_s`, with the number of their generated tokens."""
         found = [row for _, row in self._waiting] + [row for _, row in self._prefilling]
         for _, _, row in self._decoding:
             self._settle(row)
@@ -185,10 +186,10 @@ class FastPod:
         num_unread = (self._launch_s > now_s) + (self._end_s is not None and self._end_s > now_s)
         return [(row, _num_made(row, num_unread, now_s)) for row in sorted(found, key=lambda row: row.arrival)]
 
-    # -- time passes ---------------------------------------------------------------------------------------------
+    # -- time -----------------------------------------------------------------------------------------------------
 
     def advance(self, until_s: float) -> None:
-        """Launch all steps whose launch comes before that."""
+        """Launch all steps whose launch is before `until_s`."""
         while self._launch_s < until_s:
             self._release(self._launch_s)
             if not self.has_work:
@@ -196,7 +197,7 @@ class FastPod:
             if self._is_calm() and self._leap(until_s):
                 self._last_report, self._is_starting = None, False
             else:
-                # What came while the step ran was not there when its report was made.
+                # What arrived while the step ran was not there when its report was made.
                 self._last_report = None
                 self._last_report = self.report()
                 self._is_starting = self._end_s is None and self._overlaps
@@ -205,8 +206,10 @@ class FastPod:
         self._release(until_s)
 
     def next_news_s(self) -> float:
-        """When the next row ends, the next step is to be decided or the first one after a pause is read, if nothing
-        arrives; infinite: never."""
+        """Return when the pod next changes without arrivals; infinity if never.
+
+        That is when the next row ends, the next step must be decided, or the first step after a pause is read.
+        """
         if self.ended:
             return self.ended[0].end_s
         if not self.has_work:
@@ -217,13 +220,13 @@ class FastPod:
         return run.end_s(num_steps) if num_steps else self._launch_s
 
     def _is_calm(self) -> bool:
-        """All that the next steps do is decode the same rows."""
+        """Whether the next steps only decode the same rows."""
         if self._prefilling or not self._decoding or (self._overlaps and self._end_s is None):
             return False
         return not self._waiting or (self._is_stuck and not self._leaving)
 
     def _run(self) -> tuple[Run, int]:
-        """The steps that decode just these rows."""
+        """Return the run of steps that decode just these rows, and its length."""
         if self._known_run is not None:
             return self._known_run
         num_rows = len(self._decoding)
@@ -234,7 +237,7 @@ class FastPod:
         return self._known_run
 
     def _leap(self, until_s: float) -> bool:
-        """Launch those of the run that are launched in time. False: the next one does not find its blocks free."""
+        """Launch the steps of the run that are launched in time; return False if the next one lacks blocks."""
         run, most = self._run()
         if not most:
             return False
@@ -242,7 +245,7 @@ class FastPod:
         if not self._overlaps:
             num_steps += run.num_ended_before(until_s, most - 1)
         elif most > 1 and run.begin_s < until_s:
-            # Each is launched when the one before the last ends: the second when the one in flight does.
+            # Each is launched when the step before the previous one ends: the second when the one in flight does.
             num_steps += 1 + run.num_ended_before(until_s, most - 2)
         if self._unreported:
             self._tell_first(run.end_s(1))
@@ -255,7 +258,7 @@ class FastPod:
         return True
 
     def _iterate(self) -> None:
-        """One turn of the loop: launch a step, with overlap one more behind it, and read the first."""
+        """Run one iteration of the loop: launch a step, with overlap another one behind it, and read the first."""
         if self._end_s is None:
             self._end_s = self._launch(self._launch_s)
             if self._end_s is None:
@@ -266,10 +269,10 @@ class FastPod:
         self._read_s = self._launch_s
         self._launch_s, self._end_s = self._end_s, following
 
-    # -- one step ------------------------------------------------------------------------------------------------
+    # -- one step -------------------------------------------------------------------------------------------------
 
     def _launch(self, begin_s: float) -> float | None:
-        """Decide one step that the device begins then; when it ends. None: nothing can run before another is read."""
+        """Decide a step that begins at `begin_s`; return its end, or None if nothing can run before another is read."""
         if self._num_unhurried:
             self._make_way()
         num_preemptions = self.num_preemptions
@@ -292,7 +295,7 @@ class FastPod:
         return end_s
 
     def _schedule_prefills(self, step: _Step, num_preemptions: int) -> None:
-        """As `Scheduler._schedule_prefills`."""
+        """See `Scheduler._schedule_prefills`."""
         kv, limits = self.kv, self.limits
         step.num_reserved_blocks = sum(kv.blocks_for(row.num_tokens) - row.num_blocks for _, row in self._prefilling)
         running = deque(self._prefilling)
@@ -314,7 +317,7 @@ class FastPod:
                 return
 
     def _make_way(self) -> None:
-        """As `Scheduler._make_way`."""
+        """See `Scheduler._make_way`."""
         most = self.limits.max_num_seqs
         if self.num_running < most:
             return
@@ -326,13 +329,13 @@ class FastPod:
             self._preempt(last)
 
     def _makes_way_next(self) -> bool:
-        """The next step preempts a row that gives way: all places are taken, and one that does not waits."""
+        """Whether the next step preempts a low-priority row: all sequence slots are taken and another request waits."""
         if not self._num_unhurried or not self._waiting or self.num_running < self.limits.max_num_seqs:
             return False
         return not self._waiting[0][1].is_unhurried and self._newest().is_unhurried
 
     def _start(self, row: Row, step: _Step) -> bool:
-        """As `Scheduler._start`."""
+        """See `Scheduler._start`."""
         kv = self.kv
         num_hits = 0
         if row.owner is not None:
@@ -359,7 +362,7 @@ class FastPod:
         return True
 
     def _continue(self, row: Row, step: _Step) -> None:
-        """As `Scheduler._continue`: others are preempted until it fits, or it is the one to go."""
+        """See `Scheduler._continue`: other rows are preempted until this one fits, or it is preempted itself."""
         kv = self.kv
         num_tokens = min(row.num_due_tokens, step.budget)
         num_new = kv.blocks_for(row.num_computed_tokens + num_tokens) - row.num_blocks
@@ -380,7 +383,7 @@ class FastPod:
         step.count(row, num_tokens, 1)
 
     def _withdraw(self, victim: Row, step: _Step) -> None:
-        """What the step has of a row that is preempted in favour of another one."""
+        """Remove a preempted row's part from the step."""
         if victim.place is Place.DECODING:
             num_computed_tokens = victim.num_computed_tokens + self.num_steps - victim.as_of_step
             step.budget += 1
@@ -393,10 +396,10 @@ class FastPod:
                 step.count(row, num_tokens, -1)
         step.chunks = [each for each in step.chunks if each[0] is not victim]
 
-    # -- what a launched step brings -----------------------------------------------------------------------------
+    # -- results of a launched step -------------------------------------------------------------------------------
 
     def _stepped(self, num_steps: int, begin_s: float, end_s: float) -> None:
-        """All decoding rows have gone on by so many steps."""
+        """Advance all decoding rows by so many steps."""
         self._known_run = None
         self.busy_s += end_s - begin_s
         self.num_steps += num_steps
@@ -450,7 +453,7 @@ class FastPod:
         self.ended.append(row)
 
     def _release(self, now_s: float) -> None:
-        """What ended with a step that was read by now is free."""
+        """Free what ended with a step that was read by now."""
         leaving = self._leaving
         while leaving and leaving[0].end_s <= now_s:
             row = leaving.popleft()
@@ -459,10 +462,10 @@ class FastPod:
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
             self._is_stuck, self._last_report, self._known_run = False, None, None
 
-    # -- rows move -----------------------------------------------------------------------------------------------
+    # -- moves of rows --------------------------------------------------------------------------------------------
 
     def _rank_of(self, row: Row) -> tuple[int, ...]:
-        return self._rank(row)  # type: ignore[arg-type]  # it has all that ranks look at
+        return self._rank(row)  # type: ignore[arg-type]  # a row has all fields that ranks use
 
     def _queue(self, row: Row) -> None:
         row.place = Place.WAITING
@@ -471,14 +474,14 @@ class FastPod:
         self._is_stuck = False
 
     def _newest(self) -> Row:
-        """What is preempted first: of all that run, the latest to arrive of those that give way, else of all."""
+        """Return the row to preempt first: the latest arrival among running low-priority rows, or else among all."""
         rows = [row for _, _, row in self._decoding]
         rows += [row for _, row in self._prefilling]
         rows += self._leaving
         return max(rows, key=lambda row: (row.priority, row.arrival))
 
     def _settle(self, row: Row) -> None:
-        """A decoding row, taken out of the heap by the caller, has its own counters again."""
+        """Update the counters of a decoding row that the caller has taken out of the heap."""
         num_steps = self.num_steps - row.as_of_step
         self._num_decode_tokens -= row.num_computed_tokens + num_steps
         self.kv.watch(row.as_of_step, row.num_computed_tokens, -1)
@@ -490,7 +493,7 @@ class FastPod:
 
     def _preempt(self, row: Row) -> None:
         self.num_preemptions += 1
-        if row.place is Place.LEAVING:  # it ends all the same: only its blocks go
+        if row.place is Place.LEAVING:  # the row ends anyway: only its blocks are freed
             self._leaving.remove(row)
             self.kv.give_back(row.num_blocks, row.num_computed_tokens, row.session)
             row.place = Place.GONE
@@ -505,7 +508,7 @@ class FastPod:
             self._prefilling.remove((self._rank_of(row), row))
         row.num_preemptions += 1
         row.owner = row.owner if row.owner is not None else self.kv.new_owner()
-        # What a step in flight writes is not found by anybody.
+        # What a step in flight writes cannot be reused.
         num_unread_tokens = row.num_unread_tokens if self._end_s is not None else 0
         self.kv.give_back(row.num_blocks, row.num_computed_tokens - num_unread_tokens, row.owner)
         row.num_computed_tokens = row.num_blocks = 0
@@ -513,7 +516,7 @@ class FastPod:
 
 
 def _num_made(row: Row, num_unread: int, now_s: float) -> int:
-    """Tokens that were read by then; the last ones were sampled by steps that were not."""
+    """Return the tokens that were read by then; the last ones may have been sampled by unread steps."""
     if row.first_token_s > now_s:
         return 0
     return max(1, row.num_output_tokens - row.num_left - num_unread)
@@ -527,14 +530,14 @@ class _Step:
     def __init__(self, budget: int, num_context_tokens: int) -> None:
         self.budget = budget
         self.num_context_tokens = num_context_tokens
-        """Of decodes, summed."""
+        """Sum over decodes."""
         self.products = 0
-        """Of chunks with their contexts."""
+        """Sum over chunks of tokens times context."""
         self.num_reserved_blocks = 0
         self.chunks: list[tuple[Row, int]] = []
 
     def count(self, row: Row, num_tokens: int, sign: int) -> None:
-        """A chunk of a prompt comes in, or goes out again; one token that is due is a decode's."""
+        """Add or remove a chunk of a prompt; a single due token counts as a decode's."""
         num_context_tokens = row.num_computed_tokens + num_tokens
         self.budget -= sign * num_tokens
         if row.num_due_tokens == 1:

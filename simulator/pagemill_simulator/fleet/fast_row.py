@@ -1,4 +1,4 @@
-"""A request on a fast pod: counters, as `pagemill_engine.scheduler.sequence` has them, without any token."""
+"""A request on a fast pod: the counters of `pagemill_engine.scheduler.sequence`, without tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Place(IntEnum):
     PREFILLING = 1
     DECODING = 2
     LEAVING = 3
-    """Its last step was launched and not read: it holds its seat and blocks."""
+    """The last step was launched and not read: the row holds its sequence slot and blocks."""
     GONE = 4
 
 
@@ -23,45 +23,45 @@ class Place(IntEnum):
 class Row:
     arrival_s: float
     num_prompt_tokens: int
-    """What of an answer was made elsewhere is part of it."""
+    """Includes the part of an answer that was generated elsewhere."""
     num_output_tokens: int
-    """To sample here."""
+    """Tokens to sample here."""
     session: int | None = None
     client: object = None
-    """Whatever its sender knows it by."""
+    """The sender's identifier of the request."""
     arrival: int = 0
     """Rank of arrival on its pod."""
     num_left: int = 0
-    """Tokens it will still sample, as of `as_of_step`."""
+    """Tokens still to be sampled, as of `as_of_step`."""
     priority: int = 0
     choice: int = 0
-    """With `priority`, for the ranks of `pagemill_engine.scheduler.policies`."""
+    """Used with `priority` by the ranks of `pagemill_engine.scheduler.policies`."""
     num_tokens: int = 0
-    """Known and known to come, as of `as_of_step`."""
+    """Known tokens and those known to come, as of `as_of_step`."""
     num_computed_tokens: int = 0
-    """As of `as_of_step`."""
+    """Computed tokens as of `as_of_step`."""
     num_unread_tokens: int = 0
-    """Of them, those of the latest step that had the row, as of `as_of_step`."""
+    """Computed tokens of the latest step that had the row, as of `as_of_step`."""
     as_of_step: int = 0
-    """Of the pod: since then it has decoded with every step, if it is decoding."""
+    """The pod's step since which a decoding row has decoded with every step."""
     num_blocks: int = 0
-    """Of a row that is not decoding; a decoding row's follow from its tokens."""
+    """Blocks of a row that is not decoding; those of a decoding row follow from its tokens."""
     owner: Owner | None = None
-    """Under which its blocks are found again: after a preemption, or by its session's next turn."""
+    """The owner under which its blocks are found after a preemption, or by its session's next turn."""
     num_cached_tokens: int = 0
-    """Found when it first started."""
+    """Tokens found in the cache when it first started."""
     num_preemptions: int = 0
     place: Place = Place.WAITING
     started: bool = False
     num_delivered: int = 0
-    """Tokens that its sender has."""
+    """Tokens that the sender has received."""
     first_token_s: float = math.inf
     end_s: float = math.inf
-    """Of the step that samples its last token."""
+    """End of the step that samples its last token."""
 
     @property
     def is_unhurried(self) -> bool:
-        """As `pagemill_engine.scheduler.sequence.Sequence`."""
+        """Whether the row is low-priority, as in `pagemill_engine.scheduler.sequence.Sequence`."""
         return gives_way(self.priority)
 
     @property

@@ -1,4 +1,4 @@
-"""An outcome in a few numbers: how fast, how much of it within the SLO, at what cost, with how much moving."""
+"""Summarizes an outcome in a few numbers: latency, share within the SLO, cost, and changes of the replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from pagemill_simulator.fleet.outcome import Outcome, Served
 
 Span = tuple[float, float]
-"""From, to: seconds since the first request could arrive."""
+"""Start and end in seconds since the first request could arrive."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Quantiles(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Quantiles:
-        """Nearest rank."""
+        """Return the quantiles by nearest rank."""
         ordered = sorted(values)
         if not ordered:
             return cls()
@@ -35,23 +35,23 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     num_refused: int
     num_lost: int
     ttft_ms: Quantiles
-    """Of those that had a first token."""
+    """Quantiles over the requests that had a first token."""
     tpot_ms: Quantiles
     slo_attained: float | None
-    """Share of all requests that were served within the SLO; None: there is no SLO, or no request."""
+    """Share of all requests that were served within the SLO; None without an SLO or a request."""
     slo_attained_apart: float | None = None
-    """The same without those that arrived in the spans that were set apart."""
+    """The same without the requests that arrived in excluded spans."""
     pod_seconds: float
     duration_s: float
     most_replicas: int
-    """Ready at once."""
+    """Most replicas that were ready at once."""
     num_scale_ups: int
     num_scale_downs: int
     num_flaps: int
     is_exact: bool
     wall_s: float
     num_lines: int = 0
-    """Of a batch, answered beside the requests; all else is about those."""
+    """Batch lines that were answered; all other fields are about requests."""
     num_line_tokens: int = 0
 
 
@@ -62,7 +62,9 @@ def figures_of(
     slo_tpot_ms: float | None = None,
     apart_s: Sequence[Span] = (),
 ) -> Figures:
-    """`apart_s`: spans of arrivals that no policy can serve in time, since no pod could be there yet."""
+    """Return the figures. `apart_s` are spans of arrivals that no policy can serve in time, as no pod could be
+    ready.
+    """
     requests = outcome.requests
     endings = Counter(each.ending for each in requests)
     calm = [each for each in requests if not any(start <= each.arrival_s < end for start, end in apart_s)]
@@ -96,7 +98,7 @@ def _attained(requests: Sequence[Served], ttft_ms: float | None, tpot_ms: float 
 
 
 def is_within_slo(served: Served, ttft_ms: float | None, tpot_ms: float | None) -> bool:
-    """It was served, and each of its times is no longer than its limit; None: no limit."""
+    """Whether the request was served and each of its times is within its limit; None means no limit."""
     if served.ending != "served" or served.ttft_ms is None:
         return False
     is_prompt = ttft_ms is None or served.ttft_ms <= ttft_ms

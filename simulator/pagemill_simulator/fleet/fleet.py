@@ -1,9 +1,9 @@
 """A simulated fleet: engines in pods that come and go, behind the gateway's real brain.
 
-Real are the brain (registry, prefix index, room, queue, routing, load frames) with the relay's attempts, and the
-autoscaler's signals and learned cold starts; of engines (`engines`) either everything but the forward passes, or in
+Real are the brain (registry, prefix index, capacity, queue, routing, load frames) with the relay's attempts, and the
+autoscaler's signals and learned cold starts; of the engines (`engines`) either everything but the forward passes, or in
 fast-forward the decisions of their schedulers. Simulated are time, the network, and the cluster (`platform`). The same
-workload, settings and policy give the same outcome, bit for bit, but for the time that it took.
+workload, settings and policy give the same outcome, bit for bit, except for `wall_s`.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ def simulate_fleet(
     progress: Callable[[float], None] | None = None,
     on_end: Callable[[Served], None] | None = None,
 ) -> Outcome:
-    """Serve `workload` by as many pods as `policy` orders. `progress` gets the share that is done.
+    """Serve `workload` with as many pods as `policy` orders; return the outcome.
 
-    `on_end` gets each request when it ends; what it raises ends the simulation.
-
-    `fast`: engines decide on counters, a hundred pods for an hour in minutes, within a few percent of the exact ones.
-
-    Raises `SettingsError`; `RuntimeError` where a request ended twice or never.
+    With `fast`, engines decide on counters: a hundred pods for an hour take minutes, and figures are within a few
+    percent of
+    the exact ones. `progress` is called with the completed share. `on_end` is called with each request that ends; an
+    exception of it ends the simulation. Raise `SettingsError`, or `RuntimeError` if a request ended twice or never.
     """
     with _collecting_seldom():
         kind = FastEngines if fast else ExactEngines
@@ -67,7 +66,7 @@ def simulate_fleet(
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """As a gateway does: what a simulation makes is in no cycles, and what it keeps grows."""
+    """Collect garbage rarely, as a gateway does: a simulation creates no cycles, and what it keeps grows."""
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, YOUNG_ROUNDS, MIDDLE_ROUNDS)
     try:
@@ -97,12 +96,12 @@ class _Fleet:
         self._kinds = [make_kind(settings.engine_of(each), events) for each in settings.slowness]
         self._loop = EventsLoop(events)
         self._event_log = EventLog(workload)
-        # In a cluster, endpoints that go are named at once, and used while there is no other.
+        # As in a cluster, ending endpoints are announced at once, and used while there is no other.
         config = GatewayConfig(routing_policy=settings.routing_policy, discovery="kubernetes", decision_log_size=0)
         self._handover_timeout_s = config.handover_timeout_s
         self._brain = LocalBrain(config, clock=events.now, rng=random.Random(f"{settings.seed} gateway"))
         self._sites: dict[str, Site] = {}
-        """What runs in each pod."""
+        """The engine that runs in each pod."""
         self._relay = Relay(
             self._brain,
             events,
@@ -129,7 +128,7 @@ class _Fleet:
         self._num_arrived = self._num_ended = self._num_prompt_tokens = self._num_made_by_gone = 0
 
     def run(self) -> Outcome:
-        """To the end of the traffic and the last token."""
+        """Run to the end of the traffic and the last token."""
         events, loop, event_log = self._events, self._loop, self._event_log
         self._apply_catalog()
         self._platform.begin()
@@ -150,12 +149,12 @@ class _Fleet:
         return event_log.outcome(self._policy.name, events.now_s, is_exact=self._kinds[0].is_exact)
 
     def _schedule_progress(self) -> None:
-        """Whether or not it is asked for: the events, and with them the end, are the same."""
+        """Schedule progress events even without a callback, so that the events, and with them the end, are the same."""
         for step in range(1, PROGRESS_STEPS + 1):
             share = step / PROGRESS_STEPS
             self._events.at(self._workload.duration_s * share, partial(self._progress or _ignored, share))
 
-    # What the platform asks and reports.
+    # Called by the platform.
 
     def listed(self) -> None:
         self._events.after(NETWORK_S, self._apply_catalog)
@@ -194,7 +193,7 @@ class _Fleet:
             self._num_made_by_gone += site.engine.num_output_tokens
             self._events.after(NETWORK_S, partial(self._cut, site, kind))
 
-    # What reaches the gateway.
+    # Input of the gateway.
 
     def _apply_catalog(self) -> None:
         pods = [pod for pod in self._platform.pods.values() if pod.has_address]
@@ -218,12 +217,12 @@ class _Fleet:
         self._relay.cut(site, kind)
 
     async def _hand_over(self, site: Site) -> None:
-        """As `discovery.handover`: nothing more goes there, once another one can take over."""
+        """Drain a pod as `discovery.handover` does: nothing more goes there once another pod can take over."""
         brain, name = self._brain, site.pod_name
         await asyncio.sleep(2 * NETWORK_S)
         await brain.changes.wait_until(lambda: brain.replaceable(name), self._handover_timeout_s)
         brain.drain(name)
-        # What was sent before is there by then.
+        # What was sent before has arrived by then.
         await asyncio.sleep(2 * NETWORK_S)
         brain.drain_acknowledged(name)
         site.takes_more = False
@@ -246,7 +245,7 @@ class _Fleet:
             self._loop.spawn(self._serve(index))
 
     async def _serve(self, index: int) -> None:
-        """It, and the turns that wait for it."""
+        """Serve a request and then the turns that wait for it."""
         following: int | None = index
         while following is not None:
             index, request = following, self._workload.requests[following]
@@ -265,11 +264,11 @@ class _Fleet:
             following = self._conversations.ended(index, prompt, answer)
 
     def _wake(self) -> None:
-        """Unless a pod on its way out has taken the request."""
+        """Wake the controller, unless a draining pod has taken the request."""
         if not self._platform.wanted and self._load().queue.needs_engine:
             self._controller.wake()
 
-    # What the policy sees.
+    # Input of the policy.
 
     def _load(self) -> DeploymentLoad:
         return self._brain.load()[0]
@@ -303,7 +302,7 @@ class _Fleet:
 
 
 def _ignored(share: float) -> None:
-    """Progress is not reported."""
+    """Ignore the progress."""
 
 
 def _endpoint(pod: Pod) -> Endpoint:

@@ -1,4 +1,4 @@
-"""What a run of a simulated fleet leaves behind: what became of every request, and of every pod."""
+"""The outcome of a simulated fleet: the end of every request, and the pods over time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Literal, NamedTuple
 import msgspec
 
 Ending = Literal["served", "refused", "lost"]
-"""`refused`: turned away with an error and a `Retry-After`; `lost`: accepted and never answered to its end."""
+"""`refused`: rejected with an error and a `Retry-After`; `lost`: accepted and never completely answered."""
 
 
 class Served(NamedTuple):
-    """One request, in the order of arrival."""
+    """One request."""
 
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
     ending: Ending
     ttft_ms: float | None
-    """From arrival at the gateway to the first token there; None: it had none."""
+    """Milliseconds from arrival at the gateway to the first token there; None if there was none."""
     tpot_ms: float | None
-    """Mean between the tokens of its answer; None: it had fewer than two."""
+    """Mean milliseconds between the tokens of the answer; None with fewer than two."""
 
 
 class FleetPoint(NamedTuple):
-    """From this instant until the next point."""
+    """The state of the fleet from this instant until the next point."""
 
     at_s: float
     wanted: int
@@ -40,20 +40,20 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     workload: str
     requests: Sequence[Served]
     timeline: Sequence[FleetPoint]
-    """On every change of the pods, and every few seconds between."""
+    """A point for every change of the pods, and every few seconds between."""
     pod_seconds: float
-    """From the moment each pod has its place (GPU) to the moment it gives it back: loading and draining cost too."""
+    """From each pod's scheduling (GPU) to its release, so that loading and draining cost too."""
     duration_s: float
-    """Virtual, to the end of the traffic and the last token."""
+    """Virtual seconds to the end of the traffic and the last token."""
     wall_s: float
-    """What the run took; the only number that differs between two runs."""
+    """Real seconds of the run; the only number that differs between two runs."""
     num_scale_ups: int
     num_scale_downs: int
     num_flaps: int
     """Changes that were reversed within five minutes."""
     is_exact: bool
-    """Every step of every engine was scheduled by the real scheduler; else fast-forward."""
+    """Whether the real scheduler decided every step of every engine, instead of fast-forward."""
     num_lines: int = 0
-    """Of a batch, that were answered before the last live request was."""
+    """Batch lines that were answered before the last live request was."""
     num_line_tokens: int = 0
-    """Of their answers."""
+    """Tokens of their answers."""

@@ -1,7 +1,7 @@
-"""The simulated cluster: makes pods of orders, brings them up, chooses who goes, and lets them crash.
+"""The simulated cluster: creates pods for orders, starts them, chooses which to remove, and lets them crash.
 
-It stands for Kubernetes and the operator's orders to it, and knows nothing of requests: what runs in the pods is asked
-and reported through `Engines`. Neighbours: `controller` gives the orders, a fleet has the engines.
+It stands for Kubernetes and the operator's writes to it, and knows nothing of requests: it uses `Engines` for what runs
+in the pods. `controller` gives the orders; the fleet has the engines.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pagemill_simulator.fleet.settings import FleetSettings, Start
 class Pod:
     name: str
     number: int
-    """In the order in which they were made."""
+    """Order of creation."""
     phase: Phase = "pending"
     placed_s: float | None = None
-    """Since then it costs; None: it has no place yet."""
+    """Time since which the pod costs; None: it is not scheduled yet."""
     num_starts: int = 0
-    """Of its container, the first one included."""
+    """Number of starts of its container, the first one included."""
 
     @property
     def live(self) -> bool:
@@ -40,39 +40,39 @@ class Pod:
 
     @property
     def has_address(self) -> bool:
-        """Gateways know of it."""
+        """Whether gateways know the pod."""
         return self.phase in ("loading", "ready", "draining")
 
 
 class Engines(Protocol):
-    """What runs in the pods. `platform.pods` is up to date when one of these is called."""
+    """The engines in the pods. `platform.pods` is up to date when a method is called."""
 
     def listed(self) -> None:
-        """A pod has an address now, or has none any more."""
+        """Note that a pod has got or lost its address."""
         ...
 
     def ready(self, pod: Pod) -> None:
-        """It may be asked from now on."""
+        """Note that the pod accepts requests from now on."""
         ...
 
     def crashed(self, pod: Pod) -> None:
-        """What ran there is lost; it is ready again later."""
+        """Note that the pod's engine is lost; it is ready again later."""
         ...
 
     def drains(self, pod: Pod) -> None:
-        """It shall go: call `platform.emptied` when it runs nothing any more."""
+        """Drain the pod: call `platform.emptied` when it runs nothing any more."""
         ...
 
     def gone(self, pod: Pod) -> None:
-        """What still ran there is cut off."""
+        """Cut off what still runs in the pod."""
         ...
 
     def held(self) -> Mapping[str, EngineHeld]:
-        """By name, of those that report."""
+        """Return the load by pod name, of those that report."""
         ...
 
     def num_in_system(self) -> int:
-        """Requests."""
+        """Return the number of requests in the system."""
         ...
 
 
@@ -86,10 +86,10 @@ class Platform:
         self._num_made = 0
         self.wanted = 0
         self.pods: dict[str, Pod] = {}
-        """By name, in the order in which they were made; draining ones too."""
+        """Pods by name in the order of creation, including draining ones."""
 
     def begin(self) -> None:
-        """With the first replicas ready, as if they had always been there."""
+        """Begin with the first replicas ready."""
         self.wanted = self._settings.first_replicas
         pods = [self._make() for _ in range(self.wanted)]
         for pod in pods:
@@ -100,7 +100,7 @@ class Platform:
         self.note()
 
     def order(self, replicas: int) -> None:
-        """So many from now on."""
+        """Change the number of replicas."""
         if replicas == self.wanted:
             return
         self._event_log.changed(self._events.now_s, self.wanted, replicas)
@@ -114,18 +114,18 @@ class Platform:
         self.note()
 
     def emptied(self, pod: Pod) -> None:
-        """It runs nothing any more."""
+        """Note that a draining pod runs nothing any more."""
         if pod.phase == "draining":
             self._gone(pod)
 
     def end(self) -> None:
-        """Its cost ends now."""
+        """End the simulation, and with it the cost of all pods."""
         for pod in self.pods.values():
             self._pay(pod)
         self.note()
 
     def fleet(self) -> Fleet:
-        """As the autoscaler sees it, what starts take learned from those that were seen."""
+        """Return the fleet as the autoscaler sees it, with the cold start learned from observed starts."""
         now = self._events.now_s
         seen = [ReplicaObservation(pod.name, pod.phase) for pod in self.pods.values() if pod.live]
         self._starts.observe(seen, now)
@@ -140,7 +140,7 @@ class Platform:
         )
 
     def note(self) -> None:
-        """A point of the timeline."""
+        """Add a point to the timeline."""
         phases = [pod.phase for pod in self.pods.values()]
         ready, draining = phases.count("ready"), phases.count("draining")
         point = FleetPoint(
@@ -205,7 +205,9 @@ class Platform:
         self.note()
 
     def _first_to_go(self, live: list[Pod]) -> list[Pod]:
-        """As Kubernetes with the operator's deletion costs: those that are not ready first, then the emptiest."""
+        """Return the pods in Kubernetes's order of removal with the operator's deletion costs: unready, then emptiest
+        first.
+        """
         youngest_first = live[::-1]
         unready = [pod for phase in ("pending", "starting", "loading") for pod in youngest_first if pod.phase == phase]
         ready = [pod for pod in youngest_first if pod.phase == "ready"]

@@ -1,8 +1,7 @@
-"""One simulated request through as many attempts as it may have, as the gateway's relay takes a real one through.
+"""Takes one simulated request through its attempts, as the gateway's relay does with a real one.
 
-The brain, the bookkeeping of attempts and of engines' ends are the gateway's own; frames, sockets and clients are left
-out: what an engine has computed is here a millisecond later. Neighbours: `fleet` makes the sites and reports when they
-end.
+The brain and the accounting of attempts and engine failures are the gateway's own; frames, sockets and clients are left
+out: what an engine has computed arrives a millisecond later. `fleet` creates the sites and reports when they end.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from pagemill_simulator.pod import NETWORK_S
 
 MODEL = "sim"
 KEY_TOKENS = 25
-"""About a hundred characters, which `PrefixHash` goes by."""
+"""About a hundred characters, the length that `PrefixHash` uses."""
 BYTES_PER_TOKEN = 4
-"""Of a request's body."""
+"""Bytes of a request's body per token."""
 PrefixChunks = Callable[[Sequence[int], int | None, HashScheme], tuple[bytes, ...]]
-"""Of a prompt and its session (`engines.EngineKind.prefix_chunks`)."""
+"""Returns the prefix chunks of a prompt and its session (`engines.EngineKind.prefix_chunks`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,16 +52,16 @@ class Site:
     pod_name: str
     engine: Engine = field(init=False)
     courses: dict[str, Course] = field(default_factory=dict)
-    """Accepted and not ended, by the engine's name for them."""
+    """Accepted requests that have not ended, by the engine's id for them."""
     takes_more: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class Course:
-    """One request under way."""
+    """One request in flight."""
 
     index: int
-    """In the workload."""
+    """Index in the workload."""
     session: int | None
     prompt: list[int]
     max_tokens: int
@@ -74,18 +73,18 @@ class Course:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_cached_tokens: int = 0
-    """By the engine that began the answer."""
+    """Reported by the engine that began the answer."""
     weights_digest: str = ""
     was_accepted: bool = False
-    """An engine has had it."""
+    """Whether an engine has accepted it."""
     choice: Assignment | None = None
-    """Of the latest attempt."""
+    """The endpoint of the latest attempt."""
     ended: asyncio.Future[FailureKind | PagemillError | None] | None = None
-    """How the latest attempt has: None is well."""
+    """Resolved with the end of the latest attempt; None is success."""
     attempt_sent_s: float = 0.0
     attempt_first_s: float | None = None
     num_tokens_before: int = 0
-    """The latest attempt."""
+    """Number of tokens before the latest attempt."""
 
     def served(self, ending: Ending) -> Served:
         ttft_ms = None if self.first_token_s is None else (self.first_token_s - self.arrival_s) * 1000
@@ -108,7 +107,7 @@ class Relay:
         seed: int,
         on_empty: Callable[[Site], None],
     ) -> None:
-        """`sites`: what runs now, by endpoint; `on_empty` is called when the last request has left a site."""
+        """`sites` are the running engines by endpoint; `on_empty` is called when the last request has left a site."""
         self._brain = brain
         self._events = events
         self._loop = loop
@@ -121,7 +120,7 @@ class Relay:
     async def serve(
         self, index: int, session: int | None, prompt: list[int], num_output_tokens: int, *, priority: int = 0
     ) -> tuple[Served, list[int]]:
-        """What became of it, and its answer."""
+        """Serve a request; return its end and its answer."""
         attempts = Attempts(self._max_attempts, uniform=self._rng.uniform)
         engine_failures = EngineFailures(self._rng.uniform)
         now, num_tokens = self._events.now_s, max(1, num_output_tokens)
@@ -135,7 +134,7 @@ class Relay:
         return course.served("lost" if course.was_accepted else "refused"), course.output
 
     def deliver(self, site: Site, deliveries: Sequence[Delivery]) -> None:
-        """What an engine has computed is here."""
+        """Deliver what an engine has computed."""
         now, courses = self._events.now_s, site.courses
         for each in deliveries:
             course = courses.get(each.request_id)
@@ -154,13 +153,13 @@ class Relay:
             self._on_empty(site)
 
     def cut(self, site: Site, kind: FailureKind) -> None:
-        """The connections to a site have ended."""
+        """End the connections to a site."""
         courses, site.courses = site.courses, {}
         for course in courses.values():
             self._end(course, kind)
 
     async def _serve(self, course: Course) -> bool:
-        """Whether it was answered to its end. Raises `PagemillError` when it is turned away."""
+        """Return whether the request was answered completely. Raise `PagemillError` if it is refused."""
         ticket = QueueTicket(
             priority=course.priority,
             num_bytes=len(course.prompt) * BYTES_PER_TOKEN,
@@ -232,7 +231,7 @@ class Relay:
         return await course.ended
 
     def _enter(self, course: Course, choice: Assignment) -> None:
-        """The request is at the pod."""
+        """Hand the request to the pod."""
         site = self._sites.get(choice.endpoint_id)
         if site is None or not site.takes_more:
             kind: FailureKind = "unreachable" if site is None else "declined"
@@ -258,7 +257,7 @@ class Relay:
             course.first_token_s, course.num_cached_tokens = self._events.now_s, num_cached_tokens
 
     def _end(self, course: Course, how: FailureKind | PagemillError | None) -> None:
-        """Of its latest attempt."""
+        """End the latest attempt."""
         assert course.ended is not None
         course.ended.set_result(how)
 
@@ -280,7 +279,7 @@ class Relay:
         )
 
     def _is_over(self, course: Course, choice: Assignment, kind: FailureKind) -> bool:
-        """Whether it may not be tried again."""
+        """Record a failure; return whether the request may not be tried again."""
         attempts = course.attempts
         progressed = len(course.output) > course.num_tokens_before
         if not course.output:
@@ -298,7 +297,7 @@ class Relay:
 
 
 def _request(name: str, course: Course) -> GenerateRequest:
-    """What is missing of the answer."""
+    """Return the engine request for the missing part of the answer."""
     return GenerateRequest(
         request_id=name,
         model=MODEL,
@@ -312,7 +311,7 @@ def _request(name: str, course: Course) -> GenerateRequest:
 
 
 def _pace_ms(course: Course) -> float | None:
-    """Of the latest attempt, what came after its first token."""
+    """Return the mean time between tokens of the latest attempt, in milliseconds; None with too few tokens."""
     num_tokens = len(course.output) - course.num_tokens_before - 1
     if course.attempt_first_s is None or num_tokens < LEAST_TIMED_TOKENS:
         return None

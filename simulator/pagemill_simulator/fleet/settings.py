@@ -1,7 +1,8 @@
-"""What a simulated fleet is made of and how it fails, whichever fleet simulates it.
+"""The settings of a simulated fleet: its engines, starts, failures and limits.
 
-Traffic is a `workloads.request.Workload`, scaling a `scaling.policy.FleetScaler`; both come beside these settings, so
-that one fleet meets several of them.
+Traffic is a `workloads.request.Workload`, scaling a `scaling.policy.FleetScaler`; both are passed beside these
+settings,
+so that one fleet can be simulated with several of them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ MAX_REPLICAS = 10_000
 
 
 class SettingsError(ValueError):
-    """The message names the field, its value and the remedy."""
+    """Invalid settings; the message names the field, its value and the remedy."""
 
 
 class Start(NamedTuple):
-    """How long the phases of one pod's start take."""
+    """Seconds of the phases of one pod's start."""
 
     schedule_s: float
     pull_s: float
@@ -35,21 +36,21 @@ class Start(NamedTuple):
 
     @property
     def restart_s(self) -> float:
-        """Of its container: place and image are there."""
+        """Seconds of a restart of the container: node and image are there."""
         return self.load_s + self.warm_s
 
 
 class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the phases of a start take at the median."""
+    """Median seconds of the phases of a start."""
 
     schedule_s: float = 1.0
-    """Until the pod has its place; it costs nothing before."""
+    """Seconds until the pod is scheduled; it costs nothing before."""
     pull_s: float = 4.0
-    """Image and container."""
+    """Seconds to pull the image and start the container."""
     load_s: float = 30.0
-    """Weights."""
+    """Seconds to load the weights."""
     warm_s: float = 5.0
-    """Calibration and the first token."""
+    """Seconds of calibration and the first token."""
     spread: float = 0.1
     """Standard deviation of a phase's logarithm: 0.1 puts two of three within a tenth of the median."""
 
@@ -58,7 +59,9 @@ class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
         return self.schedule_s + self.pull_s + self.load_s + self.warm_s
 
     def draw(self, seed: int, pod: int, start: int = 0) -> Start:
-        """Of the `pod`-th pod's `start`-th start: the same whenever it is, and whatever else is drawn."""
+        """Draw the `start`-th start of the `pod`-th pod, which is the same whenever it is and whatever else is
+        drawn.
+        """
         rng = random.Random(f"{seed} start {start} of pod {pod}")
         medians = (self.schedule_s, self.pull_s, self.load_s, self.warm_s)
         return Start(*(median_s * math.exp(rng.gauss(0.0, self.spread)) for median_s in medians))
@@ -66,38 +69,37 @@ class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
-    """Of every pod. `step_time` is what its steps take, `num_kv_blocks` its KV cache."""
+    """Settings of every pod. `step_time` gives its step times, `num_kv_blocks` its KV cache."""
     slowness: tuple[float, ...] = (1.0,)
-    """Replicas may differ: the steps of the first one take so many times `step_time`, of the second, and so on, in a
-    circle."""
+    """Factors of `step_time` if replicas differ: for the first replica, the second, and so on, repeated."""
     bounds: Bounds
-    """What a policy answers outside of them is brought to the nearer one."""
+    """A policy's decision is clamped to these bounds."""
     start_replicas: int | None = None
-    """Ready when traffic begins; None: as few as the bounds allow."""
+    """Replicas that are ready when traffic begins; None: as few as the bounds allow."""
     routing_policy: PolicyName = "Cost"
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
-    """For reports; a scaling policy has its own."""
+    """Used in reports; a scaling policy has its own."""
     cold_start: ColdStart = ColdStart()
     drain_timeout_s: float = 60.0
-    """A pod that is removed has this long for what it runs; the rest goes on elsewhere."""
+    """Seconds that a removed pod has for its requests; the rest continues elsewhere."""
     crash_mean_s: float = 0.0
-    """Mean time from a pod's readiness to its crash, exponentially distributed; 0: none crashes."""
+    """Mean seconds from a pod's readiness to its crash, exponentially distributed; 0: no pod crashes."""
     queue: QueueLimits = GatewayConfig().queue
-    """Requests that wait in the gateway."""
+    """Limits of the gateway's queue."""
     batches: BatchesConfig = BatchesConfig()
-    """When lines of a batch are started, and how many run at once."""
+    """When batch lines are started, and how many run at once."""
     max_attempts: int = GatewayConfig().max_attempts
-    """Pods that may fail one request."""
+    """How many pods may fail one request."""
     seed: int = 0
-    """Of starts, crashes and the gateway's draws; traffic has its own."""
+    """Seed of starts, crashes and the gateway's draws; traffic has its own."""
 
     @property
     def first_replicas(self) -> int:
         return self.bounds.min_replicas if self.start_replicas is None else self.start_replicas
 
     def engine_of(self, slowness: float) -> EngineConfig:
-        """The engine of the replicas whose steps take so many times `step_time`."""
+        """Return the engine settings of replicas whose step times are multiplied by `slowness`."""
         step_time = self.engine.step_time
         if slowness == 1.0 or step_time is None:
             return self.engine
@@ -110,7 +112,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.engine, step_time=slower)
 
     def checked(self) -> FleetSettings:
-        """Return self, or raise `SettingsError` for the first setting that makes no sense."""
+        """Return self. Raise `SettingsError` for the first invalid setting."""
         low, high = self.bounds
         if not 0 <= low <= high or not 1 <= high <= MAX_REPLICAS:
             raise SettingsError(f"bounds: {low} to {high} replicas: use 0 <= minimum <= maximum <= {MAX_REPLICAS}")

@@ -1,1 +1,1 @@
-"""Simulated fleets side by side: a page with a table and plots, and the plots as pictures."""
+"""Reports of simulated fleets: a page with a table and plots, and the plots as pictures."""

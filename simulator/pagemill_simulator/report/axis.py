@@ -1,4 +1,4 @@
-"""Scales of a chart: which numbers stand at an axis, and where a value lies between its ends."""
+"""Scales of a chart: the numbers at an axis, and the position of a value between its ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 WANTED_TICKS = 5
 SMALLEST = 1e-9
 MOST_RATIO = 1e6
-"""Of a logarithmic axis; what is smaller stands at its low end."""
+"""Largest ratio of a logarithmic axis; smaller values are placed at its low end."""
 NEAR_DECADES = 1.5
-"""Within fewer a logarithmic axis has more than the powers of ten."""
+"""Number of decades below which a logarithmic axis has more ticks than the powers of ten."""
 
 
 class Axis(NamedTuple):
@@ -21,7 +21,7 @@ class Axis(NamedTuple):
     is_log: bool
 
     def place(self, value: float) -> float:
-        """0 at the low end, 1 at the high one; what is outside is put on the edge."""
+        """Return the position, 0 at the low end and 1 at the high one; values outside are clamped."""
         low, high, at = self.low, self.high, min(self.high, max(self.low, value))
         if self.is_log:
             return (math.log(at) - math.log(low)) / (math.log(high) - math.log(low))
@@ -29,7 +29,7 @@ class Axis(NamedTuple):
 
 
 def axis_of(values: Iterable[float], *, is_log: bool, end: float | None = None) -> Axis:
-    """Ends at or beyond the values, or at `end`; a linear axis begins at 0."""
+    """Return an axis that ends at or beyond the values, or at `end`; a linear axis begins at 0."""
     sound = [max(value, SMALLEST) for value in values if math.isfinite(value) and (value > 0 or not is_log)]
     return _log_axis(sound) if is_log else _linear_axis(sound, end)
 
@@ -57,7 +57,7 @@ def _log_axis(values: list[float]) -> Axis:
 
 
 def shown(value: float) -> str:
-    """A number at an axis."""
+    """Return a number in the format of an axis."""
     if value >= 10_000:
         return f"{value:,.0f}"
     return f"{value:.4g}"

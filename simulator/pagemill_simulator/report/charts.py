@@ -1,4 +1,4 @@
-"""What is plotted of simulated fleets, as numbers: `svg.py` draws it into the page, `png.py` into pictures.
+"""The plots of simulated fleets as numbers: `svg.py` draws them into the page, `png.py` into pictures.
 
 No chart has more points than can be distinguished, however long the simulation was.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pagemill_simulator.fleet.outcome import Outcome, Served
 
 BINS = 100
-"""Over the time of a simulation."""
+"""Number of bins over the time of a simulation."""
 MOST_POINTS = 400
 HIGH = 0.95
 
@@ -24,12 +24,12 @@ class Line(NamedTuple):
     label: str
     points: Sequence[Point]
     hue: int
-    """Which colour and dashes; the same policy has the same in all charts."""
+    """Selects colour and dashes; a policy has the same in all charts."""
     is_step: bool = False
-    """A value holds until the next."""
+    """Whether a value holds until the next point."""
     is_faint: bool = False
     is_solid: bool = False
-    """Without dashes: the only one of its kind in the chart."""
+    """Whether the line has no dashes, as the only one of its kind in the chart."""
 
 
 class Mark(NamedTuple):
@@ -42,10 +42,10 @@ class Mark(NamedTuple):
 
 class Chart(NamedTuple):
     name: str
-    """For file names and ids."""
+    """Used in file names and ids."""
     title: str
     about: str
-    """In words, with its main numbers, for those who do not see it."""
+    """Description in words with the main numbers, for users who cannot see the chart."""
     x_label: str
     y_label: str
     lines: Sequence[Line]
@@ -53,11 +53,11 @@ class Chart(NamedTuple):
     is_y_log: bool = False
     marks: Sequence[Mark] = ()
     x_end: float | None = None
-    """Where the horizontal axis ends, the same in all charts over time; None: where the points do."""
+    """End of the horizontal axis, the same in all charts over time; None: the last point."""
 
 
 class Clock(NamedTuple):
-    """The unit that times are shown in."""
+    """The unit in which times are shown."""
 
     unit: str
     seconds: float
@@ -70,7 +70,7 @@ class Clock(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One policy's outcome, with the name that distinguishes it from the others."""
+    """One policy's outcome, with a unique label."""
 
     label: str
     outcome: Outcome
@@ -78,7 +78,7 @@ class Run(NamedTuple):
 
 
 def charts_of(runs: Sequence[Run], *, slo_ttft_ms: float | None) -> list[Chart]:
-    """Of policies under the same workload."""
+    """Return the charts of policies under the same workload."""
     duration_s = max(run.outcome.duration_s for run in runs)
     clock = Clock.of(duration_s)
     replicas = [_replicas(run, duration_s, clock) for run in runs]
@@ -159,7 +159,7 @@ def _ttft_over_time(runs: Sequence[Run], duration_s: float, clock: Clock, slo_tt
 
 
 def _ttft_shares(runs: Sequence[Run], slo_ttft_ms: float | None) -> Chart:
-    """Those that had no first token never count as fast enough."""
+    """Chart the shares of requests by TTFT; requests without a first token never count as fast enough."""
     lines, texts = [], []
     for run in runs:
         requests = run.outcome.requests
@@ -188,7 +188,7 @@ def _slo_mark(slo_ttft_ms: float | None, *, is_upright: bool) -> list[Mark]:
 
 
 def _width_s(duration_s: float) -> float:
-    """Of a bin; a second or more."""
+    """Return the width of a bin, at least a second."""
     return max(1.0, duration_s / BINS)
 
 
@@ -201,7 +201,7 @@ def _bin(at_s: float, width_s: float, count: int) -> int:
 
 
 def _steps(points: Sequence[Point], end_s: float, clock: Clock) -> list[Point]:
-    """Changes only, to the end."""
+    """Return only the changes, and the end."""
     changes = [points[0], *(after for before, after in pairwise(points) if after[1] != before[1])] if points else []
     kept = _peaks(changes, end_s)
     if kept:
@@ -210,7 +210,7 @@ def _steps(points: Sequence[Point], end_s: float, clock: Clock) -> list[Point]:
 
 
 def _peaks(points: list[Point], end_s: float) -> list[Point]:
-    """Of too many, the highest and the last of each of many short times."""
+    """Thin out points: keep the highest and the last of each of many short intervals."""
     if len(points) <= MOST_POINTS:
         return points
     width_s = max(end_s, points[-1][0]) / (MOST_POINTS // 2)

@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing else: no script, no picture, no font from anywhere."""
+"""The report as one self-contained HTML page, without scripts, images or external fonts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEADS = (
 def section(
     number: int, workload: str, runs: Sequence[Run], figures: Sequence[Figures], charts: Sequence[Chart]
 ) -> str:
-    """All policies under one workload; `figures` in the order of `runs`."""
+    """Return the section of all policies under one workload; `figures` have the order of `runs`."""
     rows = "\n".join(_row(run.label, each) for run, each in zip(runs, figures, strict=True))
     heads = "".join(f'<th scope="col">{head}</th>' for head in HEADS)
     drawn = "\n".join(_figure(chart, f"chart-{number}-{place}") for place, chart in enumerate(charts))
@@ -58,7 +58,7 @@ def section(
 
 
 def page(sections: Sequence[str], *, slo: str, is_exact: bool) -> str:
-    """`slo`: in words, empty without one."""
+    """Return the page; `slo` is the SLO in words, or empty."""
     how = "Every step was scheduled by the engine's own scheduler." if is_exact else "Engines ran in fast-forward."
     aim = f"The SLO is {slo}; requests that were refused or lost have missed it." if slo else "There is no SLO."
     body = "\n".join(sections)

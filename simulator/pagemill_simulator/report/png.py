@@ -1,4 +1,4 @@
-"""The charts as pictures, by matplotlib: an extra of this package, as no other part needs it."""
+"""The charts as PNG pictures by matplotlib, an optional dependency of this package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#0b5cad", "#b34700", "#00735a", "#a3367c", "#8a6100", "#4b3fb5", "#5b5b66", "#006b8f", "#7a1f1f")
-"""As the page has them on white."""
+"""The page's colours on white."""
 INCHES = (7.2, 4.2)
 DPI = 150
 REMEDY = "for the plots as PNG install matplotlib: pip install 'pagemill[png]'"
@@ -25,7 +25,7 @@ def can_draw() -> bool:
 
 
 def write(chart: Chart, path: Path) -> None:
-    # Not pyplot: it keeps figures and looks for a screen.
+    # pyplot is avoided: it keeps figures and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -74,7 +74,7 @@ def _style(dashes: str, is_step: bool) -> dict[str, Any]:
 
 
 def _lengths(dashes: str) -> Iterator[float]:
-    """In widths of the line."""
+    """Yield the lengths of dashes and gaps in multiples of the line width."""
     return (float(length) / 2 for length in dashes.split())
 
 

@@ -1,6 +1,6 @@
-"""Draws charts as SVG that takes its colours from the page, so that light and dark pages both have what they need.
+"""Draws charts as SVG with the page's colours, so that it works on light and dark pages.
 
-Lines differ in colour and in dashes; each drawing says in words what it shows.
+Lines differ in colour and in dashes; each drawing has a description of its content.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ HEIGHT = 280
 LEFT, RIGHT, TOP, BOTTOM = 58, 24, 12, 46
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "12 4", "1 4", "12 3 2 3 2 3", "5 2 1 2")
 HUES = 9
-"""Colours that the page defines; dashes tell more lines apart."""
+"""Number of colours that the page defines; dashes distinguish more lines."""
 
 
 def draw(chart: Chart, ident: str) -> str:
-    """`ident`: unlike all others of the page."""
+    """Return the drawing of a chart; `ident` must be unique on the page."""
     points = [point for line in chart.lines for point in line.points]
     across = [x for x, _ in points] + _marked(chart.marks, is_upright=True)
     x_axis = axis_of(across, is_log=chart.is_x_log, end=chart.x_end)
@@ -42,7 +42,7 @@ def draw(chart: Chart, ident: str) -> str:
 
 
 def legend(lines: Sequence[Line]) -> str:
-    """Beside the drawing, in letters of the page's size."""
+    """Return the legend beside the drawing, in the page's font size."""
     entries = (
         f'<li><svg class="swatch" viewBox="0 0 36 10" aria-hidden="true">'
         f'<path class="{_classes(line)}"{_dashes(line)} d="M0 5H36"/></svg>{escape(line.label)}</li>'
@@ -98,7 +98,7 @@ def _stairs(points: Sequence[Point]) -> str:
 
 
 def dashes_of(line: Line) -> str:
-    """Lengths of dashes and gaps; none: solid."""
+    """Return the lengths of dashes and gaps; empty for a solid line."""
     if line.is_faint:
         return "3 3"
     return "" if line.is_solid else DASHES[line.hue % len(DASHES)]

@@ -1,4 +1,4 @@
-"""Writes the report of simulated fleets: `report.html`, and the plots as PNG where matplotlib is there."""
+"""Writes the report of simulated fleets: `report.html`, and the plots as PNG if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ PAGE = "report.html"
 def write_report(
     outcomes: Sequence[Outcome], folder: Path, *, slo_ttft_ms: float | None, slo_tpot_ms: float | None
 ) -> Path:
-    """The page, in a folder that is made; plots beside it, or not: `png.can_draw`. Raises `OSError`, `ValueError`."""
+    """Write the page, and the plots if `png.can_draw`, into a folder that is created if needed; return the page's path.
+
+    Raise `OSError`, or `ValueError` without outcomes.
+    """
     if not outcomes:
         raise ValueError("there is no outcome to report: simulate at least one policy")
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +48,7 @@ def _by_workload(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def _named(outcomes: Sequence[Outcome]) -> list[Run]:
-    """A policy that comes again, with other parameters, is numbered."""
+    """Label the outcomes; a policy that occurs again, with other parameters, is numbered."""
     count: Counter[str] = Counter()
     runs = []
     for hue, outcome in enumerate(outcomes):

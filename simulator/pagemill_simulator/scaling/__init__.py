@@ -1,1 +1,3 @@
-"""Scaling policies on one bench: Pagemill's own autoscaler and those of other platforms, behind one small protocol."""
+"""Scaling policies in one simulation: Pagemill's own autoscaler and those of other platforms, behind one small
+protocol.
+"""

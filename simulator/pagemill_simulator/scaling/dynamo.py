@@ -1,13 +1,14 @@
 """NVIDIA Dynamo's planner, load-based scaling of aggregated engines: latencies estimated from each engine's own steps.
 
 Source: https://github.com/ai-dynamo/dynamo, docs/design-docs/planner-design.md (320e674: load-based scaling) and
-docs/components/planner/planner-guide.md (092029e: defaults), with the check of what remains after a removal (pull
-request 9294). Every five seconds: one replica more if the estimated time to first token, or between tokens, of ALL
-engines is over its target; one fewer if N/(N-1) of each engine's load leaves what its queue adds under 80 % of what the
-target leaves, the time between tokens under 80 % of its own, and fits the cache. Nothing while a replica starts, and
-nothing while an engine has no metrics. It goes no lower than one replica.
+docs/components/planner/planner-guide.md (092029e: defaults), with the check of the remaining capacity after a removal
+(pull request 9294). Every five seconds: one replica more if the estimated time to first token, or between tokens, of
+ALL engines exceeds its target; one fewer if N/(N-1) of each engine's load keeps its queueing delay under 80 % of what
+the target leaves, keeps the time between tokens under 80 % of its target, and fits the cache. It changes nothing while
+a
+replica starts or an engine has no metrics. The minimum is one replica.
 
-Dynamo fits step times to what engines report; the fit that Pagemill's engines publish stands in for that.
+Dynamo fits step times to what engines report; here the fit that Pagemill's engines publish is used instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROUNDS = 8
 
 
 class Dynamo(Parameters, frozen=True, kw_only=True):
-    """Estimated latencies of all engines, one replica at a time."""
+    """Scales by the estimated latencies of all engines, one replica at a time."""
 
     name: ClassVar[str] = "dynamo"
     ttft_ms: Positive = 500.0
@@ -38,21 +39,21 @@ class Dynamo(Parameters, frozen=True, kw_only=True):
     itl_ms: Positive = 50.0
     """Target of the time between tokens."""
     sensitivity: Share = 0.8
-    """`load_scaling_down_sensitivity`: the share of the targets that must do after a removal."""
+    """`load_scaling_down_sensitivity`: the share of the targets that must suffice after a removal."""
     interval_s: Positive = 5.0
-    """`load_adjustment_interval`: between decisions."""
+    """`load_adjustment_interval`: seconds between decisions."""
 
     def policy(self) -> DynamoLoad:
         return DynamoLoad(self)
 
 
 class Work(NamedTuple):
-    """One engine's."""
+    """The work of one engine."""
 
     queued_tokens: float
-    """Tokens of prompts that wait."""
+    """Tokens of waiting prompts."""
     context_tokens: float
-    """Read by requests that run."""
+    """Tokens read by running requests."""
     num_running: int
 
     def times(self, factor: float) -> Work:
@@ -60,25 +61,25 @@ class Work(NamedTuple):
 
 
 class Estimator:
-    """Estimates latencies of one kind of engine."""
+    """Estimates the latencies of one kind of engine."""
 
     def __init__(
         self, step_time: StepTimeModel, *, prompt_tokens: float, step_tokens: int, prompt_tokens_per_s: float
     ) -> None:
-        """`prompt_tokens_per_s`: that come to one engine."""
+        """`prompt_tokens_per_s` is the rate of prompt tokens that one engine gets."""
         self._step_time = step_time
         self._prompt_tokens = prompt_tokens
         self._step_tokens = step_tokens
         self._rate = prompt_tokens_per_s
 
     def ttft_ms(self, work: Work) -> float:
-        """What waits and the next request, in chunks beside the answers."""
+        """Return the time for all waiting prompts and the next request, in chunks beside the answers."""
         room = max(1.0, self._step_tokens - work.num_running)
         full, rest = divmod(work.queued_tokens + self._prompt_tokens, room)
         return full * self._step_ms(room, work) + (self._step_ms(rest, work) if rest else 0.0)
 
     def itl_ms(self, work: Work) -> float:
-        """A step with one answer more, and the prompts that come on average during one."""
+        """Return the time of a step with one more answer, and with the prompts that arrive on average during one."""
         one_more = work.context_tokens / work.num_running if work.num_running else self._prompt_tokens
         more = work._replace(context_tokens=work.context_tokens + one_more, num_running=work.num_running + 1)
         step_ms = self._step_ms(0.0, more)
@@ -129,7 +130,9 @@ class DynamoLoad:
 
 
 def step(works: list[Work], estimator: Estimator, capacity: float, parameters: Dynamo) -> int:
-    """One replica more, one fewer, or none. `capacity`: tokens that the cache of an engine holds."""
+    """Return 1 for one replica more, -1 for one fewer, else 0. `capacity` is the tokens that an engine's cache
+    holds.
+    """
     if all(estimator.ttft_ms(work) > parameters.ttft_ms for work in works):
         return 1
     if all(estimator.itl_ms(work) > parameters.itl_ms for work in works):
@@ -141,7 +144,7 @@ def step(works: list[Work], estimator: Estimator, capacity: float, parameters: D
 
 
 def _bears(work: Work, estimator: Estimator, capacity: float, parameters: Dynamo) -> bool:
-    """An engine, this load after one of the others is gone."""
+    """Whether an engine can take this load after one of the others is removed."""
     held = work.context_tokens + work.queued_tokens
     if held >= capacity:
         return False
@@ -158,7 +161,7 @@ def _work(engine: ReplicaLoad, capacity: float, prompt_tokens: float) -> Work:
 
 
 def _estimator(signals: Signals, prompt_tokens: float, num_engines: int) -> Estimator | None:
-    """None: the engines have not reported enough yet."""
+    """Return an estimator, or None if the engines have not reported enough yet."""
     reported = signals.engines
     model = _model(reported.step_time)
     if model is None or reported.max_step_tokens <= 0 or not _cache_tokens(reported) or not prompt_tokens:
@@ -180,7 +183,7 @@ def _model(params: StepTimeParams) -> StepTimeModel | None:
 
 
 def _prompt_tokens(signals: Signals) -> float:
-    """Mean of the latest requests, without what was cached; else of those that have arrived lately; 0: unknown."""
+    """Return the mean uncached tokens of the latest prompts, or else of recent arrivals; 0 if unknown."""
     mean = signals.lengths.computed.mean()
     if mean is not None and math.isfinite(mean):
         return mean
@@ -189,7 +192,7 @@ def _prompt_tokens(signals: Signals) -> float:
 
 
 def _cache_tokens(reported: EnginesLoad) -> float:
-    """That the cache of one engine holds; 0: not reported."""
+    """Return the tokens that one engine's cache holds; 0 if not reported."""
     return reported.num_blocks_total * reported.block_size / reported.num_reporting if reported.num_reporting > 0 else 0
 
 

@@ -1,4 +1,4 @@
-"""No autoscaling: the number of replicas that a person has ordered."""
+"""No autoscaling: a fixed number of replicas."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pagemill_simulator.scaling.rival import within
 
 
 class Fixed(Parameters, frozen=True, kw_only=True):
-    """The same number all the time."""
+    """Keeps the same number of replicas."""
 
     name: ClassVar[str] = "fixed"
     replicas: Count | None = None
-    """None: what there are at the beginning."""
+    """None: the initial number of replicas."""
 
     def policy(self) -> FixedReplicas:
         return FixedReplicas(self)

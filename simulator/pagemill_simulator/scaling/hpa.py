@@ -1,15 +1,15 @@
-"""The HorizontalPodAutoscaler of Kubernetes on the queues of the engines: replicas in the ratio of metric to target.
+"""Kubernetes's HorizontalPodAutoscaler on the engines' queues: replicas in proportion to metric over target.
 
 Source: Kubernetes, autoscaling/v2, https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/
 (algorithm details); the target of 5 waiting requests is that of the vLLM production-stack,
-https://docs.vllm.ai/projects/production-stack/en/latest/use_cases/autoscaling-keda.html. A pods metric: pods without
-one count as idle when the rest asks for more, and as on target when it asks for fewer; a step that turns the direction
-round is not taken. It goes no lower than one replica, as the autoscaler stops at none.
+https://docs.vllm.ai/projects/production-stack/en/latest/use_cases/autoscaling-keda.html. With a pods metric, pods
+without a value count as idle if the rest asks for more replicas, and as on target if it asks for fewer; a change that
+this would reverse is not made. The minimum is one replica, since the autoscaler stops at zero.
 
-`keda-epp` is the same autoscaler on external metrics, as llm-d's guide sets it up through KEDA (llm-d 0.9,
-https://github.com/llm-d/llm-d, guides/workload-autoscaling): one request held by the gateway's flow control, or sixteen
-running, to a replica, and no step up before all recommendations of five minutes ask for it, as pods that start are not
-known to these metrics.
+`keda-epp` is the same autoscaler on external metrics, as llm-d's guide configures it through KEDA (llm-d 0.9,
+https://github.com/llm-d/llm-d, guides/workload-autoscaling): per replica one request that waits in the gateway's flow
+control, or sixteen running ones, and no step up before all recommendations of five minutes ask for it, because these
+metrics do not include starting pods.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from pagemill_simulator.scaling.rival import engines, is_due, within
 
 
 class Hpa(Parameters, frozen=True, kw_only=True):
-    """Waiting requests of each engine, as a pods metric."""
+    """Scales by waiting requests per engine, as a pods metric."""
 
     name: ClassVar[str] = "hpa"
     target_waiting: Positive = 5.0
-    """Requests that wait in an engine, mean."""
+    """Mean number of requests that wait in an engine."""
     interval_s: Positive = 15.0
-    """Between decisions."""
+    """Seconds between decisions."""
     tolerance: NotNegative = 0.1
-    """The distance of the ratio from 1 within which nothing is done."""
+    """Distance of the ratio from 1 within which nothing changes."""
     up_window_s: NotNegative = UP.window_s
-    """Stabilization of more replicas."""
+    """Stabilization window for more replicas."""
     down_window_s: NotNegative = DOWN.window_s
-    """Stabilization of fewer."""
+    """Stabilization window for fewer replicas."""
 
     def policy(self) -> HpaOnQueue:
         return HpaOnQueue(self)
 
 
 class KedaEpp(Parameters, frozen=True, kw_only=True):
-    """Held and running requests of all together, as external metrics."""
+    """Scales by all waiting and running requests, as external metrics."""
 
     name: ClassVar[str] = "keda-epp"
     target_held: Positive = 1.0
-    """Requests that wait in the gateway, to a replica."""
+    """Requests that wait in the gateway, per replica."""
     target_running: Positive = 16.0
-    """Requests in engines, to a replica."""
+    """Requests in engines, per replica."""
     interval_s: Positive = 15.0
-    """Between decisions."""
+    """Seconds between decisions."""
     tolerance: NotNegative = 0.1
-    """The distance of the ratio from 1 within which nothing is done."""
+    """Distance of the ratio from 1 within which nothing changes."""
     up_window_s: NotNegative = 300.0
-    """Stabilization of more replicas."""
+    """Stabilization window for more replicas."""
     down_window_s: NotNegative = 300.0
-    """Stabilization of fewer."""
+    """Stabilization window for fewer replicas."""
 
     def policy(self) -> KedaOnEpp:
         return KedaOnEpp(self)
@@ -75,7 +75,7 @@ class HpaMemory(msgspec.Struct, frozen=True):
 
 
 class _Autoscaler:
-    """What both do with the replicas that their metrics ask for."""
+    """What both autoscalers do with the replicas that their metrics ask for."""
 
     memory_type: ClassVar[type[HpaMemory]] = HpaMemory
     wakes_at_once: ClassVar[bool] = False
@@ -100,7 +100,7 @@ class _Autoscaler:
         return decided(before, within(settings, replicas, least=1), message), HpaMemory(at_s, behavior)
 
     def _desired(self, signals: Signals) -> int | None:
-        """None: the metrics are unknown."""
+        """Return the replicas that the metrics ask for, or None if they are unknown."""
         raise NotImplementedError
 
 

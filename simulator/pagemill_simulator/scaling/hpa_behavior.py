@@ -1,8 +1,8 @@
-"""How fast a HorizontalPodAutoscaler may change replicas: stabilization windows, and rules of how many in a period.
+"""Limits how fast a HorizontalPodAutoscaler changes replicas: stabilization windows, and rules per period.
 
 Source: Kubernetes, autoscaling/v2, https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/
 (scaling policies, stabilization window, default behavior), and enhancement 853 (07a4b88 of
-https://github.com/kubernetes/enhancements). Of several rules the one that allows most counts.
+https://github.com/kubernetes/enhancements). Of several rules the one that allows the largest change counts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pagemill_simulator.scaling.rival import Sample
 class Rule(NamedTuple):
     kind: Literal["pods", "percent"]
     value: float
-    """That may come or go within the period."""
+    """Replicas, or percent of them, that may be added or removed within the period."""
     period_s: float
 
 
 class Direction(NamedTuple):
     window_s: float
-    """The most careful recommendation within it counts."""
+    """The most cautious recommendation within the window counts."""
     rules: tuple[Rule, ...]
 
 
@@ -47,7 +47,7 @@ class Behavior:
     def limit(
         self, memory: BehaviorMemory, at_s: float, current: int, desired: int, bounds: Bounds
     ) -> tuple[int, BehaviorMemory]:
-        """Replicas from now on, given how many the metrics ask for; `bounds` of this autoscaler."""
+        """Return the new replicas, given the number that the metrics ask for; `bounds` are this autoscaler's."""
         recommendations = memory.recommendations or (Sample(at_s, current),)
         calm = self._stabilized(recommendations, at_s, current, desired)
         recommendations = (*recommendations, Sample(at_s, desired))
@@ -87,7 +87,7 @@ def _values(samples: Sequence[Sample], since_s: float) -> list[int]:
 
 
 def _at_begin(changes: Sequence[Sample], at_s: float, current: int, period_s: float) -> int:
-    """Replicas when the period began."""
+    """Return the replicas at the beginning of the period."""
     return current - sum(_values(changes, at_s - period_s))
 
 

@@ -1,11 +1,12 @@
-"""Knative's pod autoscaler (KPA): concurrency over a stable window of a minute, over a panic window in a surge.
+"""Knative's pod autoscaler (KPA): concurrency over a stable window of a minute, and over a panic window in a surge.
 
 Source: https://knative.dev/docs/serving/autoscaling/kpa-specific/ (11fd424 of https://github.com/knative/docs) and
 docs/scaling/SYSTEM.md of https://github.com/knative/serving (254c92c), defaults of `config-autoscaler`: every two
-seconds, the requests in the system divided by the target, from both windows; a panic begins when the short one asks for
-twice the ready replicas, lasts until that was not so for a stable window, and only adds; 1000 times as many replicas at
-most, half as many at least. The last replica goes after the scale-to-zero grace period; a request at zero wakes it at
-once.
+seconds, the requests in the system divided by the target, from both windows. A panic begins when the short window asks
+for twice the ready replicas, lasts until that was not so for a stable window, and only adds replicas; at most 1000
+times
+as many replicas, at least half as many. The last replica is removed after the scale-to-zero grace period; a request at
+zero wakes it at once.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from pagemill_simulator.scaling.rival import Window, is_due, within
 
 
 class Knative(Parameters, frozen=True, kw_only=True):
-    """Concurrency, with a panic window."""
+    """Scales by concurrency, with a panic window."""
 
     name: ClassVar[str] = "knative"
     target_concurrency: Positive = 100.0
-    """`container-concurrency-target-default`: requests in a replica."""
+    """`container-concurrency-target-default`: requests per replica."""
     target_utilization: Share = 0.7
-    """`container-concurrency-target-percentage`: the share of that which is aimed at."""
+    """`container-concurrency-target-percentage`: the aimed-at share of that."""
     interval_s: Positive = 2.0
-    """`tick-interval`: between decisions."""
+    """`tick-interval`: seconds between decisions."""
     stable_window_s: Positive = 60.0
     """`stable-window`."""
     panic_window_share: Share = 0.1
     """`panic-window-percentage`."""
     panic_threshold: Factor = 2.0
-    """`panic-threshold-percentage`: times what the ready replicas are meant for."""
+    """`panic-threshold-percentage`: multiple of the ready replicas' target."""
     most_up: Factor = 1000.0
     """`max-scale-up-rate`."""
     most_down: Factor = 2.0
@@ -47,7 +48,7 @@ class Knative(Parameters, frozen=True, kw_only=True):
 
     @property
     def target(self) -> float:
-        """A replica's; no less than one hundredth of a request."""
+        """The target per replica; at least one hundredth of a request."""
         return max(0.01, self.target_concurrency * self.target_utilization)
 
     def policy(self) -> KnativeKpa:
@@ -61,7 +62,7 @@ class KnativeMemory(msgspec.Struct, frozen=True):
     panics_since_s: float | None = None
     most_in_panic: int = 0
     zero_since_s: float | None = None
-    """Since when the last replica is no longer asked for."""
+    """Time since which the last replica is not needed."""
 
 
 class KnativeKpa:
@@ -96,7 +97,7 @@ class KnativeKpa:
     def _desired(self, signals: Signals, memory: KnativeMemory) -> tuple[KnativeMemory, int]:
         parameters, at_s, ready = self._parameters, signals.at_s, max(1, signals.fleet.ready)
         if memory.decided_at_s is None and signals.fleet.ready > 1:
-            # Without a history it holds what it finds.
+            # Without a history, keep the present replicas.
             memory = msgspec.structs.replace(memory, panics_since_s=at_s, most_in_panic=signals.fleet.ready)
         most, least = math.ceil(parameters.most_up * ready), math.floor(ready / parameters.most_down)
         stable, surge = (math.ceil(window.mean / parameters.target) for window in (memory.stable, memory.panic))
@@ -116,7 +117,7 @@ class KnativeKpa:
         return memory
 
     def _kept(self, memory: KnativeMemory, at_s: float, before: int, desired: int) -> tuple[KnativeMemory, int]:
-        """The last replica stays for the grace period."""
+        """Keep the last replica for the grace period."""
         if desired > 0 or before == 0:
             return msgspec.structs.replace(memory, zero_since_s=None), desired
         zero_since_s = at_s if memory.zero_since_s is None else memory.zero_since_s

@@ -1,8 +1,8 @@
-"""KubeAI: the mean of active requests over ten minutes, divided by the requests that a replica is meant for.
+"""KubeAI: the mean of active requests over ten minutes, divided by the target of requests per replica.
 
 Source: KubeAI chart 0.22.1, https://www.kubeai.org/concepts/autoscaling and /how-to/configure-autoscaling, defaults of
-`modelAutoscaling` and of the `Model` resource. The mean begins with zeros. A lower number counts only after so many
-lower ones in a row as fit into the delay. The first request at zero orders one replica at once.
+`modelAutoscaling` and of the `Model` resource. The mean begins with zeros. A lower number counts only after as many
+consecutive lower ones as fit into the delay. The first request at zero orders one replica at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pagemill_simulator.scaling.rival import is_due, within
 
 
 class KubeAi(Parameters, frozen=True, kw_only=True):
-    """Mean of active requests over a long window."""
+    """Scales by the mean of active requests over a long window."""
 
     name: ClassVar[str] = "kubeai"
     target_requests: Positive = 100.0
-    """`targetRequests`: active requests that a replica is meant for."""
+    """`targetRequests`: active requests per replica."""
     interval_s: Positive = 10.0
-    """Between decisions."""
+    """Seconds between decisions."""
     window_s: Positive = 600.0
     """`timeWindow` of the mean."""
     scale_down_delay_s: NotNegative = 30.0
@@ -38,9 +38,9 @@ class KubeAi(Parameters, frozen=True, kw_only=True):
 
 class KubeAiMemory(msgspec.Struct, frozen=True):
     active: tuple[int, ...] = ()
-    """Requests at the latest decisions; those before the first one count as none."""
+    """Active requests at the latest decisions; those before the first one count as zero."""
     num_lower: int = 0
-    """Decisions in a row that asked for fewer replicas."""
+    """Consecutive decisions that asked for fewer replicas."""
     decided_at_s: float | None = None
 
 
@@ -70,7 +70,7 @@ class KubeAiMean:
         return decided(before, replicas, message), KubeAiMemory(samples, num_lower, signals.at_s)
 
     def _delayed(self, settings: ScalingSettings, before: int, mean: float, num_lower: int) -> tuple[int, int]:
-        """A lower number only after so many lower ones in a row as fit into the delay."""
+        """Return the replicas and the count of lower decisions; a lower number must recur for the whole delay."""
         wanted = within(settings, before)
         desired = within(settings, math.ceil(mean / self._parameters.target_requests))
         if desired >= wanted:

@@ -1,8 +1,8 @@
-"""What a simulated fleet measures for scaling, and what it asks.
+"""The measurements of a simulated fleet for scaling, and the interface of a scaler.
 
-A fleet measures its pods by themselves (`Seen.pods`), as other platforms scrape them, and the signals of the load
-stream, which Pagemill's own policies get. Neighbours: `simulated` runs any scaling policy of the operator's protocol
-(`pagemill_operator.autoscaler.policy`) behind `FleetScaler`.
+A fleet measures its pods directly (`Seen.pods`), as other platforms scrape them, and has the signals of the load
+stream, which Pagemill's own policies get. `simulated` runs any scaling policy of the operator's protocol
+(`pagemill_operator.autoscaler.policy`) as a `FleetScaler`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pagemill_operator.autoscaler.signals import Signals
 
 
 class PodSeen(NamedTuple):
-    """One pod that was ordered and is neither gone nor draining."""
+    """One ordered pod that is neither gone nor draining."""
 
     name: str
     is_ready: bool
     num_running: int = 0
     num_waiting: int = 0
-    """In the engine's own queue."""
+    """Requests in the engine's own queue."""
     kv_usage: float = 0.0
     """Share of the blocks that running requests hold, 0 to 1."""
 
@@ -31,18 +31,18 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     at_s: float
     wanted: int
-    """Replicas as they were ordered last."""
+    """Replicas that were ordered last."""
     pods: tuple[PodSeen, ...]
     num_held: int
     """Requests that wait in the gateway, for capacity or for the first pod."""
     num_arrived: int
-    """Since the beginning."""
+    """Requests since the beginning."""
     num_prompt_tokens_arrived: int
     num_output_tokens_made: int
     num_on_leaving: int = 0
     """Requests that draining pods still run."""
     signals: Signals
-    """What the operator's autoscaler would be given at this instant."""
+    """The signals that the operator's autoscaler would get now."""
 
     @property
     def ready(self) -> int:
@@ -50,33 +50,33 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def concurrency(self) -> int:
-        """Requests anywhere in the system."""
+        """Number of requests anywhere in the system."""
         return self.num_held + self.num_on_leaving + sum(pod.num_running + pod.num_waiting for pod in self.pods)
 
 
 class Bounds(NamedTuple):
-    """What the user allows, the same for every policy."""
+    """The user's bounds, the same for every policy."""
 
     min_replicas: int
     max_replicas: int
 
 
 class FleetScaler(Protocol):
-    """What decides for one fleet, and remembers."""
+    """A scaler of one fleet, with its memory."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def interval_s(self) -> float:
-        """Between two decisions."""
+        """Seconds between two decisions."""
         ...
 
     @property
     def wakes_at_once(self) -> bool:
-        """It is asked at once when a request finds no pod, not even a starting one; else at the next decision."""
+        """Whether it is asked at once when a request finds no pod, not even a starting one."""
         ...
 
     def decide(self, seen: Seen) -> int:
-        """Replicas from now on, within its bounds."""
+        """Return the new number of replicas; the caller clamps it to the bounds."""
         ...

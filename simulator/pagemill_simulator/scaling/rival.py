@@ -1,7 +1,7 @@
-"""What the policies of other platforms share: the operator's protocol and the interval of their own documents.
+"""Common parts of other platforms' policies: the operator's protocol plus the interval of their own documents.
 
 Only Pagemill's gateway holds requests until an engine has capacity. On the other platforms they wait in the engines, so
-what is held counts there, in equal parts. Windows and timers are values: a policy keeps them in its memory.
+the gateway's waiting requests count there, in equal parts. Windows and timers are values in a policy's memory.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ M = TypeVar("M")
 class Rival(ScalingPolicy[M], Protocol[M]):
     @property
     def interval_s(self) -> float:
-        """Between two decisions."""
+        """Seconds between two decisions."""
         ...
 
     @property
     def wakes_at_once(self) -> bool:
-        """A request that finds no pod is answered at once, not at the next decision."""
+        """Whether a request that finds no pod causes a decision at once."""
         ...
 
 
 def engines(signals: Signals) -> list[ReplicaLoad]:
-    """Those that report all of their metrics, each with its part of what the gateway holds."""
+    """Return the engines that report all of their metrics, each with its part of the gateway's waiting requests."""
     held = signals.queue.num_requests / max(1, signals.fleet.ready)
     return [
         msgspec.structs.replace(replica, num_waiting=replica.num_waiting + held)
@@ -41,7 +41,7 @@ def engines(signals: Signals) -> list[ReplicaLoad]:
 
 
 def within(settings: ScalingSettings, replicas: float, *, least: int = 0) -> int:
-    """`least`: of platforms that go no lower, whatever the user allows. What is not a number is the least."""
+    """Clamp to the user's bounds; `least` is the platform's own minimum. NaN becomes the minimum."""
     wanted = int(min(replicas, settings.max_replicas)) if replicas > 0 else 0
     return min(settings.max_replicas, max(settings.min_replicas, least, wanted))
 
@@ -57,7 +57,7 @@ class Window(msgspec.Struct, frozen=True):
     samples: tuple[Sample, ...] = ()
 
     def add(self, at_s: float, value: float, length_s: float) -> Window:
-        """A clock that went back begins anew."""
+        """Return the window with a new sample; a clock that went back starts a new window."""
         if self.samples and at_s < self.samples[-1].at_s:
             return Window((Sample(at_s, value),))
         kept = [each for each in self.samples if each.at_s > at_s - length_s]
@@ -73,5 +73,5 @@ class Window(msgspec.Struct, frozen=True):
 
 
 def is_due(at_s: float, last_s: float | None, interval_s: float) -> bool:
-    """Whether the next decision is due; a policy may be asked in between, for a request that finds no pod."""
+    """Whether the next decision is due; a policy may be asked earlier, for a request that finds no pod."""
     return last_s is None or not 0 <= at_s - last_s < interval_s * (1 - 1e-6)

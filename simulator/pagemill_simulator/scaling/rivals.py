@@ -1,4 +1,4 @@
-"""The policies of other platforms, by name: each with the parameters and defaults of its own documents."""
+"""The policies of other platforms, by name, each with the parameters and defaults of its own documents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pagemill_simulator.scaling.wva import Wva, WvaHpa
 Kind = type[KubeAi] | type[Hpa] | type[KedaEpp] | type[Wva] | type[WvaHpa] | type[Knative] | type[Dynamo] | type[Fixed]
 
 RIVALS: dict[str, Kind] = {kind.name: kind for kind in (KubeAi, Hpa, KedaEpp, Wva, WvaHpa, Knative, Dynamo, Fixed)}
-"""All are made from parameters alone."""
+"""All policies that can be made from parameters alone."""
 
 
 def make_rival(name: str, parameters: Mapping[str, str] | None = None) -> Rival[Any]:
-    """By its name and texts of its parameters. Raises `ParameterError`."""
+    """Return the policy by its name and the texts of its parameters. Raise `ParameterError`."""
     kind = RIVALS.get(name)
     if kind is None:
         raise ParameterError(f"there is no policy {name!r}; there are {', '.join(RIVALS)}")

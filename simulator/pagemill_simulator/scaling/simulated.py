@@ -1,7 +1,8 @@
-"""Any scaling policy as the scaler of one simulated fleet: its settings, its memory, and what it may see.
+"""Runs any scaling policy as the scaler of one simulated fleet: with its settings, its memory, and its view of the
+fleet.
 
-The operator's own policies are given the signals of the load stream. A rival is given what its platform scrapes: the
-pods' own gauges in place of what their engines have reported to a gateway.
+The operator's own policies get the signals of the load stream. A rival gets what its platform scrapes: the pods' own
+gauges instead of what their engines have reported to a gateway.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from pagemill_simulator.scaling.policy import Bounds, PodSeen, Seen
 from pagemill_simulator.scaling.rival import Rival
 
 INTERVAL_S = 2.0
-"""The operator's, on a cluster."""
+"""The operator's interval in a cluster."""
 REMEMBERED = 10_000
 
 
 class SimulatedPolicy:
-    """One policy with one fleet: it remembers."""
+    """One policy with its memory for one fleet."""
 
     def __init__(
         self,
@@ -38,17 +39,17 @@ class SimulatedPolicy:
         wakes_at_once: bool = True,
         scrapes: bool = False,
     ) -> None:
-        """`name`: in place of the policy's. `scrapes`: it sees the pods' gauges in place of the load stream."""
+        """`name` replaces the policy's. With `scrapes` it gets the pods' gauges instead of the load stream."""
         self.name = name or policy.name
         self.interval_s = interval_s
         self.wakes_at_once = wakes_at_once
         self._policy = policy
-        # A simulated fleet follows every decision: one that is only advised would be judged by what did not happen.
+        # A simulated fleet follows every decision: a mere recommendation would be judged by what did not happen.
         self._settings = msgspec.structs.replace(settings, mode="Active")
         self._memory = policy.memory_type()
         self._scrapes = scrapes
         self.changes: deque[tuple[float, Decision]] = deque(maxlen=REMEMBERED)
-        """When it has changed the replicas, and why; the latest."""
+        """The latest changes of the replicas, with their times."""
 
     def decide(self, seen: Seen) -> int:
         signals = scraped(seen) if self._scrapes else self._signals(seen)
@@ -64,7 +65,7 @@ class SimulatedPolicy:
 
 
 def own(settings: ScalingSettings, *, name: str = "pagemill") -> SimulatedPolicy:
-    """The policy that the settings name. Raises `UnknownPolicyError`."""
+    """Return the policy that the settings name. Raise `UnknownPolicyError`."""
     return SimulatedPolicy(find_policy(settings.policy), settings, name=name)
 
 
@@ -79,7 +80,7 @@ def rival(policy: Rival[Any], bounds: Bounds) -> SimulatedPolicy:
 
 
 def scraped(seen: Seen) -> Signals:
-    """The signals with the gauges of the pods at this instant, and the requests that draining pods still run."""
+    """Return the signals with the pods' present gauges, and the requests that draining pods still run."""
     signals = seen.signals
     engines = msgspec.structs.replace(
         signals.engines,
@@ -97,7 +98,7 @@ def scraped(seen: Seen) -> Signals:
 
 
 def _replicas(seen: Seen) -> tuple[ReplicaLoad, ...]:
-    """A pod that loads has no metrics."""
+    """Return the ready pods' loads: a pod that loads has no metrics."""
     return tuple(_replica(pod) for pod in seen.pods if pod.is_ready)
 
 

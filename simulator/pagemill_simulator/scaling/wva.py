@@ -1,14 +1,15 @@
-"""llm-d's workload variant autoscaler, version 1 (saturation): one replica more when what engines can spare gets low.
+"""llm-d's workload variant autoscaler, version 1 (saturation): one replica more when the engines' spare capacity is
+low.
 
 Source: llm-d workload-variant-autoscaler 0.5.1, https://github.com/llm-d/llm-d-workload-variant-autoscaler, documents
 docs/saturation-analyzer.md (14bed5d) and docs/saturation-scaling-config.md (2ca0f70): an engine is saturated at 80 % of
-its cache or 5 waiting requests; one replica comes when the others spare on average less than 10 % or 3; one goes when
-the load of N on N - 1 still leaves that much. Peaks of the last minute count. Nothing is decided while a pod starts
-or a decision is not applied yet (pull request 569). One variant, and no lower than one replica.
+its cache or 5 waiting requests; a replica is added if the others have on average less than 10 % or 3 to spare; one is
+removed if the load of N on N - 1 still leaves that much. Peaks of the last minute count. Nothing is decided while a pod
+starts or a decision is not applied yet (pull request 569). One variant, and at least one replica.
 
-What it decides is a metric that a HorizontalPodAutoscaler follows. `wva` is applied at once, which is better than any
-such setup; `wva-hpa` has the autoscaler of its chart (docs/integrations/hpa-integration.md, d44975b, production
-configuration): both ways it waits four minutes.
+Its decision is a metric that a HorizontalPodAutoscaler follows. `wva` applies it at once, which is better than any such
+setup; `wva-hpa` has the autoscaler of its chart (docs/integrations/hpa-integration.md, d44975b, production
+configuration), which waits four minutes in both directions.
 """
 
 from __future__ import annotations
@@ -28,34 +29,34 @@ from pagemill_simulator.scaling.policy import Bounds
 from pagemill_simulator.scaling.rival import Rival, Window, engines, is_due, within
 
 SCRAPE_S = 15.0
-"""Interval of scrapes, and of the autoscaler."""
+"""Seconds between scrapes, and between runs of the autoscaler."""
 CHART_RULES = (Rule("pods", 10.0, 150.0),)
-"""Rules of the chart's autoscaler, both ways."""
+"""Rules of the chart's autoscaler, for both directions."""
 
 
 class Wva(Parameters, frozen=True, kw_only=True):
-    """Saturation thresholds of cache and queue, one replica at a time."""
+    """Scales by saturation thresholds of cache and queue, one replica at a time."""
 
     name: ClassVar[str] = "wva"
     kv_threshold: Share = 0.8
-    """`kvCacheThreshold`: at it an engine is saturated."""
+    """`kvCacheThreshold`: the use at which an engine is saturated."""
     queue_threshold: Positive = 5.0
-    """`queueLengthThreshold`: at it an engine is saturated."""
+    """`queueLengthThreshold`: the queue at which an engine is saturated."""
     kv_spare: NotNegative = 0.1
-    """`kvSpareTrigger`: less is too little."""
+    """`kvSpareTrigger`: the least mean spare share of the cache."""
     queue_spare: NotNegative = 3.0
-    """`queueSpareTrigger`: less is too little."""
+    """`queueSpareTrigger`: the least mean spare of the queue."""
     interval_s: Positive = 30.0
-    """Between decisions."""
+    """Seconds between decisions."""
     peak_s: Positive = 60.0
-    """The time within which the highest value counts."""
+    """Seconds within which the highest value counts."""
 
     def policy(self) -> Rival[Any]:
         return WvaSaturation(self)
 
 
 class WvaHpa(Wva, frozen=True, kw_only=True):
-    """As `wva`, and the autoscaler that follows it."""
+    """`wva` with the autoscaler that follows it."""
 
     name: ClassVar[str] = "wva-hpa"
     up_window_s: NotNegative = 240.0
@@ -68,7 +69,7 @@ class WvaHpa(Wva, frozen=True, kw_only=True):
 
 
 class Load(NamedTuple):
-    """One engine's."""
+    """The load of one engine."""
 
     kv_usage: float
     num_waiting: float
@@ -87,7 +88,7 @@ class WvaMemory(msgspec.Struct, frozen=True):
     scraped_at_s: float | None = None
     decided_at_s: float | None = None
     peaks: dict[str, Peaks] = {}
-    """By id of the engines that report."""
+    """Peaks by id of the reporting engine."""
 
 
 class WvaSaturation:
@@ -162,7 +163,7 @@ class WvaThroughHpa:
 
 
 def step(loads: Sequence[Load], parameters: Wva) -> int:
-    """One replica more, one fewer, or none."""
+    """Return 1 for one replica more, -1 for one fewer, else 0."""
     free = [
         load
         for load in loads
@@ -170,12 +171,12 @@ def step(loads: Sequence[Load], parameters: Wva) -> int:
     ]
     if not free or not _spares(free, len(free), parameters):
         return 1
-    # The load of all that are free, on one fewer.
+    # The load of all unsaturated engines, on one fewer.
     return -1 if len(free) > 1 and _spares(free, len(free) - 1, parameters) else 0
 
 
 def _spares(loads: Sequence[Load], replicas: int, parameters: Wva) -> bool:
-    """Whether so many replicas under these loads have enough left, on average."""
+    """Whether so many replicas under these loads have enough to spare on average."""
     kv_usage = math.fsum(load.kv_usage for load in loads) / replicas
     num_waiting = math.fsum(load.num_waiting for load in loads) / replicas
     return (

@@ -1,7 +1,7 @@
-"""Sessions of agents: calls that follow each other, each prompt the whole session so far and something new.
+"""Sessions of agents: successive calls whose prompts contain the whole session so far and something new.
 
-A call is planned for when the answer before it is expected to have ended and the tool has run, or the user has thought;
-fleets send none before that answer really has ended.
+A call is planned for when the previous answer is expected to have ended and the tool has run, or the user has thought;
+fleets send no call before that answer has really ended.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pagemill_simulator.workloads.lengths import LogNormal
 from pagemill_simulator.workloads.request import SimRequest
 
 SIGMA = 0.8
-"""Of the logarithms of all lengths."""
+"""Standard deviation of the logarithms of all lengths."""
 LONGEST = 20.0
-"""Times the mean."""
+"""Longest length as a multiple of the mean."""
 
 
 class Agentic(Generator, frozen=True, kw_only=True):
-    """Sessions of agents: turns of a user, in each a loop of calls, each prompt everything before and a tool's result.
+    """Sessions of agents: turns of a user, each a loop of calls whose prompts have everything before and a tool's
+    result.
 
     Four turns of eight calls are the averages of coding agents in the wild (Liu et al., Agentic Coding in the Wild,
     arXiv 2608.00101: 3.95 turns, 7.83 calls a turn); prompts there are some ten times as long as by default here.
@@ -34,27 +35,27 @@ class Agentic(Generator, frozen=True, kw_only=True):
 
     name: ClassVar[str] = "agentic"
     sessions_per_s: Positive = 0.1
-    """That begin."""
+    """Sessions that begin per second."""
     duration_s: Positive = 1800.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
     turns: Factor = 4.0
-    """Of a session, mean."""
+    """Turns of a session, mean."""
     calls: Factor = 8.0
-    """Of a turn, mean."""
+    """Calls of a turn, mean."""
     first_prompt_tokens: Positive = 3000.0
-    """Mean: instructions, tools and the first question."""
+    """Tokens of a session's first prompt, mean: instructions, tools and the first question."""
     added_tokens: Positive = 400.0
-    """That a tool or the user adds to what was said before, mean."""
+    """Tokens that a tool or the user adds to the session so far, mean."""
     output_tokens: Positive = 200.0
-    """Of a call, mean."""
+    """Answer tokens of a call, mean."""
     longest_prompt: Count = 12_000
     """A session ends before a prompt that would be longer."""
     tool_s: NotNegative = 2.0
-    """That a tool runs, mean."""
+    """Seconds that a tool runs, mean."""
     think_s: NotNegative = 30.0
-    """That a user takes between turns, mean."""
+    """Seconds that a user takes between turns, mean."""
     token_s: NotNegative = 0.02
-    """That a token of an answer is expected to take: the next call is planned by it, and waits if it takes longer."""
+    """Expected seconds per token of an answer: the next call is planned by it, and waits if it takes longer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +80,7 @@ class Agentic(Generator, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, sessions_per_s=intensity, duration_s=duration_s)
 
     def requests(self, seed: int) -> list[SimRequest]:
-        """What would come after the end of the workload is left out."""
+        """Return the requests by arrival, without those after the end of the workload."""
         rate = self.sessions_per_s
         starts = poisson(random.Random(f"arrivals {seed}"), lambda _: rate, most=rate, duration_s=self.duration_s)
         requests = [
@@ -109,7 +110,7 @@ class Agentic(Generator, frozen=True, kw_only=True):
 
 
 def _geometric(source: random.Random, mean: float) -> int:
-    """1 and more."""
+    """Draw from a geometric distribution on 1, 2, ..."""
     count = 1
     while source.random() > 1 / mean:
         count += 1

@@ -1,4 +1,4 @@
-"""When requests come: independently of each other, at a rate that may change with time."""
+"""Arrival times of independent requests, at a rate that may change with time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 def poisson(
     source: random.Random, rate_at: Callable[[float], float], *, most: float, duration_s: float
 ) -> Iterator[float]:
-    """Seconds, rising. `most`: no rate is higher; arrivals are drawn at it and thinned out (Lewis and Shedler)."""
+    """Yield rising seconds. `most` is at least every rate; arrivals at it are thinned out (Lewis and Shedler)."""
     now_s = 0.0
     while most > 0:
         now_s += source.expovariate(most)

@@ -1,6 +1,6 @@
-"""Live traffic that swings, and beside it a batch whose lines fill what it leaves free.
+"""Live traffic with an oscillating rate, and a batch whose lines use the idle capacity.
 
-Neighbour: `fleet.batch_lines` starts the lines by the gateway's rule.
+`fleet.batch_lines` starts the lines by the gateway's rule.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pagemill_simulator.workloads.request import SimRequest
 from pagemill_simulator.workloads.shapes import Sine
 
 LINE_PRIORITY = Caller(is_batch=True).priority(0)
-"""Of a line, in gateways and engines."""
+"""Priority of a line in gateways and engines."""
 
 
 class BesideBatch(Sine, frozen=True, kw_only=True):
-    """A rate that swings around its mean, and one batch."""
+    """A rate that oscillates around its mean, and one batch."""
 
     name: ClassVar[str] = "beside-batch"
     num_lines: Count = 1000
-    """Of the batch."""
+    """Lines of the batch."""
     submitted_s: NotNegative = 60.0
-    """When the batch is there."""
+    """Second at which the batch arrives."""
     line_prompt_tokens: Positive = 600.0
-    """Of a line, mean."""
+    """Prompt tokens of a line, mean."""
     line_output_tokens: Positive = 150.0
-    """Of a line, mean."""
+    """Answer tokens of a line, mean."""
     line_sigma: Sigma = 0.6
     """Standard deviation of the logarithms of both."""
 

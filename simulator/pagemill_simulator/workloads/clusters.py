@@ -1,7 +1,7 @@
-"""Requests that come in clusters, as an editor's completions of code do: long prompts, short answers, all at once.
+"""Requests in clusters, like an editor's code completions: long prompts, short answers, nearly simultaneous.
 
-Clusters begin independently of each other; each brings its requests within seconds. Neighbour: `shapes`, where every
-request comes independently of the others.
+Clusters begin independently of each other; each has its requests within seconds. In `shapes`, every request comes
+independently of the others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Clusters(Steady, frozen=True, kw_only=True):
     cluster_requests: Factor = 25.0
     """Requests of a cluster, mean; their number is drawn from a geometric distribution."""
     cluster_s: Positive = 5.0
-    """In which they come."""
+    """Seconds within which a cluster's requests arrive."""
     alone: Share = 0.3
-    """Of all requests, those that belong to no cluster."""
+    """Share of all requests that belong to no cluster."""
     duration_s: Positive = 3600.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
     prompt_tokens: Positive = 4000.0
     prompt_sigma: Sigma = 0.35
     longest_prompt: Count = 7000
@@ -57,7 +57,7 @@ class Clusters(Steady, frozen=True, kw_only=True):
         return [at_s for at_s in found if at_s < self.duration_s]
 
     def _cluster_size(self, times: random.Random) -> int:
-        """Geometric, at least 1."""
+        """Draw from a geometric distribution, at least 1."""
         if self.cluster_requests <= 1:
             return 1
         return 1 + math.floor(math.log(1 - times.random()) / math.log(1 - 1 / self.cluster_requests))

@@ -1,6 +1,6 @@
-"""What draws workloads: parameters that give requests, the same ones for the same seed.
+"""The base of workload generators: parameters that give the same requests for the same seed.
 
-Most are a rate of arrivals over time (`shapes.py`), with log-normal lengths; sessions of agents stand in `agentic.py`.
+Most are a rate of arrivals over time (`shapes.py`) with log-normal lengths; `agentic.py` has sessions of agents.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class Generator(Parameters, frozen=True, kw_only=True):
     @property
     @abstractmethod
     def length_s(self) -> float:
-        """How long traffic is offered."""
+        """Seconds for which traffic is offered."""
 
     @abstractmethod
     def requests(self, seed: int) -> list[SimRequest]:
-        """By arrival."""
+        """Return the requests by arrival."""
 
     def lines(self, seed: int) -> list[SimRequest]:
-        """Of batches beside the requests."""
+        """Return the lines of batches beside the requests."""
         return []
 
     @abstractmethod
     def intensity_at(self, at_s: float) -> float:
-        """What `steady` takes: how much comes at that instant, on average over all that may be drawn."""
+        """Return the mean intensity at that instant over everything that may be drawn, in the unit of `steady`."""
 
     @abstractmethod
     def steady(self, intensity: float, duration_s: float) -> Generator:
-        """Traffic of the same kind that stays as it is; `intensity` is above 0."""
+        """Return constant traffic of the same kind; `intensity` is above 0."""
 
     def workload(self, seed: int = 0) -> Workload:
         shown = ", ".join(f"{name}={value:g}" for name, value in msgspec.structs.asdict(self).items())
@@ -59,20 +59,20 @@ class Generator(Parameters, frozen=True, kw_only=True):
 
 
 class Shaped(Generator, frozen=True, kw_only=True):
-    """Requests that know nothing of each other."""
+    """Independent requests."""
 
     prompt_tokens: Positive = lengths.AZURE_PROMPT_TOKENS
-    """Of a request, mean."""
+    """Tokens of a prompt, mean."""
     output_tokens: Positive = lengths.AZURE_OUTPUT_TOKENS
-    """Of a request, mean."""
+    """Tokens of an answer, mean."""
     prompt_sigma: Sigma = lengths.AZURE_PROMPT_SIGMA
-    """Standard deviation of the logarithm; 0: all are of the same length."""
+    """Standard deviation of the logarithm of prompt lengths; 0: all have the same length."""
     output_sigma: Sigma = lengths.AZURE_OUTPUT_SIGMA
-    """As `prompt_sigma`."""
+    """The same for answers."""
     longest_prompt: Count = lengths.AZURE_LONGEST_PROMPT
-    """Tokens at which longer ones are cut."""
+    """Tokens at which longer prompts are cut."""
     longest_output: Count = lengths.AZURE_LONGEST_OUTPUT
-    """As `longest_prompt`."""
+    """Tokens at which longer answers are cut."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,21 +95,21 @@ class Shaped(Generator, frozen=True, kw_only=True):
     @property
     @abstractmethod
     def most_per_s(self) -> float:
-        """No rate is higher."""
+        """The highest rate, in requests per second."""
 
     @abstractmethod
     def rate_at(self, at_s: float) -> float:
-        """Requests per second."""
+        """Return the rate in requests per second."""
 
     def intensity_at(self, at_s: float) -> float:
         return self.rate_at(at_s)
 
     def arrivals(self, times: random.Random) -> Iterable[float]:
-        """Seconds, rising. Independent of each other, unless a generator says otherwise."""
+        """Return rising seconds; independent of each other unless a generator says otherwise."""
         return poisson(times, self.rate_at, most=self.most_per_s, duration_s=self.length_s)
 
     def requests(self, seed: int) -> list[SimRequest]:
-        # Two sources: a longer or denser run begins with the same lengths.
+        # Two sources, so that a longer or denser run begins with the same lengths.
         times, sizes = random.Random(f"arrivals {seed}"), random.Random(f"lengths {seed}")
         prompt = LogNormal(self.prompt_tokens, self.prompt_sigma, self.longest_prompt)
         output = LogNormal(self.output_tokens, self.output_sigma, self.longest_output)

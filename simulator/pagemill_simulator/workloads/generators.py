@@ -1,4 +1,4 @@
-"""Workloads that are drawn rather than recorded, by name."""
+"""The workload generators by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GENERATORS: dict[str, type[Generator]] = {
 
 
 def make_generator(name: str, parameters: Mapping[str, str] | None = None) -> Generator:
-    """By its name and texts of its parameters. Raises `ParameterError`."""
+    """Return the generator by its name and the texts of its parameters. Raise `ParameterError`."""
     kind = GENERATORS.get(name)
     if kind is None:
         raise ParameterError(f"there is no workload {name!r}; there are {', '.join(GENERATORS)}, and files of traces")
@@ -42,5 +42,5 @@ def make_generator(name: str, parameters: Mapping[str, str] | None = None) -> Ge
 
 
 def make_workload(name: str, parameters: Mapping[str, str] | None = None, *, seed: int = 0) -> Workload:
-    """Drawn by that generator. Raises `ParameterError`."""
+    """Draw a workload by the generator's name and parameters. Raise `ParameterError`."""
     return make_generator(name, parameters).workload(seed)

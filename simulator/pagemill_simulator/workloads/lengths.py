@@ -1,8 +1,8 @@
-"""How long prompts and answers are: log-normal, cut at the longest, with the mean that is asked for.
+"""Lengths of prompts and answers: log-normal, cut at the longest, with the requested mean.
 
-The defaults of those who use it are the moments of Azure's public trace of LLM conversations of November 2023 (19,366
-requests; Patel et al., Splitwise, ISCA 2024): prompts of 1,155 tokens on average with 0.985 as the standard deviation
-of their logarithm, answers of 211 with 0.859.
+The callers' defaults are the moments of Azure's public trace of LLM conversations of November 2023 (19,366 requests;
+Patel et al., Splitwise, ISCA 2024): prompts of 1,155 tokens on average with 0.985 as the standard deviation of their
+logarithm, answers of 211 with 0.859.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LogNormal:
     """Whole numbers from 1 to `longest`."""
 
     def __init__(self, mean: float, sigma: float, longest: int) -> None:
-        """`sigma`: of the logarithm; 0 gives `mean` always."""
+        """`sigma` is the standard deviation of the logarithm; 0 always gives `mean`."""
         self._sigma, self._longest = sigma, longest
         self._mu = math.log(_median(mean, sigma, longest)) if sigma else 0.0
         self._always = max(1, min(longest, round(mean)))
@@ -33,13 +33,13 @@ class LogNormal:
     def draw(self, source: random.Random) -> int:
         if not self._sigma:
             return self._always
-        # The logarithm is cut as well: no exponential overflows.
+        # The logarithm is cut too, so that no exponential overflows.
         logarithm = min(source.gauss(self._mu, self._sigma), math.log(self._longest))
         return max(1, min(self._longest, round(math.exp(logarithm))))
 
 
 def _median(mean: float, sigma: float, longest: int) -> float:
-    """What gives `mean` after the cut, by halves."""
+    """Return the median that gives `mean` after the cut, by bisection."""
     low, high = mean * 1e-9, longest * math.exp(12 * sigma)
     for _ in range(ROUNDS):
         middle = math.sqrt(low * high)
@@ -48,7 +48,7 @@ def _median(mean: float, sigma: float, longest: int) -> float:
 
 
 def _cut_mean(median: float, sigma: float, longest: int) -> float:
-    """Of min(x, longest) for log-normal x."""
+    """Return the mean of min(x, longest) for log-normal x."""
     far = math.log(longest / median) / sigma
     below = median * math.exp(sigma * sigma / 2) * _NORMAL.cdf(far - sigma)
     return below + longest * _NORMAL.cdf(-far)

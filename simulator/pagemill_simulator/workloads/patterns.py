@@ -1,6 +1,6 @@
-"""Traffic as single causes make it: retrieval with long prompts, a flash crowd, weeks with weekends, silent nights.
+"""Traffic with a single cause: retrieval with long prompts, a flash crowd, weeks with weekends, silent nights.
 
-Neighbour: `shapes`, the curves of which load tests are made.
+`shapes` has the curves that load tests use.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pagemill_simulator.workloads.shapes import DAY_S, Rated, Steady
 
 WORK_BEGINS_H, WORK_ENDS_H = 8.0, 18.0
 WEEKEND = 0.15
-"""Of a working day's rate."""
+"""Share of a working day's rate."""
 
 
 class Retrieval(Steady, frozen=True, kw_only=True):
-    """Answers from documents that were found: long prompts of much the same length, answers of 200 tokens."""
+    """Answers from retrieved documents: long prompts of similar length, answers of 200 tokens."""
 
     name: ClassVar[str] = "retrieval"
     rate: Positive = 2.0
@@ -31,21 +31,21 @@ class Retrieval(Steady, frozen=True, kw_only=True):
 
 
 class FlashCrowd(Rated, frozen=True, kw_only=True):
-    """Many who come within half a minute and lose interest slowly."""
+    """Many users who arrive within half a minute and leave slowly."""
 
     name: ClassVar[str] = "flash-crowd"
     rate: Positive = 2.0
     """Requests per second, before and long after."""
     factor: Factor = 6.0
-    """Times the rate, at the height."""
+    """Multiple of the rate at the peak."""
     at_s: NotNegative = 240.0
-    """When it begins."""
+    """Second at which the crowd begins to arrive."""
     rises_s: Positive = 30.0
-    """Until the height."""
+    """Seconds until the peak."""
     halves_s: Positive = 180.0
-    """In which what is above the rate halves."""
+    """Seconds in which the part above the rate halves."""
     duration_s: Positive = 1200.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -66,7 +66,7 @@ class FlashCrowd(Rated, frozen=True, kw_only=True):
 
 
 class Weekly(Rated, frozen=True, kw_only=True):
-    """Weeks of office hours, from Sunday's midnight on: Monday morning comes after a silent weekend."""
+    """Weeks of office hours from Sunday midnight on, so that Monday morning follows a silent weekend."""
 
     name: ClassVar[str] = "weekly"
     low_rate: NotNegative = 0.2
@@ -74,7 +74,7 @@ class Weekly(Rated, frozen=True, kw_only=True):
     high_rate: Positive = 8.0
     """Requests per second in the busiest hour of a working day."""
     days: Positive = 3.0
-    """How many, from Sunday on."""
+    """Number of days from Sunday on."""
     compress: Positive = 144.0
     """144 makes ten minutes of each day: the same rates, passed through faster."""
 
@@ -94,15 +94,15 @@ class Weekly(Rated, frozen=True, kw_only=True):
 
 
 class SilentNights(Rated, frozen=True, kw_only=True):
-    """Office hours with nothing at all between them."""
+    """Office hours with no traffic between them."""
 
     name: ClassVar[str] = "silent-nights"
     high_rate: Positive = 6.0
     """Requests per second in the busiest hour."""
     days: Positive = 2.0
-    """How many, from midnight on."""
+    """Number of days from midnight on."""
     compress: Positive = 144.0
-    """As `weekly`."""
+    """Factor of time, as in `weekly`."""
 
     @property
     def length_s(self) -> float:
@@ -117,7 +117,7 @@ class SilentNights(Rated, frozen=True, kw_only=True):
 
 
 def _office(hour: float) -> float:
-    """From 0 to 1: nothing outside of office hours, half of all within an hour of their beginning and end."""
+    """Return 0 to 1: 0 outside office hours, and half within an hour of their beginning and end."""
     if not WORK_BEGINS_H <= hour < WORK_ENDS_H:
         return 0.0
     edge_h = min(hour - WORK_BEGINS_H, WORK_ENDS_H - hour)

@@ -1,4 +1,4 @@
-"""What arrives at a simulated fleet: lengths and times, no text. Readers and generators make it, fleets serve it."""
+"""A simulated fleet's requests: lengths and times, no text. Readers and generators create them, fleets serve them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import msgspec
 
 class SimRequest(NamedTuple):
     arrival_s: float
-    """Since the workload's beginning."""
+    """Seconds since the workload's beginning."""
     num_prompt_tokens: int
     num_output_tokens: int
     session: int | None = None
-    """Requests of one session are turns of one conversation: each prompt begins with the prompt and the answer before
-    it, as far as both are that long, and none is sent before that answer has ended."""
+    """Requests of one session are turns of one conversation: each prompt begins with the previous prompt and answer, as
+    far
+    as both are that long, and no turn is sent before that answer has ended.
+    """
     priority: int = 0
     """Smaller is served first (`pagemill_protocol.sampling`)."""
 
@@ -26,15 +28,15 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """For the report: the file, or the generator with its parameters and seed."""
     requests: Sequence[SimRequest]
-    """By arrival."""
+    """Sorted by arrival."""
     lines: Sequence[SimRequest] = ()
-    """Of batches: they are started where capacity is left, in order, after their `arrival_s`."""
+    """Lines of batches, which start in order when capacity is idle, after their `arrival_s`."""
     duration_s: float
-    """How long traffic is offered; requests still open then are served to their end."""
+    """Seconds for which traffic is offered; requests that are open then are served to their end."""
 
 
 def computed_tokens(requests: Sequence[SimRequest]) -> list[int]:
-    """Tokens of each prompt without what an earlier turn of its session has left in the cache."""
+    """Return the tokens of each prompt without those that an earlier turn of its session has left in the cache."""
     said: dict[int, int] = defaultdict(int)
     computed = []
     for request in requests:

@@ -1,4 +1,4 @@
-"""Rates of arrivals over time: steady, in a ramp, a step, a burst, a sine, a day."""
+"""Rates of arrivals over time: steady, a ramp, a step, a burst, a sine, a day."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DAY_S = 86_400.0
 
 
 class Rated(Shaped, frozen=True, kw_only=True):
-    """Steady where its rate stays."""
+    """A rate over time; its constant traffic is `Steady`."""
 
     def steady(self, intensity: float, duration_s: float) -> Steady:
         lengths = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(Shaped)}
@@ -22,13 +22,13 @@ class Rated(Shaped, frozen=True, kw_only=True):
 
 
 class Steady(Rated, frozen=True, kw_only=True):
-    """The same rate all the time."""
+    """A constant rate."""
 
     name: ClassVar[str] = "steady"
     rate: Positive = 5.0
     """Requests per second."""
     duration_s: Positive = 900.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -43,19 +43,19 @@ class Steady(Rated, frozen=True, kw_only=True):
 
 
 class Ramp(Rated, frozen=True, kw_only=True):
-    """From one rate to another in a straight line."""
+    """A linear change from one rate to another."""
 
     name: ClassVar[str] = "ramp"
     from_rate: NotNegative = 2.0
-    """Requests per second, at first."""
+    """Requests per second at the beginning."""
     to_rate: NotNegative = 10.0
-    """Requests per second, in the end."""
+    """Requests per second at the end."""
     before_s: NotNegative = 120.0
-    """At `from_rate`."""
+    """Seconds at `from_rate`."""
     over_s: NotNegative = 300.0
-    """On the way; 0: at once."""
+    """Seconds of the change; 0: at once."""
     after_s: NotNegative = 480.0
-    """At `to_rate`."""
+    """Seconds at `to_rate`."""
 
     @property
     def length_s(self) -> float:
@@ -74,17 +74,17 @@ class Ramp(Rated, frozen=True, kw_only=True):
 
 
 class Step(Rated, frozen=True, kw_only=True):
-    """From one rate to another at once."""
+    """A sudden change from one rate to another."""
 
     name: ClassVar[str] = "step"
     from_rate: NotNegative = 2.0
-    """Requests per second, at first."""
+    """Requests per second at the beginning."""
     to_rate: NotNegative = 10.0
-    """Requests per second, in the end."""
+    """Requests per second at the end."""
     at_s: NotNegative = 300.0
-    """When it happens."""
+    """Second at which the rate changes."""
     duration_s: Positive = 900.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -103,15 +103,15 @@ class Burst(Rated, frozen=True, kw_only=True):
 
     name: ClassVar[str] = "burst"
     rate: Positive = 2.0
-    """Requests per second, outside the burst."""
+    """Requests per second outside the burst."""
     factor: Factor = 10.0
-    """Times the rate, during the burst."""
+    """Multiple of the rate during the burst."""
     at_s: NotNegative = 300.0
-    """When the burst begins."""
+    """Second at which the burst begins."""
     for_s: Positive = 120.0
-    """How long it lasts."""
+    """Seconds that the burst lasts."""
     duration_s: Positive = 1200.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -126,17 +126,17 @@ class Burst(Rated, frozen=True, kw_only=True):
 
 
 class Sine(Rated, frozen=True, kw_only=True):
-    """A rate that swings around its mean."""
+    """A rate that oscillates around its mean."""
 
     name: ClassVar[str] = "sine"
     rate: Positive = 5.0
     """Requests per second, mean."""
     swing: Share = 0.6
-    """Of the mean, to either side."""
+    """Amplitude as a share of the mean."""
     period_s: Positive = 600.0
-    """Of one swing to and fro."""
+    """Seconds of one oscillation."""
     duration_s: Positive = 3600.0
-    """How long traffic is offered."""
+    """Seconds of offered traffic."""
 
     @property
     def length_s(self) -> float:
@@ -151,7 +151,7 @@ class Sine(Rated, frozen=True, kw_only=True):
 
 
 class Diurnal(Rated, frozen=True, kw_only=True):
-    """Days: from a quiet night at 4 o'clock to the busiest hour at 16 o'clock and back, beginning at midnight."""
+    """Days from midnight on: least traffic at 4 o'clock, most at 16 o'clock."""
 
     name: ClassVar[str] = "diurnal"
     low_rate: NotNegative = 0.5
@@ -159,7 +159,7 @@ class Diurnal(Rated, frozen=True, kw_only=True):
     high_rate: Positive = 10.0
     """Requests per second in the busiest hour."""
     days: Positive = 1.0
-    """How many, from midnight on."""
+    """Number of days from midnight on."""
     compress: Positive = 1.0
     """24 makes an hour of each day: the same rates, passed through faster."""
 

@@ -1,6 +1,6 @@
-"""The lines of each kind of trace: what one says of a request, or what was expected in its place.
+"""Parses the lines of each kind of trace: a line's request, or what was expected instead.
 
-The first line of a file says which kind it is. Lengths and times only: no trace holds text.
+The first line of a file determines its kind. Lengths and times only: no trace holds text.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 MOST_TOKENS = 100_000_000
-"""Of a request; more is no length."""
+"""Most tokens of a request; a larger number is no valid length."""
 GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 class Row(NamedTuple):
-    """One request. No answer: it failed when it was recorded."""
+    """One request. Without output tokens it failed when it was recorded."""
 
     at_s: float
-    """Of any clock."""
+    """Time in seconds of any clock."""
     num_prompt_tokens: int
     num_output_tokens: int
     session: str | None = None
 
 
 class Broken(ValueError):
-    """A line that is none of its kind: what was expected."""
+    """An invalid line; the message says what was expected."""
 
 
 class TraceKind(NamedTuple):
     name: str
     parse: Callable[[str], Row | None]
-    """None: the line is about something else. Raises `Broken`."""
+    """Returns None if the line is about something else. Raises `Broken`."""
     has_header: bool
     is_in_order: bool
-    """Of arrival, so that the first lines are the first requests."""
+    """Whether lines are in order of arrival, so that the first lines are the first requests."""
 
 
 def recognize(first: str) -> TraceKind | None:
-    """By the first line that is not empty."""
+    """Return the kind by the first non-empty line, or None."""
     return _azure(first) or _burstgpt(first) or _recording(first)
 
 
@@ -52,7 +52,7 @@ KNOWN = (
 
 
 def _azure(first: str) -> TraceKind | None:
-    """Azure's public traces of LLM inference, of 2023 (Splitwise) and since (with the time's offset from UTC)."""
+    """Recognize Azure's public traces of LLM inference, of 2023 (Splitwise) and later (with the offset from UTC)."""
     columns = _columns(first, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     if columns is None:
         return None
@@ -65,7 +65,7 @@ def _azure(first: str) -> TraceKind | None:
 
 
 def _burstgpt(first: str) -> TraceKind | None:
-    """BurstGPT (Wang et al., arXiv 2401.17644); since release 2.0 with a column for the session."""
+    """Recognize BurstGPT (Wang et al., arXiv 2401.17644); since release 2.0 it has a column for the session."""
     columns = _columns(first, ("Timestamp", "Request tokens", "Response tokens"))
     if columns is None:
         return None
@@ -81,7 +81,7 @@ def _burstgpt(first: str) -> TraceKind | None:
 
 
 def _recording(first: str) -> TraceKind | None:
-    """What a gateway logs of each request, whatever `kubectl logs` puts before it. A line is written when it ends."""
+    """Recognize a gateway's log with a line per ended request, whatever `kubectl logs` puts in front of it."""
     try:
         is_one = "event" in _object(first)
     except Broken:
@@ -93,7 +93,7 @@ def _logged(line: str) -> Row | None:
     values = _object(line)
     if values.get("event") != "request" or values.get("route") not in GENERATION_ROUTES:
         return None
-    # Numbers that are zero are left out of the line.
+    # Zero numbers are omitted from the line.
     prompt, output = (_tokens(name, values.get(name, 0)) for name in ("prompt_tokens", "completion_tokens"))
     return Row(_seconds("arrived_at", values.get("arrived_at")), prompt, output)
 
@@ -109,7 +109,7 @@ def _object(line: str) -> dict[str, object]:
 
 
 def _columns(header: str, wanted: Sequence[str]) -> list[int] | None:
-    """Where they stand; None: the header lacks one."""
+    """Return the positions of the columns; None if the header lacks one."""
     try:
         names = [name.strip() for name in next(csv.reader([header]))]
     except (csv.Error, StopIteration):
@@ -128,7 +128,7 @@ def _fields(line: str, columns: Sequence[int]) -> list[str]:
 
 
 def _moment_s(text: str) -> float:
-    """Times without an offset are taken as UTC."""
+    """Return the time in seconds; times without an offset are taken as UTC."""
     try:
         moment = datetime.fromisoformat(text.strip())
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
@@ -147,7 +147,7 @@ def _seconds(name: str, value: object) -> float:
 
 
 def _tokens(name: str, value: object) -> int:
-    """Whole numbers only, also as text."""
+    """Return a whole number, also from text. Raise `Broken`."""
     text = value.strip() if isinstance(value, str) else ""
     number = value if isinstance(value, int) and not isinstance(value, bool) else -1
     if text.isascii() and text.isdigit() and len(text) <= len(str(MOST_TOKENS)):

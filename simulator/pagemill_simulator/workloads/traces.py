@@ -1,6 +1,6 @@
-"""Workloads that were recorded: files of traces, whose kind their first line gives (`trace_lines.py`).
+"""Recorded workloads: trace files, whose kind the first line determines (`trace_lines.py`).
 
-Where no trace is at hand, `generators.py` draws requests of the same lengths.
+Without a trace, `generators.py` draws requests of the same lengths.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pagemill_simulator.workloads.request import SimRequest, Workload
 from pagemill_simulator.workloads.trace_lines import KNOWN, Broken, Row, TraceKind, recognize
 
 LONGEST_LINE = 1_000_000
-"""Characters; what follows counts as a line of its own."""
+"""Characters; the rest counts as another line."""
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read; names file, line and remedy."""
+    """A trace that cannot be read; the message names file, line and remedy."""
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What was found on the way."""
+    """What was read so far."""
 
     rows: list[Row] = field(default_factory=list)
     num_unanswered: int = 0
@@ -33,9 +33,10 @@ class _Reading:
 
 
 def read_trace(path: Path, *, limit: int | None = None, speedup: float = 1.0, skip_broken: bool = False) -> Workload:
-    """The first `limit` requests that were answered; `speedup` divides the gaps between arrivals. Raises `TraceError`.
+    """Return the first `limit` answered requests; `speedup` divides the gaps between arrivals. Raise `TraceError`.
 
-    A broken line ends the reading, unless `skip_broken`: then `source` of the workload says how many were left out.
+    A broken line is an error unless `skip_broken` is set: then `source` of the workload has the number of skipped
+    lines.
     """
     if limit is not None and limit < 1:
         raise TraceError(f"limit: {limit} requests are no workload; give 1 or more")

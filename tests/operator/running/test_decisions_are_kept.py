@@ -109,12 +109,12 @@ async def test_another_owners_config_map_is_left_alone_and_reported_once(
     api.change("ConfigMap", theirs)
     api.change("LLMDeployment", scaled())
     operator = run_operator()
-    await api.until(lambda: "ConfigMap default/chat-scaling is not ours" in caplog.text)
+    await api.until(lambda: "ConfigMap default/chat-scaling does not belong to this LLMDeployment" in caplog.text)
     await api.until(lambda: operator.operator.leader.scaler.records())
     assert api.get("ConfigMap", NAME)["data"] == {"theirs": "1"}
     api.remove("ConfigMap", "default", NAME)
     await api.until(lambda: kept(api))
-    assert caplog.text.count("is not ours") == 1
+    assert caplog.text.count("does not belong to this LLMDeployment") == 1
 
 
 async def test_a_refused_write_is_tried_again_and_delays_no_decision(api: Any, run_operator: Any) -> None:

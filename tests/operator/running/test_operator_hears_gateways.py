@@ -205,7 +205,7 @@ async def test_advice_is_an_event_and_no_write(api: Any, gateway: FakeGateway, r
     api.change("LLMDeployment", scaled(mode="Advisory"))
     gateway.tell(engines=EnginesLoad(truth="value"), queue=waiting(6))
     run_operator(gateway_control_port=gateway.port)
-    await api.until(lambda: any("3 replicas in place of 1" in text for text in events(api)))
+    await api.until(lambda: any("recommends 3 replicas instead of 1" in text for text in events(api)))
     await api.until(lambda: condition(api, "ScalingActive") == "AdvisoryOnly")
     assert replicas(api) == 1
 

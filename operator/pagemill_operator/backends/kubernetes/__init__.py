@@ -1,5 +1,5 @@
-"""Plans as Kubernetes objects.
+"""The Kubernetes backend: plans as Kubernetes objects.
 
-`render` turns a plan into manifests and `observe` objects into what is known of it, both pure; `snapshot` is what they
-and the controller share.
+`render` turns a plan into manifests and `observe` turns objects into an observation; both are pure. `snapshot` defines
+the types that they share with the controller.
 """

@@ -1,7 +1,7 @@
-"""`KubernetesCluster`: carries plans out as objects in a cluster, and reads back from the caches what became of them.
+"""`KubernetesCluster`: carries plans out as objects in a cluster, and observes the result in the caches.
 
-Only what differs is written. A failure of one object stays with its deployment: it is in the observation, and
-the others go on. Neighbours: `render` and `observe` decide, `differences` compares, `client` writes.
+It writes only what differs. An error of one object stays with its deployment: it appears in the observation, and the
+other deployments go on. `render` and `observe` decide, `differences` compares, `writes` writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from pagemill_operator.backends.kubernetes.differences import (
 from pagemill_operator.backends.kubernetes.kinds import BY_NAME
 from pagemill_operator.backends.kubernetes.model_volume import is_loaded, outdated_jobs
 from pagemill_operator.backends.kubernetes.observe import observe
-from pagemill_operator.backends.kubernetes.ownership import Children, is_ending, own_children, own_pods, strangers
+from pagemill_operator.backends.kubernetes.ownership import (
+    Children,
+    is_ending,
+    namesake_children,
+    own_children,
+    own_pods,
+)
 from pagemill_operator.backends.kubernetes.render import render_children, render_tokens
 from pagemill_operator.backends.kubernetes.render.names import TEMPLATE_ANNOTATION, awake_note, engine_name
 from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest, Owner, RenderContext, Snapshot
@@ -41,7 +47,7 @@ logger = logging.getLogger("pagemill.operator.kubernetes")
 
 
 class KnownCluster(KnownChildren, Protocol):
-    """What the caches hold."""
+    """The cached objects that the backend reads."""
 
     def owner(self, key: str) -> Manifest | None: ...
     def children(self, key: str) -> dict[tuple[str, str], Manifest]: ...
@@ -54,13 +60,13 @@ class KnownCluster(KnownChildren, Protocol):
 MAX_RENDERED = 64
 
 TRIES = 3
-"""Failures in a row after which a fault that may pass is reported as what keeps the deployment from working."""
+"""Failed turns in a row after which a temporary error is reported as a fault of the deployment."""
 POD_MAKERS = frozenset({"Deployment", "Job"})
 NEEDED_BY_PODS = frozenset({"NetworkPolicy", "Secret", "ConfigMap"})
-"""No pod starts, unlimited or without its settings, while one of these is refused."""
+"""Kinds that pods depend on: no pod is started without its network policy or its settings."""
 
 MakeContext = Callable[[Owner, bool], RenderContext]
-"""The installation's settings for a deployment; the flag says that its model is loaded."""
+"""Returns the installation's settings for a deployment; the flag says whether its model is loaded."""
 
 
 class KubernetesCluster(Cluster):
@@ -77,9 +83,12 @@ class KubernetesCluster(Cluster):
         progress: Callable[[str], str] = lambda key: "",
         on_write: OnWrite = lambda kind, verb: None,
     ) -> None:
-        """`load`, `held`, `asleep`: what gateways report of a key, of each of its pods by uid, and which of them sleep;
-        `scaling`: what the autoscaler reports; `progress`: how far its loader is; `on_write`: called with kind and
-        verb.
+        """Create the backend.
+
+        `load`, `held` and `asleep` return what gateways report: the load of a key, the load of each of its pods by uid,
+        and
+        the uids of its pods that sleep. `scaling` returns the autoscaler's state, `progress` the loader's progress.
+        `on_write` is called with the kind and the verb of each write.
         """
         self._client = client
         self._known = known
@@ -94,27 +103,29 @@ class KubernetesCluster(Cluster):
         self._invalid: dict[str, tuple[Problem, ...]] = {}
         self._apply_errors: dict[str, tuple[ApplyError, ...]] = {}
         self._failures: dict[str, int] = {}
-        """Key -> turns in a row that met what may pass."""
+        """Key -> failed turns in a row that may succeed later."""
         self._answers: defaultdict[str, Answers] = defaultdict(Answers)
         self._rendered: OrderedDict[str, tuple[tuple[Plan, Owner, RenderContext], list[Manifest]]] = OrderedDict()
-        """What was rendered lately and from what: the news of one deployment come in bursts."""
+        """The manifests rendered last by key, with their inputs: events of one deployment come in bursts."""
 
     async def carry_out(self, plan: Plan) -> bool:
-        """Write what differs; returns whether anything was written.
+        """Write what differs from the plan; return whether anything was written.
 
-        Raises `ApiError` and `Unreachable` for what passes: try again; all else is observed.
+        Raise `ApiError` or `Unreachable` for temporary errors, so that the caller tries again; other errors appear in
+        the
+        observation.
         """
         self._plans[plan.key], self._invalid[plan.key] = plan, ()
         is_refused = plan.problems or self._known.conflict(plan.key)
         return await self._turn(plan.key, None if is_refused else plan)
 
     async def refuse(self, key: str, problems: Sequence[Problem]) -> bool:
-        """`carry_out` for a spec that cannot be read."""
+        """Do what `carry_out` does for a spec that cannot be read; return whether anything was written."""
         self._plans[key], self._invalid[key] = None, tuple(problems)
         return await self._turn(key, None)
 
     async def forget(self, keys: Collection[str]) -> None:
-        """The cluster itself takes children away with their owner."""
+        """Drop the state of these deployments; the cluster itself garbage-collects their children."""
         for key in keys:
             for each in (self._plans, self._invalid, self._apply_errors, self._failures, self._answers, self._rendered):
                 each.pop(key, None)
@@ -145,17 +156,17 @@ class KubernetesCluster(Cluster):
         return replace(seen, scaling=self._scaling(key))
 
     def plan(self, key: str) -> Plan | None:
-        """As it was carried out last; None where there is none that can be."""
+        """Return the plan that was carried out last, or None if the spec cannot be read."""
         return self._plans.get(key)
 
     async def _turn(self, key: str, plan: Plan | None) -> bool:
-        """Without a plan, what runs already goes on as it is: a mistake in an edit ends no service."""
+        """Bring the children in line with `plan`. Without a plan, running children stay as they are."""
         owner = self._known.owner(key)
         if owner is None:
             raise KeyError(key)
         writes = Writes(self._client, self._known, owner, self._answers[key], self._on_write)
         live = own_children(self._known.children(key), owner)
-        in_the_way = strangers(self._known.children(key), owner)
+        in_the_way = namesake_children(self._known.children(key), owner)
         wanted = self._render(plan, owner, live) if plan else self._kept(owner, live)
         await writes.delete(child for child in in_the_way.values() if not is_ending(child))
         if not any(_at(manifest) in in_the_way for manifest in wanted):
@@ -170,7 +181,7 @@ class KubernetesCluster(Cluster):
         return writes.has_written
 
     async def _rank(self, plan: Plan, writes: Writes, live: Children) -> None:
-        """Just before replicas are removed: the emptiest go first."""
+        """Mark the pods to remove first, just before replicas are removed."""
         deployment = live.get(("Deployment", engine_name(plan.name)))
         if deployment is None or plan.all_replicas >= deployment["spec"].get("replicas", 1):
             return
@@ -181,23 +192,26 @@ class KubernetesCluster(Cluster):
         await writes.rank(costs_to_write(pods, held, plan.all_replicas, template, asleep))
 
     async def _write(self, key: str, writes: Writes, wanted: list[Manifest], live: Children) -> None:
-        """What limits pods and what they need first, what makes pods last."""
+        """Apply network policies, settings and the like first, and then the objects that create pods."""
         changes = list(to_apply(wanted, live, self._answers[key]))
         await writes.apply([manifest for manifest in changes if manifest["kind"] not in POD_MAKERS], live)
         if not writes.has_failed(NEEDED_BY_PODS):
             await writes.apply([manifest for manifest in changes if manifest["kind"] in POD_MAKERS], live)
 
     async def _adjust(self, plan: Plan, writes: Writes, wanted: list[Manifest], live: Children) -> None:
-        """What a rendered manifest cannot do."""
+        """Make the changes that an apply cannot: replace Jobs, and scale Deployments that are not
+        rendered.
+        """
         await writes.delete(outdated_jobs(plan, wanted, live))
-        # While the model of a new spec is loaded, what serves the earlier one is not rendered, but follows the scale.
+        # While the model of a new spec is loaded, the Deployment of the earlier spec is not rendered but is still
+        # scaled.
         rendered = {_at(manifest) for manifest in wanted}
         for at, child in live.items():
             if at[0] == "Deployment" and at not in rendered and child["spec"].get("replicas", 1) != plan.all_replicas:
                 await writes.scale(child, plan.all_replicas, awake_note(plan))
 
     def _note(self, key: str, writes: Writes) -> None:
-        """What the turn met. Raises what may pass."""
+        """Record the errors of the turn. Raise a temporary one."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1 if writes.passing else 0
         lasting = writes.passing_errors if failures >= TRIES else []
         self._apply_errors[key] = (*writes.errors, *lasting)
@@ -205,7 +219,9 @@ class KubernetesCluster(Cluster):
             raise writes.passing
 
     def _kept(self, owner: Manifest, live: Children) -> list[Manifest]:
-        """Tokens turn whatever the spec says: the gateway goes on to send what keys it has."""
+        """Return the manifests that are maintained without a plan: the token Secret, as tokens rotate whatever the spec
+        says.
+        """
         of = _owner(owner)
         tokens = render_tokens(of, self._make_context(of, False).tokens)
         return [with_digest(tokens)] if _at(tokens) in live else []

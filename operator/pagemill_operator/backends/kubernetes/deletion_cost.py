@@ -1,9 +1,9 @@
-"""Which pods go when replicas are removed: the emptiest, by `controller.kubernetes.io/pod-deletion-cost`. Pure.
+"""Chooses the pods to remove first, by `controller.kubernetes.io/pod-deletion-cost`. Pure functions.
 
-Kubernetes removes pods that are not ready first, those that sleep among them, then those of the lowest cost; ours are 0
-but for those that shall go: a pod that sleeps before one that starts.
-The cost is written when replicas are about to be removed and at no other time: its writes are few. It is a hint, and
-what is not known is left to Kubernetes. Neighbour: `backend`, which writes.
+Kubernetes removes pods that are not ready first, sleeping ones among them, and then pods of the lowest cost. The cost
+is -1 for the emptiest pods, and for sleeping pods so that they go before pods that start.
+It is written only when replicas are about to be removed, which keeps the writes few. It is a hint: where a pod's load
+is unknown, Kubernetes chooses. `writes` writes the annotations.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pagemill_operator.load.store import emptiest_first
 from pagemill_protocol.load import EngineHeld
 
 COST_ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
-GOES = "-1"
+REMOVED_FIRST = "-1"
 
 
 class Cost(NamedTuple):
-    """What a pod's annotation is to be; None: without."""
+    """The value that a pod's cost annotation must get; None removes the annotation."""
 
     pod: Manifest
     value: str | None
@@ -35,25 +35,29 @@ def costs_to_write(
     template: str | None,
     asleep: Collection[str] = (),
 ) -> Iterator[Cost]:
-    """What must be written so that the emptiest go when so many `replicas` are left.
+    """Yield the annotations to write so that the emptiest pods go when `replicas` are left.
 
-    `held`: by uid. `template`: pods of another one are replaced in any case. `asleep`: uids of those that sleep.
+    `held` is each engine's load by pod uid. Pods of another `template` are ignored: a rollout replaces them anyway.
+    `asleep` holds the uids of sleeping pods.
     """
     live = [pod for pod in pods if _is_live(pod) and _annotations(pod).get(TEMPLATE_ANNOTATION) == template]
     ready = [pod for pod in live if _is_ready(pod) and _uid(pod) not in asleep]
     resting = [pod for pod in live if _uid(pod) in asleep]
     if len(live) > replicas and len(ready) + len(resting) < len(live):
-        yield from (Cost(pod, GOES) for pod in resting if COST_ANNOTATION not in _annotations(pod))
+        yield from (Cost(pod, REMOVED_FIRST) for pod in resting if COST_ANNOTATION not in _annotations(pod))
     num_going = len(ready) - replicas
-    # Where all go, or only pods that are not ready, nothing is left to choose.
+    # If all pods go, or only pods that are not ready, there is nothing to choose.
     if not held or replicas <= 0 or num_going <= 0:
         return
     youngest_first = sorted(ready, key=_created, reverse=True)
     going = {pod["metadata"]["uid"] for pod in emptiest_first(youngest_first, _uid, held)[:num_going]}
     for pod in ready:
-        wanted = GOES if _uid(pod) in going else None
-        # What another writer has set is kept.
-        if _annotations(pod).get(COST_ANNOTATION) in (None, GOES) and _annotations(pod).get(COST_ANNOTATION) != wanted:
+        wanted = REMOVED_FIRST if _uid(pod) in going else None
+        # A value that another writer has set is kept.
+        if (
+            _annotations(pod).get(COST_ANNOTATION) in (None, REMOVED_FIRST)
+            and _annotations(pod).get(COST_ANNOTATION) != wanted
+        ):
             yield Cost(pod, wanted)
 
 

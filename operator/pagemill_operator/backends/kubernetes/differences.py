@@ -1,7 +1,7 @@
-"""What has to be written so that the children stand as rendered. Pure.
+"""Compares rendered children with live ones and decides what to write. Pure functions.
 
-A child is applied where its digest differs or where another writer has changed what we rendered; fields that the API
-server or others add are left to them.
+A child is applied if its digest differs or if another writer changed a rendered field. Fields that the API server or
+other writers add are left alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pagemill_operator.backends.kubernetes.snapshot import DIGEST_ANNOTATION, Ma
 
 Children = Mapping[tuple[str, str], Manifest]
 REMOVABLE = frozenset({"Job", "PersistentVolumeClaim", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor"})
-"""Kinds whose unwanted objects go at once. Deployment, Service and Secret go only with their owner."""
+"""Kinds whose unwanted objects are deleted at once. A Deployment, Service or Secret is deleted only with its owner."""
 _LIST_KEYS = ("name", "mountPath", "containerPort", "port", "key")
-"""Fields that identify an item of a list that others may add to."""
+"""Fields that identify an item of a list to which other writers may add items."""
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?:(n|u|m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)|[eE]([+-]?[0-9]{1,2}))?")
 _FACTORS = {None: Decimal(1), "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3")}
 _FACTORS |= {suffix: Decimal(10 ** (3 * power)) for power, suffix in enumerate("kMGTPE", 1)}
@@ -28,7 +28,7 @@ _FACTORS |= {f"{suffix}i": Decimal(2 ** (10 * power)) for power, suffix in enume
 
 
 def with_digest(manifest: Manifest) -> Manifest:
-    """The manifest with its digest in an annotation."""
+    """Return the manifest with its digest in an annotation."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), DIGEST_ANNOTATION: manifest_digest(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
@@ -40,52 +40,52 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 class Answers:
-    """What the API server made of an apply, where that differs from what was asked for (a webhook, a default).
+    """The API server's answers to applies where they differ from the manifest (a webhook, a default).
 
-    It is accepted: asking again would bring the same answer, for ever.
+    Such an answer is accepted: applying again would bring the same answer every time.
     """
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str], tuple[str, str]] = {}
-        """(kind, name) -> digests of what was asked for and of the answer."""
+        """(kind, name) -> the manifest's digest and the digest of the answer."""
 
     def note(self, manifest: Manifest, answer: Manifest) -> None:
-        """`answer` as the cache keeps it."""
+        """Record the answer to an apply; `answer` is the object as the cache keeps it."""
         at = (manifest["kind"], manifest["metadata"]["name"])
         self._answers.pop(at, None)
         if differs(manifest, answer):
-            self._answers[at] = _question(manifest), _standing(answer)
+            self._answers[at] = _requested(manifest), _content_digest(answer)
 
     def accepts(self, manifest: Manifest, live: Manifest) -> bool:
         known = self._answers.get((manifest["kind"], manifest["metadata"]["name"]))
-        return known is not None and known == (_question(manifest), _standing(live))
+        return known is not None and known == (_requested(manifest), _content_digest(live))
 
 
-def _question(manifest: Manifest) -> str:
-    """The digest that the manifest carries: its version is no part of what is asked for."""
+def _requested(manifest: Manifest) -> str:
+    """Return the manifest's digest annotation; its resourceVersion is not part of it."""
     return str(manifest["metadata"].get("annotations", {}).get(DIGEST_ANNOTATION, ""))
 
 
-def _standing(live: Manifest) -> str:
-    """Digest of the object's content: all but its status and what the API server counts."""
+def _content_digest(live: Manifest) -> str:
+    """Return the digest of an object's content, without its status and the fields that the API server counts."""
     content = {name: value for name, value in live.items() if name not in ("metadata", "status")}
     metadata = {name: live["metadata"].get(name) for name in ("labels", "annotations", "ownerReferences")}
     return manifest_digest({**content, "metadata": metadata})
 
 
 def to_apply(wanted: Iterable[Manifest], live: Children, answers: Answers) -> Iterator[Manifest]:
-    """Those of `wanted` (with digests) that differ from what lives. A replica count is guarded by the version."""
+    """Yield those of `wanted` (with digests) that differ from the live objects; see `_guarded` for replica counts."""
     for manifest in wanted:
         found = live.get((manifest["kind"], manifest["metadata"]["name"]))
         if found is None:
             yield manifest
         elif manifest["kind"] != "Job" and differs(manifest, found) and not answers.accepts(manifest, found):
-            # A Job's template cannot be changed; its name changes with what it does.
+            # A Job's template is immutable; the Job's name changes with its content.
             yield _guarded(manifest, found)
 
 
 def differs(manifest: Manifest, live: Manifest) -> bool:
-    """`live` comes from the cache."""
+    """Whether the cached object `live` differs from the manifest."""
     digest = live["metadata"].get("annotations", {}).get(DIGEST_ANNOTATION)
     if digest != manifest["metadata"].get("annotations", {}).get(DIGEST_ANNOTATION):
         return True
@@ -94,7 +94,7 @@ def differs(manifest: Manifest, live: Manifest) -> bool:
 
 
 def to_delete(wanted: Iterable[Manifest], live: Children, used_config_maps: frozenset[str]) -> Iterator[Manifest]:
-    """Children of ours that are not wanted any more and that no pod needs."""
+    """Yield own children that are not wanted any more and that no pod needs."""
     names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in wanted}
     for (kind, name), child in live.items():
         if (kind, name) in names or child["metadata"].get("deletionTimestamp"):
@@ -104,7 +104,7 @@ def to_delete(wanted: Iterable[Manifest], live: Children, used_config_maps: froz
 
 
 def used_config_maps(pods: Iterable[Manifest], deployments: Iterable[Manifest]) -> frozenset[str]:
-    """Names of ConfigMaps that pods mount, or that a rollout still going on may start pods with."""
+    """Return the names of ConfigMaps that pods mount, or that an unfinished rollout may still start pods with."""
     pods, deployments = list(pods), list(deployments)
     templates = [deployment["spec"]["template"] for deployment in deployments]
     names = {
@@ -117,7 +117,7 @@ def used_config_maps(pods: Iterable[Manifest], deployments: Iterable[Manifest]) 
 
 
 def rolled_out(deployment: Manifest) -> bool:
-    """Every pod is of the newest template, so that older ReplicaSets start none any more."""
+    """Whether every pod has the newest template, so that older ReplicaSets start no more pods."""
     status, wanted = deployment.get("status", {}), deployment["spec"].get("replicas", 1)
     if status.get("observedGeneration", 0) < deployment["metadata"].get("generation", 0):
         return False
@@ -125,7 +125,7 @@ def rolled_out(deployment: Manifest) -> bool:
 
 
 def contains(live: Any, wanted: Any) -> bool:
-    """Everything in `wanted` stands in `live`, however the API server spells it."""
+    """Whether `live` contains everything in `wanted`, however the API server spells it."""
     if isinstance(wanted, dict):
         return isinstance(live, dict) and all(_has(live, key, value) for key, value in wanted.items())
     if isinstance(wanted, list):
@@ -134,7 +134,7 @@ def contains(live: Any, wanted: Any) -> bool:
 
 
 def _has(live: dict[str, Any], key: str, value: Any) -> bool:
-    # The API server drops what is empty.
+    # The API server drops empty fields.
     return contains(live[key], value) if key in live else value in (None, "", 0, False, [], {})
 
 
@@ -147,7 +147,7 @@ def _contains_items(live: list[Any], wanted: list[Any]) -> bool:
 
 
 def _list_key(items: list[Any]) -> str | None:
-    """The field whose value identifies the items of a list."""
+    """Return the field whose values identify the items of a list, or None."""
     for key in _LIST_KEYS:
         if all(isinstance(item, dict) and isinstance(item.get(key), str | int) for item in items):
             values = [item[key] for item in items]
@@ -156,7 +156,7 @@ def _list_key(items: list[Any]) -> str | None:
 
 
 def _same_quantity(live: Any, wanted: Any) -> bool:
-    """`1024Mi` is `1Gi` and `0.5` is `500m`."""
+    """Whether two quantities are equal: `1024Mi` is `1Gi` and `0.5` is `500m`."""
     if not isinstance(live, str | int) or not isinstance(wanted, str | int | float):
         return False
     return _amount(live) == _amount(wanted) is not None
@@ -168,7 +168,7 @@ def _amount(value: str | int | float) -> Decimal | None:
 
 
 def _guarded(manifest: Manifest, live: Manifest) -> Manifest:
-    """A changed number of replicas is written only onto the version it was decided on."""
+    """Add the resourceVersion if the replicas change: the count applies only to the version that it was decided on."""
     if manifest["kind"] != "Deployment" or manifest["spec"].get("replicas") == live["spec"].get("replicas"):
         return manifest
     metadata = {**manifest["metadata"], "resourceVersion": live["metadata"]["resourceVersion"]}

@@ -1,4 +1,4 @@
-"""The kinds that the operator reads and writes, and where they lie in the API."""
+"""The kinds that the operator reads and writes, with their API groups and plurals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHILD_KINDS = (
     Kind("Job", "batch", "v1", "jobs"),
     Kind("Deployment", "apps", "v1", "deployments"),
 )
-"""Children that every cluster knows, in the order in which they are applied: pods come last."""
+"""Kinds of children that every cluster has, in the order in which they are applied: pods come last."""
 
 WATCHED_KINDS = (LLM_DEPLOYMENT, POD, *CHILD_KINDS)
 BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, POD_MONITOR, EVENT, LEASE)}

@@ -1,4 +1,4 @@
-"""Whether a cached model lies in its volume, and which loader Jobs have to begin anew. Pure."""
+"""Decides whether a cached model lies in its volume, and which loader Jobs must be replaced. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pagemill_operator.plan.types import Plan
 
 
 def is_loaded(plan: Plan, children: Children) -> bool:
-    """The Job of the plan's source has filled the volume that is there now; always False without a cache."""
+    """Whether the Job of the plan's source has filled the current volume; always False without a cache."""
     job = children.get(("Job", loader_name(plan) or ""))
     return job is not None and has_succeeded(job) and not _is_for_another_volume(plan, job, children)
 
 
 def outdated_jobs(plan: Plan, wanted: Iterable[Manifest], children: Children) -> Iterator[Manifest]:
-    """Jobs that filled a volume that is gone, or that run on as the spec was before.
+    """Yield Jobs that filled a deleted volume, or that run with outdated settings.
 
-    A Job's template cannot be changed. What it has loaded so far lies in the volume, and the next one goes on there.
+    A Job's template is immutable. What an old Job has loaded stays in the volume, and the next one continues there.
     """
     for manifest in wanted:
         job = children.get((manifest["kind"], manifest["metadata"]["name"]))
@@ -37,7 +37,9 @@ def has_succeeded(job: Manifest) -> bool:
 
 
 def _is_for_another_volume(plan: Plan, job: Manifest, children: Children) -> bool:
-    """Our claim comes before its Job; a claim of the user is not seen."""
+    """Whether the Job filled an earlier volume: our claim is created before its Job. A claim of the user is not
+    watched.
+    """
     if plan.cache is None or plan.cache.size is None:
         return False
     claim = children.get(("PersistentVolumeClaim", claim_name(plan.name)))

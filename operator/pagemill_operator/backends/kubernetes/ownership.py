@@ -1,4 +1,6 @@
-"""Whose an object is: of this `LLMDeployment`, of an earlier one of the same name, or of neither. Pure."""
+"""Decides to which `LLMDeployment` an object belongs: this one, an earlier one of the same name, or none. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from typing import Any
 from pagemill_operator.backends.kubernetes.snapshot import FIELD_MANAGER, MANAGED_BY_LABEL, Manifest
 
 CLOCK_SKEW_S = 5.0
-"""Between API servers, each of which stamps what it creates by its own clock."""
+"""Seconds by which the clocks of API servers may differ; each stamps the objects that it creates."""
 Children = Mapping[tuple[str, str], Manifest]
 
 
 def is_own(child: Manifest, owner: Manifest) -> bool:
-    """Made by us for this owner, or made by us and without an owner: that one is adopted."""
+    """Whether the operator made the child for this owner, or made it and it has no owner; the latter is adopted."""
     controller = _controller(child)
     return _is_managed(child) and (controller is None or controller["uid"] == owner["metadata"]["uid"])
 
@@ -23,13 +25,13 @@ def own_children(children: Children, owner: Manifest) -> dict[tuple[str, str], M
     return {at: child for at, child in children.items() if is_own(child, owner)}
 
 
-def strangers(children: Children, owner: Manifest) -> dict[tuple[str, str], Manifest]:
-    """Children of an earlier deployment of the same name, which the cluster has not taken away yet."""
+def namesake_children(children: Children, owner: Manifest) -> dict[tuple[str, str], Manifest]:
+    """Return the children of an earlier deployment of the same name that the cluster has not deleted yet."""
     return {at: child for at, child in children.items() if _is_of_namesake(child, owner)}
 
 
 def own_pods(pods: Iterable[Manifest], owner: Manifest) -> tuple[Manifest, ...]:
-    """Pods are owned by what makes them; those of an earlier deployment are older than this one."""
+    """Return the pods that are not older than the owner; older ones belong to an earlier deployment of its name."""
     created = owner["metadata"].get("creationTimestamp")
     if created is None:
         return tuple(pods)

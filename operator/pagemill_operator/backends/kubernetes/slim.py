@@ -1,6 +1,6 @@
-"""Objects as the caches keep them: only what is read, with shared strings. A cluster's worth must fit in memory.
+"""Reduces objects to the fields that are read, with shared strings, so that all of a cluster's fit in memory.
 
-Contents of Secrets and ConfigMaps become digests: enough to see that they differ, and no secret stays in memory.
+Contents of Secrets and ConfigMaps become digests: differences remain visible, and no secret stays in memory.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _POD_STATUS = (
 )
 _VOLUMES = frozenset({"configMap", "persistentVolumeClaim", "image"})
 _SHARED_LENGTH = 40
-"""Longer strings are rarely the same in two objects."""
+"""Longest string that is shared; longer strings rarely occur in two objects."""
 
 
 def slim(kind: str, manifest: Manifest) -> Manifest:
-    """A copy that shares nothing with `manifest`."""
+    """Return a reduced copy that shares no container with `manifest`."""
     metadata = {name: value for name, value in manifest["metadata"].items() if name in _METADATA}
     if annotations := metadata.get("annotations"):
         metadata["annotations"] = {k: v for k, v in annotations.items() if k not in _ANNOTATIONS_OF_OTHERS}
@@ -93,7 +93,7 @@ def _digest(content: bytes) -> str:
 
 
 def _shared(value: Any) -> Any:
-    """Equal short strings become one string: JSON of many objects repeats the same strings."""
+    """Intern short strings: the JSON of many objects repeats them."""
     if isinstance(value, dict):
         return {sys.intern(key): _shared(item) for key, item in value.items()}
     if isinstance(value, list):

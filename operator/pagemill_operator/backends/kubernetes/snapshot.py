@@ -1,15 +1,15 @@
-"""What one reconcile of an `LLMDeployment` reads, as plain values, and what it hands to the pure functions around it.
+"""The values that one reconcile of an `LLMDeployment` reads and passes to the pure functions around it.
 
-The contract between the running operator (`pagemill_operator.controller`, which fills these) and its decisions
-(`render` makes manifests, `observe` and `status` explain). No cluster library is imported here.
+`pagemill_operator.controller` fills them; `render` makes manifests of them, `observe` and `status` explain them. No
+cluster library is imported here.
 
     render_children(plan: Plan, owner: Owner, context: RenderContext) -> list[Manifest]
-        Every child that is wanted now. With `model.cache` the engine Deployment is absent until
-        `context.loader_done`; the controller never deletes a Deployment, Service or Secret that is not rendered.
+        Every wanted child. With `model.cache` the engine Deployment is absent until `context.loader_done`; a
+        Deployment, Service or Secret that is not rendered is never deleted.
     loader_name(plan: Plan) -> str | None
         Name of the loader Job of the plan's source; None without `model.cache`.
     observe(snapshot: Snapshot, plan: Plan | None) -> Observation
-        `plan` is None where the spec cannot be read (`snapshot.invalid` says why).
+        `plan` is None if the spec cannot be read (see `snapshot.invalid`).
     status_body(snapshot: Snapshot, observation: Observation, url: str, now: str) -> dict[str, Any]
         The whole wanted `status`; equal to `snapshot.owner["status"]` while nothing has changed. `now`: RFC 3339.
 """
@@ -28,7 +28,7 @@ Manifest = dict[str, Any]
 
 FIELD_MANAGER = "pagemill-operator"
 DIGEST_ANNOTATION = "pagemill.dev/digest"
-"""On each child: digest of the manifest it was applied from. Set by the controller, not by `render_children`."""
+"""On each child: the digest of the manifest that it was applied from. The backend sets it, not `render_children`."""
 OWNER_LABEL = "pagemill.dev/deployment"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 NAME_LABEL = "app.kubernetes.io/name"
@@ -46,12 +46,12 @@ class Owner:
 
 @dataclass(frozen=True)
 class RenderContext:
-    """What the manifests need beyond the plan: the installation's settings and what is known of the cluster."""
+    """What the manifests need beyond the plan: the installation's settings and the cluster's state."""
 
     namespace: str
     """The release's namespace, where the gateway runs."""
     engine_image: str
-    """Used where the resource names no image of its own."""
+    """The engine image for resources that name none."""
     cpu_engine_image: str = ""
     """The same for engines without GPUs; empty: `engine_image`."""
     image_pull_policy: str = "IfNotPresent"
@@ -59,36 +59,36 @@ class RenderContext:
     gateway_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels of gateway pods in `namespace`."""
     operator_selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the operator's own pods there, which put engines to sleep and wake them."""
+    """Labels of the operator's pods in `namespace`; the operator puts engines to sleep and wakes them."""
     prometheus_namespace_selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the namespace that Prometheus runs in; empty with an empty pod selector: no other pod is let in."""
+    """Labels of Prometheus's namespace. If the pod selector is empty too, no monitoring pod is admitted."""
     prometheus_pod_selector: Mapping[str, str] = field(default_factory=dict)
     engine_extra_egress: tuple[Mapping[str, Any], ...] = ()
-    """Further rules of the engines' NetworkPolicies."""
+    """Additional egress rules of the engines' NetworkPolicies."""
     engine_tls_secret: str = ""
-    """Secret beside the resource with `tls.crt`, `tls.key` and `ca.crt` of engines; empty: they speak HTTP."""
+    """Secret beside the resource with `tls.crt`, `tls.key` and `ca.crt` of the engines; empty: engines use HTTP."""
     engine_tls_name: str = ""
-    """The name in their certificates."""
+    """The name in the engines' certificates."""
     tokens: tuple[str, ...] = ()
     """Tokens that the engines accept, newest first."""
     has_pod_monitors: bool = False
-    """The cluster knows `monitoring.coreos.com/v1` PodMonitor."""
+    """Whether the cluster has the kind PodMonitor of `monitoring.coreos.com/v1`."""
     loader_done: bool = False
-    """The loader Job of this plan's source has succeeded (always False without `model.cache`)."""
+    """Whether the loader Job of this plan's source has succeeded; always False without `model.cache`."""
 
 
 @dataclass(frozen=True)
 class ApplyError:
-    """The API server refused a child, for example because of a quota or an invalid override of the pod template."""
+    """A child that could not be applied, for example because of a quota or an invalid pod template override."""
 
     kind: str
     name: str
     status_code: int
     reason: str
-    """The API's word, such as `Forbidden` or `Invalid`."""
+    """The API's reason, such as `Forbidden` or `Invalid`."""
     message: str
     is_passing: bool = False
-    """The cause is the server or the moment; reported only where it lasts."""
+    """Whether the error may pass by itself; it is reported only if it lasts."""
 
 
 @dataclass(frozen=True)
@@ -97,25 +97,27 @@ class Snapshot:
 
     owner: Manifest
     children: Mapping[tuple[str, str], Manifest] = field(default_factory=dict)
-    """(kind, name) -> object, all kinds but Pod: Deployment, Service, ConfigMap, Secret, PersistentVolumeClaim, Job,
-    PodDisruptionBudget, NetworkPolicy, PodMonitor. Secrets come without data."""
+    """(kind, name) -> object, for all kinds but Pod: Deployment, Service, ConfigMap, Secret, PersistentVolumeClaim,
+    Job,
+    PodDisruptionBudget, NetworkPolicy, PodMonitor. Secrets come without data.
+    """
     pods: tuple[Manifest, ...] = ()
     """Engine and loader pods, oldest first."""
     num_gateways: int = 0
-    """Gateway pods that are not ending."""
+    """Number of gateway pods that are not being deleted."""
     num_gateways_ready: int = 0
     conflict: Problem | None = None
-    """An older deployment serves one of its names."""
+    """Set if an older deployment serves one of this deployment's model names."""
     invalid: tuple[Problem, ...] = ()
-    """The spec cannot be read: the API server's schema lets through what the models refuse."""
+    """Problems of a spec that cannot be read: the CRD's schema accepts it, but the models refuse it."""
     apply_errors: tuple[ApplyError, ...] = ()
-    """What the last try to apply the children met; empty when all stand."""
+    """Errors of the last attempt to apply the children; empty if all were applied."""
     load: MeasuredLoad | None = None
-    """None while no gateway reports the deployment."""
+    """The measured load; None while no gateway reports the deployment."""
     asleep: frozenset[str] = frozenset()
     """Uids of the pods whose engines sleep, as gateways report."""
     progress: str = ""
-    """How far a loader is that runs, where its log says so."""
+    """Progress of a running loader from its log; empty if unknown."""
 
     @property
     def namespace(self) -> str:
@@ -136,5 +138,5 @@ class Snapshot:
         return (child for (child_kind, _), child in self.children.items() if child_kind == kind)
 
     def component_pods(self, component: str) -> tuple[Manifest, ...]:
-        """Pods of `engine` or `loader`, oldest first."""
+        """Return the pods of `engine` or `loader`, oldest first."""
         return tuple(pod for pod in self.pods if pod["metadata"].get("labels", {}).get(COMPONENT_LABEL) == component)

@@ -1,4 +1,4 @@
-"""The writes of one turn of one deployment, and what they met. Which writes, `differences` decides."""
+"""Performs the writes of one deployment's turn and collects their errors. `differences` decides what to write."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pagemill_operator.backends.kubernetes.snapshot import ApplyError, Manifest
 logger = logging.getLogger("pagemill.operator.kubernetes")
 
 OnWrite = Callable[[str, str], None]
-"""Called with kind and verb."""
+"""Called with the kind and the verb of a write."""
 
 
 class KnownChildren(Protocol):
-    """Where the answers to writes are kept."""
+    """The cache that stores the answers to writes."""
 
     def put(self, kind: str, manifest: Manifest) -> set[str]: ...
     def remove(self, kind: str, namespace: str, name: str, uid: str | None = None) -> set[str]: ...
 
 
 class _Taken(Exception):
-    """An object that is not ours has the name."""
+    """Raised if an object that the operator does not own has the name."""
 
 
 class Writes:
@@ -46,13 +46,13 @@ class Writes:
         self._on_write = on_write
         self.errors: list[ApplyError] = []
         self.passing_errors: list[ApplyError] = []
-        """What may be gone with the next try."""
+        """Errors of the turn that may not recur."""
         self.passing: ApiError | Unreachable | None = None
-        """The last one of them."""
+        """The last temporary error."""
         self.has_written = False
 
     def has_failed(self, kinds: Iterable[str]) -> bool:
-        """One of `kinds` does not stand as rendered, or the API server is not itself."""
+        """Whether an object of `kinds` was not written, or a temporary error occurred."""
         return self.passing is not None or any(error.kind in kinds for error in self.errors)
 
     async def apply(self, manifests: Iterable[Manifest], live: Children) -> None:
@@ -63,11 +63,11 @@ class Writes:
             await self._noted(manifest, "delete", self._deleted(manifest))
 
     async def scale(self, deployment: Manifest, replicas: int, awake: str | None) -> None:
-        """The number of replicas alone, and the note of those that serve, onto the version that it was decided on."""
+        """Set the replicas and the awake annotation on the version of the Deployment that they were decided on."""
         await self._noted(deployment, "scale", self._scaled(deployment, replicas, awake))
 
     async def rank(self, costs: Iterable[Cost]) -> None:
-        """Mark the pods that shall go first. Only a hint: a failure is no fault of the deployment."""
+        """Mark the pods to remove first. This is only a hint: an error is no fault of the deployment."""
         await asyncio.gather(*(self._ranked(cost) for cost in costs))
 
     async def _ranked(self, cost: Cost) -> None:
@@ -77,7 +77,7 @@ class Writes:
         try:
             answer = await self._client.merge(POD, metadata["namespace"], metadata["name"], patch)
         except (ApiError, Unreachable) as error:
-            logger.info("pod %s keeps its deletion cost: %s", metadata["name"], error)
+            logger.info("the deletion cost of pod %s was not written: %s", metadata["name"], error)
             return
         self._known.put(POD.name, answer)
 
@@ -86,25 +86,25 @@ class Writes:
         await self._noted(manifest, "apply", self._applied(manifest, is_known=is_known))
 
     async def _noted(self, manifest: Manifest, verb: str, writing: Awaitable[None]) -> None:
-        """Whatever a write meets stays with its deployment."""
+        """Perform a write and record its error with the deployment."""
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         self._on_write(kind, verb)
         self.has_written = True
         try:
             await writing
         except ApiError as error:
-            self._met(kind, name, error)
+            self._add_error(kind, name, error)
         except Unreachable as error:
             self.passing = error
             self.passing_errors.append(ApplyError(kind, name, 0, "Unreachable", str(error), is_passing=True))
         except _Taken:
             message = (
-                f"a {kind} named {name} exists and is not ours; "
+                f"a {kind} named {name} exists and belongs to something else: "
                 "delete or rename it, or give the LLMDeployment another name"
             )
             self.errors.append(ApplyError(kind, name, 409, "AlreadyExists", message))
 
-    def _met(self, kind: str, name: str, error: ApiError) -> None:
+    def _add_error(self, kind: str, name: str, error: ApiError) -> None:
         met = ApplyError(kind, name, error.status, error.reason, error.message, is_passing=error.is_passing)
         if error.is_passing:
             self.passing = error
@@ -120,7 +120,7 @@ class Writes:
         self._known.put(kind.name, answer)
 
     async def _may_take(self, kind: Kind, manifest: Manifest) -> bool:
-        """One that we do not know may not be ours: it is not taken over. False: there is none."""
+        """Whether the object exists and may be updated. Raise `_Taken` if it is not the operator's."""
         metadata = manifest["metadata"]
         found = await self._client.find(kind, metadata["namespace"], metadata["name"])
         if found is None:

@@ -1,7 +1,7 @@
-"""Plans as processes on this machine: engines, and one gateway in front of them.
+"""The local backend: plans as processes on this machine, engines and one gateway in front of them.
 
-`backend.LocalBackend` is the door. `supervisor` keeps one process alive and says why it is not ready; `replicas` and
-`gateway` say what to run; `child`, `ports`, `state_dir` and `cores` know the machine.
+The entry point is `backend.LocalBackend`. `supervisor` keeps one process running and reports why it is not ready;
+`replicas` and `gateway` define what to run; `child`, `ports`, `state_dir` and `machine` deal with the machine.
 """
 
 from pagemill_operator.backends.local.backend import LocalBackend

@@ -1,7 +1,7 @@
 """`LocalBackend`: carries plans out as processes on this machine.
 
-One task reconciles: it compares what is wanted with what runs, starts and drains replicas, and sends the gateway the
-endpoints. Everything that changes wakes it; nothing else acts. Neighbours: `rollout` decides, `supervisor` runs.
+One task reconciles: it compares what is wanted with what runs, starts and drains replicas, and sends the gateway its
+endpoints. Every change wakes it; nothing else acts. `rollout` decides, `supervisor` runs processes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from pagemill_protocol.metrics import Metrics, Scrape
 logger = logging.getLogger("pagemill.operator.local")
 
 INFORM_TIMEOUT_S = 2.0
-"""A draining replica waits this long for the gateway to know; then it drains anyway."""
+"""Seconds that a draining replica waits until the gateway knows; then it drains anyway."""
 KILL_MARGIN_S = 5.0
-"""After its drain time a process gets this much more to end by itself."""
+"""Seconds that a process has to end after its drain time."""
 
 
 class LocalBackend(Cluster):
-    """Start it with `start`, say what is wanted with `apply`, and end it with `stop`."""
+    """Runs plans as local processes. `start` it, set the wanted deployments with `apply`, and end it with `stop`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LocalBackend(Cluster):
         self._stopped = False
         self._metrics = DeploymentMetrics(Metrics(DEPLOYMENT_METRICS))
         self._targets: list[Target] | None = None
-        """As written."""
+        """The targets that were written last."""
         self._state_dir: StateDir
         self._session: aiohttp.ClientSession
         self._reconciler: asyncio.Task[None] | None = None
@@ -80,22 +80,22 @@ class LocalBackend(Cluster):
 
     @property
     def folder(self) -> Path:
-        """Private, and gone when the backend stops."""
+        """The private folder; it is removed when the backend stops."""
         return self._state_dir.path
 
     def scrape(self, accept: str) -> Scrape:
-        """Metrics of all deployments as they are now, as an operator exports them."""
+        """Return the current metrics of all deployments, as an operator exports them."""
         for key in self._deployments:
             self._metrics.observed(self.observe(key))
         return self._metrics.scrape(accept)
 
     async def start(self) -> None:
-        """Start the gateway. Raises `PortInUse` or `BackendError` before anything runs."""
+        """Start the gateway. Raise `PortInUse` or `BackendError` before anything runs."""
         settings = self._settings
         self._started_s = time.monotonic()
         ensure_bindable(settings.host, settings.port)
         self._state_dir = StateDir(settings.runtime_folder)
-        # Never through a proxy: everything is on this machine.
+        # No proxy is used: everything is on this machine.
         self._session = aiohttp.ClientSession(trust_env=False)
         self.gateway = Gateway(
             settings.port or free_port(settings.host),
@@ -121,13 +121,13 @@ class LocalBackend(Cluster):
         for plan in plans:
             deployment = self._deployments.setdefault(plan.key, Deployment(plan))
             deployment.plan, deployment.wanted = plan, True
-        self._settle()
+        self._resolve_conflicts()
 
     async def forget(self, keys: Collection[str]) -> None:
-        """These are drained and forgotten."""
+        """Drain these deployments and forget them."""
         for key in keys:
             self._deployments[key].wanted = False
-        self._settle()
+        self._resolve_conflicts()
 
     def observe(self, key: str) -> Observation:
         deployment = self._deployments[key]
@@ -140,18 +140,18 @@ class LocalBackend(Cluster):
         )
 
     def _seen_by_gateway(self, replica: Replica) -> ReplicaObservation:
-        """A replica is ready once the running gateway has a catalogue that says so, and holds requests for it."""
+        """Report a replica as ready only once the running gateway's catalogue has it and can send it requests."""
         seen, endpoint = replica.observation, replica.endpoint
         if seen.phase != "ready" or not self.gateway.ready or endpoint is None or self.gateway.has(endpoint):
             return seen
         return replace(seen, phase="starting")
 
     def supervisors(self, key: str) -> list[Supervisor]:
-        """The processes of a deployment, oldest first."""
+        """Return the supervisors of a deployment's replicas, oldest first."""
         return [replica.supervisor for replica in self._deployments[key].replicas]
 
     async def load(self) -> Load:
-        """What gateway and engines report now."""
+        """Return the load that gateway and engines report now."""
         gateway = self.gateway
         engines = [replica.supervisor.launch for replica in self._all_replicas()]
         urls = [launch.control_url for launch in engines if launch]
@@ -160,7 +160,7 @@ class LocalBackend(Cluster):
         return await read_load(self._session, gateway.control_url, gateway.token, urls)
 
     async def stop(self) -> None:
-        """The gateway first, so that no client is cut off by an engine; then all engines; then the files."""
+        """Stop the gateway first, so that no engine cuts a client off; then all engines; then remove the files."""
         if self._stopped or self._reconciler is None:
             return
         self._stopped = True
@@ -178,21 +178,21 @@ class LocalBackend(Cluster):
             self._state_dir.remove()
 
     def kill(self) -> None:
-        """Leave no process its time to end; for a `stop` under way, which still removes the files."""
+        """Kill all processes at once. Call it while `stop` is under way, which still removes the files."""
         if self._reconciler is None:
             return
         for supervisor in (self.gateway.supervisor, *(replica.supervisor for replica in self._all_replicas())):
             supervisor.kill()
 
-    def _settle(self) -> None:
-        """What is wanted has changed: so may the holders of model names."""
+    def _resolve_conflicts(self) -> None:
+        """Find conflicting model names again and reconcile, after the wanted deployments have changed."""
         conflicts = name_conflicts([deployment.plan for deployment in self._deployments.values() if deployment.wanted])
         for key, deployment in self._deployments.items():
             deployment.conflict = conflicts.get(key)
         self._reconcile()
 
     def _plan(self, deployment: Deployment) -> Plan:
-        """With as many replicas as the autoscaler wants."""
+        """Return the plan with as many replicas as the autoscaler wants."""
         return deployment.plan.with_replicas(self._scaling.wanted(deployment.plan))
 
     def _decided(self, record: Record) -> None:
@@ -206,7 +206,7 @@ class LocalBackend(Cluster):
         try:
             self._state_dir.write_records(map(encode_record, self._scaling.records()))
         except OSError as error:
-            logger.warning("decisions are not kept for `pagemill why`: %s", error)
+            logger.warning("the autoscaler's decisions could not be stored for `pagemill why`: %s", error)
 
     def _changed(self) -> None:
         self._wake.set()
@@ -221,7 +221,8 @@ class LocalBackend(Cluster):
                 self._reconcile()
                 pause_s = self._settings.backoff_first_s
             except Exception:
-                # Nothing awaits this task: without it crashed replicas would stay away and edits undone.
+                # Nothing awaits this task: if it ended, crashed replicas would stay away and edits would have no
+                # effect.
                 logger.exception("replicas could not be brought in line with the plan; trying again in %g s", pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(self._settings.backoff_longest_s, pause_s * 2)
@@ -253,7 +254,7 @@ class LocalBackend(Cluster):
             self._start_replica(deployment)
 
     def _held(self, deployment: Deployment) -> dict[str, EngineHeld]:
-        """By replica, as far as the gateway reports them."""
+        """Return each replica's load, as far as the gateway reports it."""
         reported = self._scaling.held(deployment.plan.key)
         endpoints = {replica.name: replica.endpoint for replica in deployment.replicas}
         return {
@@ -289,7 +290,7 @@ class LocalBackend(Cluster):
             replica.ending = asyncio.create_task(self._end_drained(deployment, replica), name=f"drain:{replica.name}")
 
     async def _end_drained(self, deployment: Deployment, replica: Replica) -> None:
-        """The gateway stops sending, the engine finishes what it has, then it is gone."""
+        """Remove the replica from the gateway, let the engine finish its requests, and end it."""
         self.gateway.want(self._catalog())
         await self.gateway.informed(INFORM_TIMEOUT_S)
         await replica.supervisor.end(replica.drain_timeout_s + KILL_MARGIN_S)
@@ -313,7 +314,7 @@ class LocalBackend(Cluster):
         return threads_per_engine(self._settings.cores, wanted)
 
     def _write_targets(self) -> None:
-        """For Prometheus and `pagemill top`; both read them again when they change."""
+        """Write the targets that Prometheus and `pagemill top` read; both read them again when they change."""
         targets = [_target(self.gateway.supervisor, "pagemill-gateway")]
         for key, deployment in self._deployments.items():
             replicas = (replica.supervisor for replica in deployment.replicas)
@@ -325,7 +326,7 @@ class LocalBackend(Cluster):
             self._state_dir.write_targets(found)
             self._targets = found
         except OSError as error:
-            logger.warning("Prometheus and `pagemill top` do not see what has changed: %s", error)
+            logger.warning("the targets of Prometheus and `pagemill top` could not be updated: %s", error)
 
     def _catalog(self) -> Catalog:
         served = (each for each in self._deployments.values() if each.replicas or each.carried_out)
@@ -333,6 +334,6 @@ class LocalBackend(Cluster):
 
 
 def _target(process: Supervisor, job: str, **labels: str) -> Target:
-    """Without an address while it does not answer."""
+    """Return a target; it has no address while the process does not answer."""
     addresses = [urlsplit(process.launch.control_url).netloc] if process.launch else []
     return {"targets": addresses, "labels": {"job": job, **labels}}

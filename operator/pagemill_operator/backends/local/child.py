@@ -1,7 +1,7 @@
-"""One child process in a session of its own: start, end, and what it said before it died.
+"""One child process in a session of its own: it is started and ended here, and its exit is explained.
 
-A child never outlives this process, however it ends: Linux kills it when its parent goes (prctl(2)), and `end` kills
-what is left of its session. Nothing but own children is ever signalled.
+A child never outlives this process: Linux kills it when its parent ends (prctl(2)), and `end` kills the rest of its
+session. Only own children are ever signalled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 MAX_TAIL_BYTES = 16 * 1024
 MAX_LOG_BYTES = 8 * 1024 * 1024
-"""Of a log, and as much of what was there before: the private folder may lie in memory, and a gateway writes a line per
-request."""
+"""Longest log in bytes; as much of the earlier log is kept. The private folder may be in memory, and a gateway writes
+a line per request.
+"""
 
 NUM_LINES_QUOTED, MAX_LINE_CHARS = 3, 300
-"""Of the log of a process that ended without saying why."""
+"""Lines, and characters per line, quoted from the log of a process that ended without a termination message."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Exit:
     """Why a child ended."""
 
     reason: str
-    """CamelCase, from its termination message where there is one."""
+    """CamelCase reason, from the child's termination message if there is one."""
     message: str
 
 
@@ -46,7 +47,7 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> Child:
-        """Start a command; its output goes to a fresh log file, beside that of the one before."""
+        """Start a command; its output goes to a fresh log file, and the earlier log is kept beside it."""
         _set_aside(log_path)
         descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
@@ -68,13 +69,13 @@ class Child:
         return self._process.returncode is None
 
     async def wait(self) -> Exit:
-        """Until it ends by itself or by `end`."""
+        """Wait until the child ends, by itself or by `end`; return why."""
         returncode = await self._process.wait()
         self._kill_session()
         return explain_exit(returncode, self._log_path)
 
     async def end(self, timeout_s: float) -> None:
-        """SIGTERM, a bounded wait, then SIGKILL for it and whatever it started."""
+        """Send SIGTERM, wait at most `timeout_s` seconds, and then kill the child and everything it started."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
@@ -84,19 +85,22 @@ class Child:
         await self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL now, for it and whatever it started."""
+        """Send SIGKILL to the child and everything it started."""
         self._kill_session()
 
     def bound_log(self, max_bytes: int = MAX_LOG_BYTES) -> None:
-        """Move the log away once it is longer than `max_bytes`; call it now and then. The child's file stays open."""
+        """Copy the log aside and truncate it if it is longer than `max_bytes`. Call this regularly; the file stays
+        open.
+        """
         with contextlib.suppress(OSError):
             if self._log_path.stat().st_size > max_bytes:
                 shutil.copy(self._log_path, older(self._log_path))
                 os.truncate(self._log_path, 0)
 
     def _kill_session(self) -> None:
-        # The session's group bears the child's pid, which the kernel keeps while a member lives. Afterwards another
-        # process may get the number, so it is signalled once only, right at the child's end.
+        # The session's group has the child's pid, which the kernel reserves while a member lives. Afterwards another
+        # process
+        # may get the number, so the group is signalled only once, right at the child's end.
         if self._session_ended:
             return
         self._session_ended = True
@@ -105,13 +109,13 @@ class Child:
 
 
 def explain_exit(returncode: int, log_path: Path) -> Exit:
-    """The termination message of a process (a JSON line), else how it ended and its last line."""
+    """Return the termination message of a process (a JSON line), or else its exit status and last lines."""
     lines = tail(log_path)
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message = json.loads(line)
             return Exit(str(message["reason"]), str(message["message"]))
-    last = f": {' | '.join(_words(line)[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
+    last = f": {' | '.join(_log_message(line)[:MAX_LINE_CHARS] for line in lines[-NUM_LINES_QUOTED:])}" if lines else ""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hint = " (the machine may be out of memory)" if name == "SIGKILL" else ""
@@ -120,7 +124,7 @@ def explain_exit(returncode: int, log_path: Path) -> Exit:
 
 
 def older(log_path: Path) -> Path:
-    """Where the part of a log is that came before what is in it now."""
+    """Return the path of the earlier part of a log."""
     return log_path.with_name(f"{log_path.name}.1")
 
 
@@ -129,8 +133,8 @@ def _set_aside(log_path: Path) -> None:
         log_path.rename(older(log_path))
 
 
-def _words(line: str) -> str:
-    """What a line of a log says; of JSON the message, or the last line of its exception."""
+def _log_message(line: str) -> str:
+    """Return the message of a log line; for JSON, the message field or the last line of its exception."""
     try:
         fields = json.loads(line)
         text = fields.get("exception") or fields["message"]
@@ -140,7 +144,7 @@ def _words(line: str) -> str:
 
 
 def tail(log_path: Path, max_bytes: int = MAX_TAIL_BYTES) -> list[str]:
-    """The last lines of a log file that are not empty."""
+    """Return the last non-empty lines of a log file."""
     try:
         with log_path.open("rb") as file:
             file.seek(max(0, log_path.stat().st_size - max_bytes))
@@ -151,7 +155,7 @@ def tail(log_path: Path, max_bytes: int = MAX_TAIL_BYTES) -> list[str]:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """Runs between fork and exec: asks the kernel to kill the child when this process is gone."""
+    """Return a function to run between fork and exec: the kernel then kills the child when this process ends."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)

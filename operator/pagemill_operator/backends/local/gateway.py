@@ -1,4 +1,4 @@
-"""The gateway process of this machine: started at once, and sent the catalogue after every change of endpoints."""
+"""The gateway process of this machine: it starts at once and gets the catalogue after every change of endpoints."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NAME = "gateway"
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 RETRY_FIRST_S = 0.2
 RETRY_LONGEST_S = 10.0
-"""Pause before a catalogue is sent again; doubles each time."""
+"""Longest pause in seconds before a catalogue is sent again; the pause doubles each time."""
 LASTING_STATUSES = frozenset(range(400, 500)) - {408, 429}
-"""Answers that asking again does not change."""
+"""HTTP statuses that do not change if the same catalogue is sent again."""
 READINESS = Probe(CONTROL_PORT, "/readyz", 2.0, 2)
 LIVENESS = Probe(CONTROL_PORT, "/livez", 5.0, 6)
 
@@ -46,21 +46,21 @@ class Gateway:
         self.base_url = f"http://{_host_in_url(settings.host)}:{port}"
         self._port = port
         self._control_port: int | None = None
-        """The same after each restart: users were shown it."""
+        """The control port stays the same after a restart, because users were shown it."""
         self._settings = settings
         self._state_dir = state_dir
         self._session = session
         self.token = secrets.token_urlsafe(32)
-        """The token of its control port."""
+        """The token of the gateway's control port."""
         self.token_path = state_dir.write_token(f"{NAME}.token", self.token)
-        """The file that has it: the gateway reads it, and users who ask its control port."""
+        """The file with the token; the gateway reads it, and so do users who query its control port."""
         self._wanted = Catalog()
         self._sent: tuple[int | None, Catalog] | None = None
-        """The process that knows a catalogue, and that catalogue."""
+        """The process that has received a catalogue, and that catalogue."""
         self._refused: tuple[int | None, Catalog] | None = None
-        """The same, of a catalogue that the process will never take."""
-        self._complaint = ""
-        self._news = asyncio.Condition()
+        """The process that has refused a catalogue for good, and that catalogue."""
+        self._reported_refusal = ""
+        self._sent_changed = asyncio.Condition()
         self._changed = asyncio.Event()
         self._on_change = on_change
         self.supervisor = Supervisor(
@@ -74,7 +74,7 @@ class Gateway:
             on_change=self._wake,
             on_event=on_event,
         )
-        self._teller = asyncio.create_task(self._keep_telling(), name="catalogue")
+        self._sender = asyncio.create_task(self._keep_sending(), name="catalogue")
 
     @property
     def ready(self) -> bool:
@@ -82,11 +82,11 @@ class Gateway:
 
     @property
     def control_url(self) -> str | None:
-        """Where `/status` and `/metrics` are; `None` while it does not answer."""
+        """URL of `/status` and `/metrics`; None while the gateway does not answer."""
         return self.supervisor.launch.control_url if self.supervisor.launch else None
 
     def want(self, catalog: Catalog) -> None:
-        """What the gateway should serve from now on."""
+        """Set the catalogue that the gateway should serve."""
         if catalog != self._wanted:
             self._wanted = catalog
             self._changed.set()
@@ -98,15 +98,15 @@ class Gateway:
         return any(endpoint in model.endpoints for model in self._sent[1].models)
 
     async def informed(self, timeout_s: float) -> bool:
-        """Wait until the gateway knows the wanted catalogue; False when it did not learn it in time."""
+        """Wait until the gateway has the wanted catalogue; return False if that took longer than `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._news:
-                await self._news.wait_for(self._up_to_date)
+            async with asyncio.timeout(timeout_s), self._sent_changed:
+                await self._sent_changed.wait_for(self._up_to_date)
         return self._up_to_date()
 
     async def end(self, timeout_s: float) -> None:
-        self._teller.cancel()
-        await asyncio.gather(self._teller, return_exceptions=True)
+        self._sender.cancel()
+        await asyncio.gather(self._sender, return_exceptions=True)
         await self.supervisor.end(timeout_s)
 
     def _prepare(self) -> Launch:
@@ -119,7 +119,7 @@ class Gateway:
             "control_host": LOOPBACK,
             "control_port": control_port,
             "control_token_file": str(self.token_path),
-            # Streams still open get their error event before this process is killed.
+            # Open streams get their error event before this process is killed.
             "drain_timeout_s": self._settings.stop_timeout_s / 2,
             "api_keys": list(self._settings.api_keys),
             "stored_responses": {},
@@ -143,14 +143,14 @@ class Gateway:
     def _up_to_date(self) -> bool:
         return self._sent == (self.supervisor.pid, self._wanted)
 
-    async def _keep_telling(self) -> None:
-        """Send the running gateway the wanted catalogue, again after it was restarted."""
+    async def _keep_sending(self) -> None:
+        """Send the wanted catalogue to the running gateway, and again after each restart."""
         while True:
             await self._changed.wait()
             self._changed.clear()
             pause_s = RETRY_FIRST_S
             while self.supervisor.launch is not None and not self._settled():
-                if await self._tell():
+                if await self._send():
                     continue
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), pause_s)
@@ -158,10 +158,10 @@ class Gateway:
                 pause_s = min(RETRY_LONGEST_S, pause_s * 2)
 
     def _settled(self) -> bool:
-        """This process has the catalogue, or refuses it for good."""
+        """Whether this process has the catalogue or has refused it for good."""
         return self._up_to_date() or self._refused == (self.supervisor.pid, self._wanted)
 
-    async def _tell(self) -> bool:
+    async def _send(self) -> bool:
         launch, pid, catalog = self.supervisor.launch, self.supervisor.pid, self._wanted
         if launch is None:
             return False
@@ -171,27 +171,27 @@ class Gateway:
             url = f"{launch.control_url}/catalog"
             async with self._session.put(url, data=body, headers=headers, timeout=TIMEOUT) as response:
                 if response.status >= 300:
-                    self._complain(response.status, await response.content.read(500))
+                    self._report_refusal(response.status, await response.content.read(500))
                     if response.status in LASTING_STATUSES:
                         self._refused = (pid, catalog)
                     return False
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
-        self._complaint = ""
-        async with self._news:
+        self._reported_refusal = ""
+        async with self._sent_changed:
             self._sent = (pid, catalog)
-            self._news.notify_all()
+            self._sent_changed.notify_all()
         self._on_change()
         return True
 
-    def _complain(self, status: int, body: bytes) -> None:
-        """Once, however often the same is tried."""
-        complaint = (
-            f"refused the catalogue with {status}, and serves what it did before: {body.decode(errors='replace')}"
+    def _report_refusal(self, status: int, body: bytes) -> None:
+        """Report a refused catalogue once, however often it is tried."""
+        message = (
+            f"refused the new catalogue with {status} and serves the previous one: {body.decode(errors='replace')}"
         )
-        if complaint != self._complaint:
-            self._complaint = complaint
-            self.supervisor.warn(complaint)
+        if message != self._reported_refusal:
+            self._reported_refusal = message
+            self.supervisor.warn(message)
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}", **protocol_headers()}

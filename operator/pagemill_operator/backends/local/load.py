@@ -1,4 +1,4 @@
-"""Load of everything that runs on this machine, summed from what gateway and engines tell."""
+"""The load of everything that runs on this machine, summed from the reports of the gateway and the engines."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ GENERATED = re.compile(r"^vllm:generation_tokens(?:_total)?(?:\{[^}]*\})? ([0-9.
 
 @dataclass(frozen=True)
 class Load:
-    """One instant."""
+    """The load at one instant."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
-    """Share of all blocks held by running requests."""
+    """Share of all blocks that running requests hold."""
     num_generated: float = 0.0
     """Tokens generated since the engines started."""
     at_s: float = 0.0
-    """Monotonic clock."""
+    """Monotonic time of the measurement in seconds."""
 
     def tokens_per_s(self, before: Load) -> float:
-        """Generated between two instants; a restarted engine counts from 0 again."""
+        """Return the tokens generated per second between two instants; a restarted engine counts from 0 again."""
         elapsed_s = self.at_s - before.at_s
         return max(0.0, self.num_generated - before.num_generated) / elapsed_s if elapsed_s > 0 else 0.0
 
 
 async def read_load(session: aiohttp.ClientSession, gateway_url: str, token: str, engine_urls: Iterable[str]) -> Load:
-    """From the control ports; what does not answer counts as idle. `token`: of the gateway's control port."""
+    """Read the load from the control ports; a process that does not answer counts as idle.
+
+    `token` is the token of the gateway's control port.
+    """
     status, *texts = await asyncio.gather(
         _get(session, f"{gateway_url}/status", {"Authorization": f"Bearer {token}"}),
         *(_get(session, f"{url}/metrics", {}) for url in engine_urls),
@@ -58,7 +61,7 @@ def _sum(loads: list[dict[str, Any]], num_generated: float) -> Load:
 
 
 def _loads(status: bytes) -> list[dict[str, Any]]:
-    """The `load` of every endpoint in the gateway's `GET /status`."""
+    """Return the `load` of every endpoint in the gateway's `GET /status`."""
     try:
         models = json.loads(status)["models"]
     except (ValueError, KeyError, TypeError):

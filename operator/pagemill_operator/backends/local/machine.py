@@ -1,6 +1,6 @@
-"""What this machine has for replicas, and how they share it: its cores and its NVIDIA devices.
+"""The resources of this machine that replicas share: its cores and its NVIDIA devices.
 
-How many cores there are: `pagemill_protocol.cgroup`.
+`pagemill_protocol.cgroup` counts the cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DEVICES = Path("/dev")
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = DEVICES) -> tuple[str, ...]:
-    """Numbers or names of devices, as CUDA takes them: those that the environment leaves, else all of the driver's."""
+    """Return the devices, by number or name as CUDA takes them: the environment's, or else all of the driver's."""
     if VISIBLE in environment:
         named = (name.strip() for name in environment[VISIBLE].split(","))
         return tuple(name for name in named if name)
@@ -23,11 +23,11 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = DEVICES) -> tup
 
 
 def least_used(gpus: Sequence[str], in_use: Iterable[str | None]) -> str | None:
-    """The first of those that fewest replicas use; None where there is none."""
+    """Return the first of the devices that the fewest replicas use, or None without devices."""
     uses = Counter(in_use)
     return min(gpus, key=lambda gpu: uses[gpu], default=None)
 
 
 def threads_per_engine(cores: int, num_engines: int) -> int:
-    """An equal share of the cores, so that engines do not take turns on them."""
+    """Return an equal share of the cores, so that engines do not take turns on them."""
     return max(1, cores // max(1, num_engines))

@@ -1,4 +1,4 @@
-"""TCP ports of this machine: whether one is free, and which one is."""
+"""TCP ports of this machine: checks whether a port is free, and finds free ones."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import socket
 
 from pagemill_operator.backends.base import BackendError
 
-# Below the ports that Linux and macOS give to outgoing connections: one of those could take the port between this
-# choice and the server's start, or while the server is restarted.
+# These lie below the ports that Linux and macOS give to outgoing connections: such a connection could take the port
+# before the server starts, or while it is restarted.
 _CANDIDATES = range(20_000, 30_000)
 _in_turn = itertools.cycle(random.sample(_CANDIDATES, len(_CANDIDATES)))
 
 
 class PortInUse(BackendError):
-    """Another process listens on the wanted port."""
+    """Another process listens on the requested port."""
 
 
 def ensure_bindable(host: str, port: int) -> None:
-    """Raises `PortInUse` or `BackendError` with the remedy when nothing could listen on host:port."""
+    """Raise `PortInUse` or `BackendError` with the remedy if a server could not listen on host:port."""
     if not 0 <= port <= 65535:
         raise BackendError(f"--port {port} is not a port; use 1 to 65535, or 0 for a free one")
     try:
@@ -38,7 +38,7 @@ def ensure_bindable(host: str, port: int) -> None:
 
 
 def kept_port(port: int | None, host: str = "127.0.0.1") -> int:
-    """`port` as long as nothing else listens there, else another one."""
+    """Return `port` if nothing else listens there, or else another free port."""
     if port is not None:
         with contextlib.suppress(OSError):
             _bind(host, port).close()
@@ -47,7 +47,7 @@ def kept_port(port: int | None, host: str = "127.0.0.1") -> int:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago, which no outgoing connection is given; asked again, another one."""
+    """Return a port that is free now and that no outgoing connection is given; each call returns another one."""
     for port in itertools.islice(_in_turn, len(_CANDIDATES)):
         try:
             _bind(host, port).close()
@@ -63,7 +63,7 @@ def _bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # As servers do it: a port in TIME_WAIT is free.
+        # Servers do the same: a port in TIME_WAIT counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1)

@@ -1,6 +1,6 @@
-"""Deployments and their replicas on this machine: how an engine is started, observed, put to sleep and woken.
+"""Deployments and replicas on this machine: how an engine is started, observed, put to sleep and woken.
 
-Neighbours: `backend` decides what is started and drained, `supervisor` keeps each process running.
+`backend` decides what is started and drained; `supervisor` keeps each process running.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pagemill_protocol.catalog import CatalogModel, Endpoint, QueueLimits
 
 LOOPBACK = "127.0.0.1"
 SLEEP_RETRY_S = 10.0
-"""After a call that an engine did not follow."""
+"""Seconds before a sleep or wake call that failed is repeated."""
 
 
 @dataclass(eq=False)
 class Replica:
-    """One engine process and the digest it was planned with."""
+    """One engine process and the digest of its plan."""
 
     supervisor: Supervisor
     digest: str
     drain_timeout_s: float
     gpu: str | None = None
-    """The device that it computes on."""
+    """The GPU that the engine uses."""
     ending: asyncio.Task[None] | None = field(default=None)
-    """Set once it is being drained."""
+    """Set once the replica is being drained."""
     ordered: Literal["asleep", "waking"] | None = None
-    """The phase that it was ordered to take, while the call runs."""
+    """The phase that the replica was ordered to take, while the call runs."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Replica:
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """How the gateway reaches it; `None` until its control port answers."""
+        """The endpoint for the gateway; None until the engine's control port answers."""
         launch, pid = self.supervisor.launch, self.supervisor.pid
         if launch is None or pid is None:
             return None
@@ -88,7 +88,7 @@ class Deployment:
 
     @property
     def catalog_model(self) -> CatalogModel:
-        """What the gateway serves."""
+        """The deployment as the gateway serves it."""
         plan = self.plan
         endpoints = [replica.endpoint for replica in self.replicas]
         return CatalogModel(
@@ -111,13 +111,13 @@ class Deployment:
 
 
 class SleepCalls:
-    """Puts engines of this machine to sleep and wakes them, one call at a time for each; `standby` decides which."""
+    """Puts this machine's engines to sleep and wakes them, one call at a time per engine; `standby` decides which."""
 
     def __init__(self, session: aiohttp.ClientSession, on_change: Callable[[], None]) -> None:
         self._session = session
         self._on_change = on_change
         self._calls: dict[str, asyncio.Task[None]] = {}
-        """By replica's name."""
+        """Running calls by replica name."""
 
     def carry_out(self, orders: Orders, replicas: Iterable[Replica], token: str) -> None:
         for replica in replicas:
@@ -147,7 +147,7 @@ class SleepCalls:
             await replica.supervisor.refresh()
             replica.ordered = None
             if fault:
-                replica.supervisor.warn(f"{call} was not followed: {fault}")
+                replica.supervisor.warn(f"{call} failed: {fault}")
                 self._on_change()
                 await asyncio.sleep(SLEEP_RETRY_S)
         finally:
@@ -165,13 +165,16 @@ def engine_launcher(
     state_dir: StateDir,
     gpu: str | None,
 ) -> Callable[[], Launch]:
-    """How to start the replica `name`, with new ports each time. `gpu`: the only device that it sees."""
+    """Return a function that prepares a start of the replica `name`, with new ports each time.
+
+    `gpu` is the only device that the engine sees.
+    """
 
     def prepare() -> Launch:
         data_port, control_port = free_port(LOOPBACK), free_port(LOOPBACK)
         content = _on_this_machine(process.settings, data_port, control_port, token, num_threads())
         path = state_dir.write_json(f"{name}.json", content)
-        # What a killed engine leaves in the temporary folder goes with the state folder.
+        # A killed engine's temporary files are removed with the state folder.
         temporary = {"TMPDIR": str(state_dir.temporary)} if state_dir.temporary else {}
         device = {} if gpu is None else {VISIBLE: gpu}
         return Launch(
@@ -187,7 +190,7 @@ def engine_launcher(
 def _on_this_machine(
     planned: dict[str, Any], data_port: int, control_port: int, token: str, num_threads: int
 ) -> dict[str, Any]:
-    """The planned settings with this machine's addresses, a token, and a share of its cores."""
+    """Return the planned settings with this machine's addresses, a token, and a share of its cores."""
     content = copy.deepcopy(planned)
     content["engine"].setdefault("num_threads", num_threads)
     content["server"] |= {
@@ -201,7 +204,7 @@ def _on_this_machine(
 
 
 def unused_name(group: str, taken: set[str]) -> str:
-    """The first of `group-0`, `group-1`... that no replica bears."""
+    """Return the first of `group-0`, `group-1`... that no replica has."""
     index = 0
     while f"{group}-{index}" in taken:
         index += 1

@@ -1,6 +1,7 @@
-"""Autoscaling on this machine: follows the gateway's load stream and asks the scaler, as an operator does in a cluster.
+"""Autoscaling on this machine: follows the gateway's load stream and asks the scaler, as the operator does in a
+cluster.
 
-It starts and drains nothing: the backend asks `wanted` when it reconciles, and is woken when that has changed.
+It starts and drains nothing: the backend reads `wanted` when it reconciles, and is woken when that has changed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class LocalScaling:
         observed: Callable[[], Mapping[str, Observation]],
         on_decision: Callable[[Record], None],
     ) -> None:
-        """`observed`: what runs, by key; `on_decision` is called for what changed, or has a new reason not to."""
+        """Create the autoscaling; `observed` returns the observations by key.
+
+        `on_decision` is called for decisions that change something or have a new reason not to.
+        """
         self._session = session
         self._control_url = control_url
         self._token = token
@@ -55,14 +59,14 @@ class LocalScaling:
         return self._scaler.wanted(plan.key, plan.spec_replicas, plan.autoscaling)
 
     def held(self, key: str) -> dict[str, EngineHeld]:
-        """What each engine holds, by endpoint, as far as the gateway reports it."""
+        """Return the load of each engine by endpoint, as far as the gateway reports it."""
         return self._loads.held(key)
 
     def state(self, key: str) -> Scaling | None:
         return self._scaler.state(key)
 
     def records(self) -> list[Record]:
-        """The latest decisions about all deployments, oldest first."""
+        """Return the latest decisions on all deployments, oldest first."""
         return self._scaler.records()
 
     async def close(self) -> None:
@@ -92,7 +96,7 @@ class LocalScaling:
             try:
                 self._decide()
             except Exception:
-                logger.exception("no decision could be made; the replicas stay as they are")
+                logger.exception("the autoscaler could not decide; the number of replicas stays as it is")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(INTERVAL_S):
                     await self._urgent.wait()

@@ -1,4 +1,4 @@
-"""Settings of the local backend, and the only place where it reads an environment of its own."""
+"""Settings of the local backend; only this module reads its environment variables."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ class LocalSettings:
     api_keys: tuple[str, ...] = ()
     """Entries of the keys that clients must send (`HASH tenant=NAME ...`)."""
     api_keys_file: Path | None = None
-    """File of further entries, which the gateway follows. Without both no key is asked, which is only allowed on
-    loopback."""
+    """File of further entries, which the gateway watches. Without any key clients need none; that is allowed on
+    loopback
+    only.
+    """
     allowed_hosts: tuple[str, ...] = ()
     """Names by which clients may address the gateway on loopback without keys."""
     python: str = sys.executable
     """Interpreter that runs engines and gateway."""
     runtime_folder: Path = field(default_factory=runtime_folder)
-    """Where the private state folder is made."""
+    """Folder in which the private state folder is created."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """Environment that the processes start from."""
     cores: int = field(default_factory=usable_cores)
-    """Cores shared by the engines that ask for no number of their own."""
+    """Cores shared by the engines that do not set their own number."""
     gpus: tuple[str, ...] = field(default_factory=lambda: visible_gpus(os.environ))
-    """NVIDIA devices for engines that ask for one; where all are taken, the next engine shares one."""
+    """NVIDIA devices for engines that need one; if all are in use, the next engine shares one."""
     gateway_module: str = "pagemill_gateway"
     batches_directory: Path | None = None
-    """Where the gateway keeps files and batches; `None`: it takes none."""
+    """Folder in which the gateway keeps files and batches; None: it accepts none."""
     gateway_workers: int = 1
-    """Processes of the gateway that serve its data port."""
+    """Number of gateway processes that serve its data port."""
     stop_timeout_s: float = 5.0
-    """On stop, a process gets this long after SIGTERM, then SIGKILL."""
+    """Seconds that a process has after SIGTERM when the backend stops; then it gets SIGKILL."""
     readyz_interval_s: float = 0.1
-    """Between two questions to a process that is not ready."""
+    """Seconds between two `/readyz` requests to a process that is not ready."""
     watch_interval_s: float = 1.0
-    """Between two questions to a process that is ready."""
+    """Seconds between two `/readyz` requests to a process that is ready."""
     backoff_first_s: float = 0.5
     backoff_longest_s: float = 30.0
-    """Pause before a crashed process starts again; doubles with each crash."""
+    """Longest pause in seconds before a crashed process restarts; the pause doubles with each crash."""
     stable_after_s: float = 60.0
-    """A process that was ready for this long starts with the first pause again."""
+    """Seconds of readiness after which a process restarts with the first pause again."""

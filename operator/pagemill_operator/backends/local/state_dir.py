@@ -1,7 +1,7 @@
-"""The private folder of one running backend: settings, tokens, logs and decisions; gone when the backend stops.
+"""The private folder of one running backend: settings, tokens, logs and decisions; removed when the backend stops.
 
-A backend that was killed cannot remove its folder; the next one does. A living one holds a lock on its `owner.json`
-(flock(2)), which the kernel frees however the backend ends.
+A killed backend cannot remove its folder; the next backend does. A running one holds a lock on its `owner.json`
+(flock(2)), which the kernel releases however the backend ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OWNER_FILE = "owner.json"
 RECORDS_FILE = "scaling.jsonl"
 """The autoscaler's latest decisions, as `autoscaler.decision` encodes them."""
 TARGETS_FILE = "targets.json"
-"""Where gateway and engines serve their metrics, in the format of Prometheus' file discovery."""
+"""The metrics addresses of gateway and engines, in the format of Prometheus's file discovery."""
 MAX_TEMPORARY_PATH = 70
-"""Bytes. A Unix socket's path has at most 107, and engines put a folder of their own in between."""
+"""Bytes. A Unix socket's path has at most 107, and engines add a folder of their own."""
 
 
 class Target(TypedDict):
@@ -39,7 +39,7 @@ class StateDir:
     """A folder that only this user can read (0700; files 0600)."""
 
     def __init__(self, parent: Path) -> None:
-        """Raises `BackendError` where no folder can be made."""
+        """Create the folder. Raise `BackendError` if that is not possible."""
         remove_abandoned(parent)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -50,14 +50,14 @@ class StateDir:
         temporary = self.path / "tmp"
         temporary.mkdir(mode=0o700)
         self.temporary = temporary if len(os.fsencode(temporary)) <= MAX_TEMPORARY_PATH else None
-        """Temporary folder of the engines; `None` where its path is too long for sockets in it."""
+        """Temporary folder of the engines; None if its path is too long for sockets in it."""
 
     def write_json(self, name: str, content: Any) -> Path:
-        """Write a file that only this user can read; returns its path."""
+        """Write a file that only this user can read; return its path."""
         return self._write(name, json.dumps(content).encode())
 
     def write_token(self, name: str, token: str) -> Path:
-        """Write a file of one token; returns its path."""
+        """Write a file with one token; return its path."""
         return self._write(name, f"{token}\n".encode())
 
     def write_records(self, lines: Iterable[bytes]) -> None:
@@ -81,11 +81,11 @@ class StateDir:
         return path
 
     def _replace(self, name: str, content: bytes) -> None:
-        """All at once: who reads meanwhile reads what was there before."""
+        """Replace a file atomically: concurrent readers see the old content or the new one."""
         self._write(f"{name}.new", content).rename(self.path / name)
 
     def _take_lock(self) -> BinaryIO:
-        """`owner.json`, open and locked. It appears under its name only once it is locked."""
+        """Return `owner.json`, open and locked. It gets its name only once it is locked."""
         path = self.write_json(f"{OWNER_FILE}.new", {"pid": os.getpid()})
         file = path.open("rb")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,25 +94,25 @@ class StateDir:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove folders of this user whose backend no longer runs."""
+    """Remove this user's folders whose backend no longer runs."""
     for folder in parent.glob(f"{PREFIX}*"):
         if _own(folder) and _abandoned(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 class Running(NamedTuple):
-    """A backend of this user that runs now, as others see it."""
+    """A running backend of this user, as other processes see it."""
 
     pid: int
     folder: Path
 
 
 def running(parent: Path) -> list[Running]:
-    """Those whose folders are below `parent`, in no order."""
+    """Return the backends whose folders are below `parent`, in no order."""
     found = []
     for folder in parent.glob(f"{PREFIX}*"):
         if _own(folder) and not _abandoned(folder):
-            # It may end, or not have begun, while we look.
+            # A backend may end, or may not have started completely, in the meantime.
             with contextlib.suppress(OSError, ValueError, KeyError):
                 found.append(Running(int(json.loads((folder / OWNER_FILE).read_bytes())["pid"]), folder))
     return found
@@ -122,7 +122,7 @@ def _own(folder: Path) -> bool:
     try:
         return not folder.is_symlink() and folder.stat().st_uid == os.getuid()
     except OSError:
-        return False  # another one has just removed it
+        return False  # another process has just removed it
 
 
 def _abandoned(folder: Path) -> bool:
@@ -131,4 +131,4 @@ def _abandoned(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
     except OSError:
-        return False  # its owner lives, or it is being made right now
+        return False  # its backend runs, or is just starting

@@ -1,7 +1,7 @@
-"""Keeps one process running: starts it, follows its `/readyz`, restarts it when it crashed or hangs, and ends it.
+"""Keeps one process running: starts it, follows its `/readyz`, restarts it if it crashes or hangs, and ends it.
 
-Knows nothing of engines or gateways: `prepare` says what to start, afresh for each start (new ports). Every wait has a
-reason: what the process answers to `/readyz`, or why it crashed and when it starts again.
+It knows nothing of engines or gateways: `prepare` returns what to start, anew for each start (new ports). While the
+process is not ready, the reason is known: its answer to `/readyz`, or why it crashed and when it restarts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _UNREADY: Mapping[str, Phase] = {"sleeping": "asleep", "waking": "waking"}
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process answers to `/readyz`."""
+    """A process's answer to `/readyz`."""
 
     ready: bool
     message: str
-    """Why not, for people: phase and detail."""
+    """Phase and detail for users, if the process is not ready."""
     phase: str = ""
-    """As the process names it."""
+    """The phase as the process reports it."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Supervisor:
         self.message = "starting"
         self.num_crashes = 0
         self.was_ready = False
-        """It has been ready at some time, in any of its starts."""
+        """Whether the process has ever been ready, in any of its starts."""
         self.launch: Launch | None = None
-        """What runs now; set once the control port has answered."""
+        """The running process's launch; set once its control port has answered."""
         self._prepare = prepare
         self._readiness = readiness
         self._liveness = liveness
-        self._silence = ""
-        """Why this process was given up, if it was."""
+        self._unresponsive = ""
+        """Why the process was ended as unresponsive; empty if it was not."""
         self._settings = settings
         self._state_dir = state_dir
         self._session = session
@@ -85,7 +85,7 @@ class Supervisor:
         self._child: Child | None = None
         self._ending = asyncio.Event()
         self._asking = asyncio.Lock()
-        """Answers are noted in the order of the questions."""
+        """Keeps answers in the order of the requests."""
         self._task: asyncio.Task[None] | None = None
         self._started_s = self._ready_s = time.monotonic()
 
@@ -95,34 +95,34 @@ class Supervisor:
 
     @property
     def ready_at(self) -> float:
-        """When it became ready, on this machine's monotonic clock; 0: it is not."""
+        """Monotonic time at which the process became ready, in seconds; 0 if it is not ready."""
         return self._ready_s if self.phase == "ready" else 0.0
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise(), name=f"supervise:{self.name}")
 
     def warn(self, message: str) -> None:
-        """Report something about this process to people."""
+        """Report a warning about this process to users."""
         self._on_event(Event(self.name, message, time.monotonic() - self._started_s, warning=True))
 
     async def refresh(self) -> None:
-        """Ask now for its phase: it was just ordered to change it."""
+        """Read the phase now, because the process was just ordered to change it."""
         if self.launch is not None:
             await self._ask(self.launch)
 
     def announce_end(self) -> None:
-        """From here on no crash is repaired and nothing new is sent to it."""
+        """Mark the process as draining: crashes are not repaired any more and it gets no new requests."""
         self._ending.set()
         self._set("draining", "Draining", "draining")
 
     def kill(self) -> None:
-        """End it at once, whatever it does; `end` has still to be awaited."""
+        """Kill the process at once; `end` must still be awaited."""
         self.announce_end()
         if self._child:
             self._child.kill()
 
     async def end(self, timeout_s: float) -> None:
-        """SIGTERM, a bounded wait, SIGKILL; then forget it."""
+        """Send SIGTERM, wait at most `timeout_s` seconds, kill the process, and drop its log."""
         if not self._ending.is_set():
             self.announce_end()
         if self._child:
@@ -131,7 +131,7 @@ class Supervisor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._child:
-            # It may have been started while the first lines ran.
+            # The process may have been started during the lines above.
             await self._child.end(timeout_s)
         self.launch = None
         self._state_dir.log_path(self.name).unlink(missing_ok=True)
@@ -153,10 +153,10 @@ class Supervisor:
             pause_s = min(self._settings.backoff_longest_s, pause_s * 2)
 
     async def _run_once(self) -> tuple[str, str, float]:
-        """One life of the process: (reason, message) of its end, and seconds it was ready."""
+        """Run the process once; return the reason and message of its end, and the seconds that it was ready."""
         self._started_s = time.monotonic()
         self._ready_s = float("inf")
-        self._silence = ""
+        self._unresponsive = ""
         self._set("starting", "Starting", "starting")
         try:
             launch = self._prepare()
@@ -176,12 +176,12 @@ class Supervisor:
             await asyncio.gather(*followers, return_exceptions=True)
             self.launch = None
         ready_for_s = time.monotonic() - self._ready_s
-        if self._silence:
-            return "Unresponsive", self._silence, ready_for_s
+        if self._unresponsive:
+            return "Unresponsive", self._unresponsive, ready_for_s
         return ended.reason, ended.message, ready_for_s
 
     async def _follow(self, launch: Launch) -> None:
-        """Ask `/readyz` until cancelled; every new answer, or a long silence, becomes the phase and its reason."""
+        """Poll `/readyz` until cancelled; each new answer, or a long silence, sets the phase and its reason."""
         num_silent = 0
         while True:
             if self._child:
@@ -191,8 +191,8 @@ class Supervisor:
             if self.phase == "ready" and self._readiness and num_silent >= self._readiness.failure_threshold:
                 self._set("loading", "Unresponsive", "does not answer")
                 self.warn("does not answer")
-            is_calm = self.phase in ("ready", "asleep")
-            await asyncio.sleep(self._settings.watch_interval_s if is_calm else self._settings.readyz_interval_s)
+            is_stable = self.phase in ("ready", "asleep")
+            await asyncio.sleep(self._settings.watch_interval_s if is_stable else self._settings.readyz_interval_s)
 
     async def _ask(self, launch: Launch) -> Answer | None:
         async with self._asking:
@@ -203,7 +203,7 @@ class Supervisor:
             return answer
 
     async def _end_when_silent(self, launch: Launch, child: Child) -> None:
-        """Once it was ready, a process that leaves the liveness question unanswered too often is ended."""
+        """End the process if it was ready and then leaves too many liveness requests unanswered."""
         probe, num_silent = self._liveness, 0
         if probe is None:
             return
@@ -215,7 +215,7 @@ class Supervisor:
             num_silent = 0 if alive else num_silent + 1
         if self._ending.is_set():
             return
-        self._silence = f"did not answer {probe.path} {num_silent} times, {probe.period_s:g} s apart"
+        self._unresponsive = f"did not answer {probe.path} {num_silent} times, {probe.period_s:g} s apart"
         await child.end(self._settings.stop_timeout_s)
 
     def _note(self, answer: Answer) -> None:
@@ -240,7 +240,7 @@ class Supervisor:
 
 
 async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> Answer | None:
-    """`None` while nothing answers."""
+    """Return the answer to `/readyz`, or None if there is none."""
     try:
         async with session.get(f"{control_url}/readyz", timeout=READYZ_TIMEOUT) as response:
             body = await response.content.read(MAX_READYZ_BYTES)
@@ -250,7 +250,7 @@ async def ask_readyz(session: aiohttp.ClientSession, control_url: str) -> Answer
 
 
 async def ask_alive(session: aiohttp.ClientSession, url: str) -> bool:
-    """Whether a liveness question is answered with 200, and soon."""
+    """Whether a liveness request is answered with 200 before the timeout."""
     try:
         async with session.get(url, timeout=READYZ_TIMEOUT) as response:
             return response.status == 200
@@ -266,7 +266,7 @@ def phase_of(body: bytes) -> str:
 
 
 def describe(body: bytes) -> str:
-    """`{"phase": "loading", "detail": "weights 40 %"}` -> `loading weights 40 %`."""
+    """Return phase and detail as text: `{"phase": "loading", "detail": "weights 40 %"}` is `loading weights 40 %`."""
     try:
         answer = json.loads(body)
         phase, detail = str(answer.get("phase", "")), str(answer.get("detail", ""))

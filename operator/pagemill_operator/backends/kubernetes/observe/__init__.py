@@ -1,7 +1,8 @@
-"""From raw Kubernetes objects to an observation and a status, pure: the row of the fault matrix is decided here.
+"""Turns raw Kubernetes objects into an observation and a status. Pure functions; the reported fault is chosen here.
 
-`observation.observe` and `body.status_body` are the doors. Each file knows one kind of witness: pods' containers, the
-scheduler, refused creations, refused applies. Neighbours: `status` makes conditions of it, the controller writes them.
+The entry points are `observation.observe` and `body.status_body`. Each other file reads one source: the pods'
+containers, the scheduler's messages, refused creations, refused applies. `status` turns an observation into
+conditions; the controller writes them.
 """
 
 from pagemill_operator.backends.kubernetes.observe.body import load_wait_s, status_body

@@ -1,4 +1,4 @@
-"""The whole `status` of an `LLMDeployment`, as JSON. Equal to what stands there while nothing has changed."""
+"""Builds the whole `status` of an `LLMDeployment` as JSON; it equals the present status while nothing has changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_NOTES = 32
 
 
 def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str) -> dict[str, Any]:
-    """`now`: RFC 3339; it appears only beside values that change with this body."""
+    """Return the status. `now` is an RFC 3339 time; it appears only beside values that change with this body."""
     old = _old_status(snapshot)
     plan = observation.plan
     desired = plan.replicas if plan else old.desired_replicas
@@ -35,7 +35,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
         "url": url,
         "plan": _plan_summary(snapshot, plan) if plan else _json(old.plan),
         "load": _json(next_load(old.load, _measured(snapshot, now))),
-        "lastScaling": _last_scaling(old, desired, now, _why(observation)),
+        "lastScaling": _last_scaling(old, desired, now, _scaling_reason(observation)),
         "lastStart": _last_start(old, observation),
         "conditions": [
             _json(condition)
@@ -46,7 +46,7 @@ def status_body(snapshot: Snapshot, observation: Observation, url: str, now: str
 
 
 def _old_status(snapshot: Snapshot) -> LLMDeploymentStatus:
-    """What stands there; nothing where another version wrote what this one cannot read."""
+    """Return the present status, or an empty one if another version wrote what this version cannot read."""
     try:
         return LLMDeploymentStatus.model_validate(snapshot.owner.get("status") or {})
     except ValidationError:
@@ -65,7 +65,7 @@ def _plan_summary(snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
 
 
 def _engine_version(snapshot: Snapshot) -> str:
-    """Tag of the image that engines run; empty where it has none."""
+    """Return the tag of the engines' image, or "" if it has none."""
     deployment = snapshot.child("Deployment", engine_name(snapshot.name))
     containers = deployment["spec"]["template"]["spec"]["containers"] if deployment else []
     image = next((str(container.get("image", "")) for container in containers if container["name"] == "engine"), "")
@@ -74,7 +74,7 @@ def _engine_version(snapshot: Snapshot) -> str:
 
 
 def load_wait_s(snapshot: Snapshot, now: str) -> float | None:
-    """Seconds until the status may show the load that is measured; None where it does."""
+    """Return the seconds until the status may show the measured load, or None if it already does."""
     return remaining_s(_old_status(snapshot).load, _measured(snapshot, now))
 
 
@@ -85,8 +85,8 @@ def _measured(snapshot: Snapshot, now: str) -> LoadSummary | None:
     return summarize(load.kv_cache_usage, load.running, load.waiting, now)
 
 
-def _why(observation: Observation) -> str:
-    """What changed the number, as far as it is known here."""
+def _scaling_reason(observation: Observation) -> str:
+    """Return what changed the number of replicas, as far as it is known."""
     plan, scaling = observation.plan, observation.scaling
     if plan is None or plan.autoscaling is None or plan.autoscaling.mode != "Active" or scaling is None:
         return "spec.replicas and spec.autoscaling"
@@ -94,7 +94,7 @@ def _why(observation: Observation) -> str:
 
 
 def _last_scaling(old: LLMDeploymentStatus, desired: int, now: str, reason: str) -> dict[str, Any] | None:
-    # A status that was never written had no number to differ from.
+    # A status that was never written has no earlier number of replicas.
     if not old.conditions or old.desired_replicas == desired:
         unchanged: dict[str, Any] | None = _json(old.last_scaling)
         return unchanged

@@ -1,4 +1,4 @@
-"""A cause of failure, and how messages of other programs are shortened for a condition."""
+"""A cause of failure, and functions that shorten other programs' messages for a condition."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ class Cause(NamedTuple):
 
 
 def quote(text: str) -> str:
-    """A message of another program as one bounded line."""
+    """Return another program's message as one line of at most `MAX_QUOTE_CHARS` characters."""
     line = " ".join(text.split()).rstrip(".; ")
     return line if len(line) <= MAX_QUOTE_CHARS else line[: MAX_QUOTE_CHARS - 3] + "..."
 
 
 def without_object_name(message: str) -> str:
-    """`pods "chat-engine-5d59d67564-x7k2p" is forbidden: exceeded quota` -> `exceeded quota`: names are random."""
+    """Remove the object's name, which is random.
+
+    `pods "chat-engine-5d59d67564-x7k2p" is forbidden: exceeded quota` becomes `exceeded quota`.
+    """
     message = re.sub(r'^[\w./-]+ "[^"]*" (is forbidden|is invalid): ', "", message)
     return re.sub(r"^failed to (create|convert) .*?: (?=\.|unable)", "", message)

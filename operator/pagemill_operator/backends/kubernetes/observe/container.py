@@ -1,6 +1,7 @@
-"""Why a container does not run, from its status: what it waits for, and how it ended last.
+"""Finds why a container does not run from its status: what it waits for, and how it last ended.
 
-The engine and the loader leave a termination message, JSON with reason and remedy; where there is one, it is the cause.
+The engine and the loader write a termination message, JSON with a reason and a remedy; if there is one, it is the
+cause.
 """
 
 from __future__ import annotations
@@ -23,40 +24,40 @@ _PULL_REASONS = (
 )
 _START_REASONS = ("CreateContainerError", "RunContainerError", "PreCreateHookError", "PostStartHookError")
 _GENERIC = ("EngineDied", "EngineFailed", "ServerFailed", "OutOfMemory")
-"""Reasons of termination messages that say what broke, and not why."""
+"""Reasons of termination messages that name the effect but not the cause."""
 _BY_KUBELET = (0, 137, 143)
-"""How containers end that the kubelet ends: by themselves after SIGTERM, or by signals 9 and 15."""
+"""Exit codes of containers that the kubelet ends: 0 or 143 after SIGTERM, 137 after SIGKILL."""
 _CANNOT_START = (126, 127, 128)
 _MEMORY = "memory is spec.resources.memory, a GPU with its own spec.resources.gpuProduct"
 _REMEDIES = {
-    "DeviceUnavailable": "See that the node's driver, container toolkit and device plugin are installed and recent.",
-    "GraphsTooLarge": "They are fields of spec.engine.",
-    "InvalidChatTemplate": "It is spec.model.chatTemplate.",
-    "UnknownParser": "It is spec.model.toolCallParser or spec.model.reasoningParser.",
+    "DeviceUnavailable": "Check that the node's driver, container toolkit and device plugin are installed and recent.",
+    "GraphsTooLarge": "Change them in spec.engine.",
+    "InvalidChatTemplate": "Correct spec.model.chatTemplate.",
+    "UnknownParser": "Correct spec.model.toolCallParser or spec.model.reasoningParser.",
     "KVCacheTooLarge": f"It is a field of spec.engine; {_MEMORY}.",
     "KVCacheTooSmall": "It is a field of spec.engine.",
     "MaxModelLenTooLarge": "Both are fields of spec.engine.",
     "ModelNotFound": "Correct spec.model.source.",
     "ModelTooLarge": f"The model is spec.model.source; {_MEMORY}.",
     "ModelUnreadable": "Give a complete model in spec.model.source.",
-    "SettingsInvalid": "The engine is of another version than the operator: see spec.engine.image and version.",
+    "SettingsInvalid": "The engine and the operator differ in version: check spec.engine.image and version.",
     "SettingsUnsupported": "It is a field of spec.engine.",
-    "SourceUnavailable": "Check spec.model.source; for a gated model set credentialsSecretRef and cache in spec.model.",
+    "SourceUnavailable": "Check spec.model.source; a gated model needs spec.model.credentialsSecretRef and cache.",
     "StepTooLarge": f"They are fields of spec.engine; {_MEMORY}.",
-    "Unauthorized": "The Secret is the one of spec.model.credentialsSecretRef.",
+    "Unauthorized": "Correct the Secret that spec.model.credentialsSecretRef names.",
     "UnsupportedArchitecture": "Choose a supported model in spec.model.source.",
     "UnsupportedQuantization": "Choose other weights in spec.model.source.",
 }
-"""Where the resource holds what the engine complains about; it knows only its own settings."""
+"""Remedy by reason, in terms of the resource's fields; the engine's own message names only its own settings."""
 _REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
-"""What a condition accepts as its reason; anything else was written by another program."""
+"""The pattern of a condition's reason; a message with another reason was written by another program."""
 _LOGS = "read its log (kubectl logs --previous)"
 
 
 def waiting_cause(status: dict[str, Any], mounted_images: Sequence[str] = ()) -> Cause | None:
-    """Why a container waits; None where that is only a matter of time.
+    """Return why a container waits, or None if it only needs time.
 
-    `mounted_images`: of the pod's volumes, for which its containers wait as for their own.
+    `mounted_images` are the image volumes of the pod: its containers wait for them as for their own images.
     """
     waiting = status.get("state", {}).get("waiting")
     if not waiting:
@@ -74,7 +75,7 @@ def waiting_cause(status: dict[str, Any], mounted_images: Sequence[str] = ()) ->
 
 
 def ended_cause(status: dict[str, Any]) -> Cause | None:
-    """How the container ended that should run; None where it never did."""
+    """Return how the container last ended, or None if it never did."""
     ended = status.get("state", {}).get("terminated") or status.get("lastState", {}).get("terminated")
     return termination_cause(ended) if ended else None
 
@@ -85,44 +86,44 @@ def termination_cause(ended: dict[str, Any]) -> Cause:
     if ended.get("reason") == "OOMKilled" and (reported is None or reported.reason in _GENERIC):
         return Cause(
             "OOMKilled",
-            "it took more memory than its limit and was killed: raise spec.resources.memory, lower "
+            "the container exceeded its memory limit and was killed: raise spec.resources.memory, lower "
             "spec.engine.kvCacheMemory or maxNumSeqs, or choose a smaller model",
         )
     if reported and reported.reason not in _GENERIC:
         return reported
     if reported:
-        return Cause("CrashLoop", f"the engine ends again and again: {reported.message}; {_LOGS}")
+        return Cause("CrashLoop", f"the engine keeps crashing: {reported.message}; {_LOGS}")
     if code in _CANNOT_START or ended.get("reason") in ("StartError", "ContainerCannotRun"):
         return _cannot_start(str(ended.get("message", "")))
     if code in _BY_KUBELET:
         return Cause(
             "ProbeFailing",
-            f"it was ended from outside (exit code {code}), as the kubelet does when the startup or liveness probe "
-            "fails: check that spec.engine.image is an engine of this version and that spec.template leaves its "
-            f"probes alone, see kubectl describe pod, and {_LOGS}",
+            f"the container was ended from outside (exit code {code}), as the kubelet does when its startup or "
+            "liveness probe fails: check that spec.engine.image is an engine of this version and that spec.template "
+            f"does not change its probes, see kubectl describe pod, and {_LOGS}",
         )
     detail = f": {quote(str(ended['message']))}" if ended.get("message") else ""
-    return Cause("CrashLoop", f"it ends again and again with exit code {code}{detail}; {_LOGS}")
+    return Cause("CrashLoop", f"the container keeps ending with exit code {code}{detail}; {_LOGS}")
 
 
 def unready_cause() -> Cause:
-    """It was ready once and is not any more, without having ended."""
+    """Return the cause of a container that was ready before, has not ended, and is not ready now."""
     return Cause(
         "ProbeFailing",
-        "its readiness probe fails though it was ready before: see kubectl describe pod, and read its log",
+        "the readiness probe fails although the replica was ready before: see kubectl describe pod, and read its log",
     )
 
 
 def lost_node_cause(node: str) -> Cause:
     return Cause(
         "NodeLost",
-        f"its node {node} does not answer any more: see kubectl describe node; the cluster replaces the pod after a "
+        f"the node {node} does not answer any more: see kubectl describe node; the cluster replaces the pod after a "
         "while (5 minutes by default), or at once when the node is deleted",
     )
 
 
 def _reported(message: str) -> Cause | None:
-    """The termination message of an engine or a loader, if it is one."""
+    """Return the cause in a termination message of an engine or a loader; None for any other message."""
     try:
         content = json.loads(message)
     except ValueError:
@@ -158,7 +159,9 @@ def _mount_cause(message: str, image: str) -> Cause:
 
 
 def _pull_detail(message: str) -> str:
-    """While backing off the kubelet repeats what the pull itself said."""
+    """Return the reason of a failed pull, or "" if unknown: while backing off, the kubelet may repeat the pull's
+    message.
+    """
     cause = message.split("ErrImagePull: ")[-1]
     return "" if cause.startswith("Back-off") else f" ({quote(cause)})"
 
@@ -174,5 +177,5 @@ def _config_cause(message: str) -> Cause:
 
 
 def _cannot_start(message: str) -> Cause:
-    remedy = "check that spec.engine.image is an engine, and what spec.template changes of its container"
+    remedy = "check that spec.engine.image is an engine, and what spec.template changes in its container"
     return Cause("ContainerCannotStart", f"the container cannot be started ({quote(message)}): {remedy}")

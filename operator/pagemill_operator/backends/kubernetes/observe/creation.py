@@ -1,4 +1,4 @@
-"""Why the API server refused to create a pod or to take a child, from its message."""
+"""Finds why the API server refused a pod or a child, from its message."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pagemill_operator.status.observation import Fault
 
 _TEMPLATED = ("Deployment", "Job")
 _MALFORMED = (422, 500)
-"""Server-side apply answers 500 to fields of the wrong type; what lies with the server itself never comes here."""
+"""Status codes of malformed fields: server-side apply answers 500 to a wrong type. Server faults never come here."""
 _DENIED = r"denied (the )?request"
-"""In messages of admission webhooks and of policies, whose status codes differ."""
+"""Pattern of the messages of admission webhooks and policies, whose status codes differ."""
 _NOT_PERMITTED = r"cannot \w+ resource"
 _NOT_RESIZABLE = r"be resized|support resize|can ?not be less than|immutable after creation"
 _REFUSALS = (
     (
         _DENIED,
         "AdmissionDenied",
-        "a webhook or policy of this cluster does not allow it: follow what it says, where it is about pods in "
-        "spec.template, or ask who runs it for an exception",
+        "a webhook or policy of this cluster does not allow it: follow its message (change pods in spec.template), or "
+        "ask its owner for an exception",
     ),
     (
         r"exceeded quota",
@@ -30,7 +30,7 @@ _REFUSALS = (
     (
         r"failed quota",
         "ResourcesRequired",
-        "the namespace's ResourceQuota asks every pod for amounts: set spec.resources.cpu and spec.resources.memory",
+        "the namespace's ResourceQuota requires amounts of every pod: set spec.resources.cpu and spec.resources.memory",
     ),
     (
         r"violates PodSecurity",
@@ -40,7 +40,7 @@ _REFUSALS = (
     (
         r"(maximum|minimum) .* usage per|per (Container|Pod) is",
         "LimitRangeViolation",
-        "move spec.resources into the bounds of the namespace's LimitRange",
+        "change spec.resources to be within the bounds of the namespace's LimitRange",
     ),
     (r"no PriorityClass", "PriorityClassNotFound", "correct priorityClassName in spec.template.spec"),
     (
@@ -51,11 +51,11 @@ _REFUSALS = (
     (r"RuntimeClass", "RuntimeClassNotFound", "correct runtimeClassName in spec.template.spec"),
     (r"is being terminated", "NamespaceTerminating", "the namespace is being deleted: apply to another one"),
 )
-"""Part of a refusal's message, the reason that it means, and the remedy."""
+"""A pattern of a refusal's message, the reason that it means, and the remedy."""
 
 
 def not_created(message: str) -> Cause:
-    """Why a pod was not created, from a ReplicaFailure condition."""
+    """Return why a pod was not created, from a ReplicaFailure condition."""
     words = without_object_name(message)
     for pattern, reason, remedy in _REFUSALS:
         if re.search(pattern, message, re.IGNORECASE):
@@ -64,7 +64,7 @@ def not_created(message: str) -> Cause:
 
 
 def not_applied(error: ApplyError) -> Fault:
-    """Why a child does not stand as rendered."""
+    """Return the fault of a child that could not be applied."""
     words = quote(without_object_name(error.message))
     what = f"the {error.kind} {error.name} is refused ({words})"
     if error.is_passing:
@@ -88,15 +88,15 @@ def not_applied(error: ApplyError) -> Fault:
         remedy = f"the operator may not write {error.kind} objects here; install the chart's roles for this namespace"
         return Fault("Scheduled", "Forbidden", f"{what}: {remedy}")
     if error.status_code == 403:
-        remedy = "an admission plugin of this cluster does not allow it: follow what it says"
+        remedy = "an admission plugin of this cluster does not allow it: follow its message"
         return Fault("Scheduled", "AdmissionDenied", f"{what}: {remedy}")
     return Fault("Scheduled", "ChildRefused", f"{what}; the operator tries again, see its log")
 
 
 def _not_answered(error: ApplyError) -> Fault:
-    """The API server has failed again and again; it is tried for as long as it takes."""
+    """Return the fault of an API server that has failed several times in a row; the operator keeps trying."""
     words = f"the {error.kind} {error.name} cannot be written ({quote(without_object_name(error.message))})"
     if "webhook" in error.message:
         remedy = "repair the admission webhook that it names, or exclude this namespace from it"
         return Fault("Scheduled", "WebhookFailed", f"{words}: {remedy}")
-    return Fault("Scheduled", "ApiServerRefuses", f"{words}: the API server is not well, see its log")
+    return Fault("Scheduled", "ApiServerRefuses", f"{words}: the API server fails; see its log")

@@ -1,4 +1,4 @@
-"""A snapshot as an observation: which pods are of the plan, what they do, and what keeps them from existing."""
+"""Turns a snapshot into an observation: the plan's pods, their phases, and what keeps pods from existing."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from pagemill_operator.plan.types import Plan, Problem, Process
 from pagemill_operator.status.observation import Fault, Observation, ReplicaObservation
 
 VOLUME_S = 30.0
-"""Until a claim's volume is usually there; longer is a fault."""
+"""Seconds that a claim may wait for its volume before that is a fault."""
 LOADER_POD_S = 15.0
-"""Until a Job has its pod."""
+"""Seconds that a Job may be without a pod before that is a fault."""
 PROGRESS_S = 5.0
-"""From one look at a loader's progress to the next."""
+"""Seconds between two reads of a loader's progress."""
 OLDER = "older"
-"""Digest of pods that were not made from the plan."""
+"""The digest of pods that were not made from the plan."""
 
 
 def observe(snapshot: Snapshot, plan: Plan | None, now: datetime | None = None) -> Observation:
-    """`plan` is None where the spec cannot be read (`snapshot.invalid` says why).
+    """Return the observation of a deployment. `plan` is None if the spec cannot be read (see `snapshot.invalid`).
 
-    Without a time a volume is not waited for, nor a loader's pod missed.
+    Without `now`, neither a missing volume nor a missing loader pod is reported.
     """
     replicas = tuple(_replicas(snapshot, plan, now))
     loader = _loader(snapshot, plan, now) if plan else None
@@ -69,7 +69,7 @@ def _replicas(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> li
 
 
 def _current_template(snapshot: Snapshot) -> str | None:
-    """Digest of the pod template that was made from this generation of the spec; None while there is none."""
+    """Return the digest of the pod template of this generation of the spec, or None if there is none yet."""
     deployment = snapshot.child("Deployment", engine_name(snapshot.name))
     if deployment is None or _annotations(deployment).get(GENERATION_ANNOTATION) != str(snapshot.generation):
         return None
@@ -77,7 +77,7 @@ def _current_template(snapshot: Snapshot) -> str | None:
 
 
 def _loader(snapshot: Snapshot, plan: Plan, now: datetime | None) -> ReplicaObservation | None:
-    """What the loader does; None where engines do not wait for one."""
+    """Return the state of the loader, or None if engines do not wait for one."""
     name = loader_name(plan)
     if name is None:
         return None
@@ -90,7 +90,7 @@ def _loader(snapshot: Snapshot, plan: Plan, now: datetime | None) -> ReplicaObse
         if seen.live:
             return seen
     if job and (failed := _is_true(job, "Failed")):
-        message = f"the loader gave up ({failed.get('message', '')}): kubectl delete job {name} starts it again"
+        message = f"the loader gave up ({failed.get('message', '')}): to start it again, kubectl delete job {name}"
         return ReplicaObservation(name, "crashed", "", "LoaderFailed", message)
     if job and now and _waits_for_its_pod(job) and not pods and not left_s(job, LOADER_POD_S, now):
         message = (
@@ -106,7 +106,7 @@ def _waits_for_its_pod(job: Manifest) -> bool:
 
 
 def _look_again_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -> float | None:
-    """When something that is not there yet becomes a fault: no event of the cluster marks that."""
+    """Return the seconds until something missing becomes a fault, or None; no cluster event marks that moment."""
     waits = []
     claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
     if claim and _is_pending(claim):
@@ -120,13 +120,13 @@ def _look_again_s(snapshot: Snapshot, plan: Plan | None, now: datetime | None) -
 
 
 def _loader_process(plan: Plan) -> Process:
-    """The loader asks for no GPU, but goes where engines can go."""
+    """Return a process without GPUs that has the engines' placement: the loader runs where engines can run."""
     process = plan.groups[0].process
     return Process(process.module, {}, gpu_product=process.gpu_product)
 
 
 def _with_claim(snapshot: Snapshot, seen: ReplicaObservation, now: datetime | None) -> ReplicaObservation:
-    """A pod that waits without a word from the scheduler waits for its volume, if that is not there."""
+    """Add a missing volume as the cause of a pod that is pending without a message from the scheduler."""
     claim = snapshot.child("PersistentVolumeClaim", claim_name(snapshot.name))
     if claim is None or not _is_pending(claim):
         return seen
@@ -139,7 +139,7 @@ def _with_claim(snapshot: Snapshot, seen: ReplicaObservation, now: datetime | No
 
 
 def _fault(snapshot: Snapshot, loader: ReplicaObservation | None) -> Fault | None:
-    """What keeps pods from existing, or from ever becoming ready."""
+    """Return what keeps pods from existing or from becoming ready, or None."""
     if snapshot.apply_errors:
         return min((not_applied(error) for error in snapshot.apply_errors), key=lambda fault: fault.stage != "Planned")
     if lost := _lost_claim(snapshot):
@@ -166,7 +166,7 @@ def _lost_claim(snapshot: Snapshot) -> Cause | None:
 
 
 def _unplanned(snapshot: Snapshot, plan: Plan, replicas: tuple[ReplicaObservation, ...]) -> Problem | None:
-    """Only pods can read the source: until one has, it is not known whether the plan works."""
+    """Return the problem that the plan is unverified: only pods can read the source, and none has yet."""
     digests = {group.digest for group in plan.groups}
     if any(replica.phase == "ready" and replica.digest in digests for replica in replicas):
         return None
@@ -179,8 +179,8 @@ def _unplanned(snapshot: Snapshot, plan: Plan, replicas: tuple[ReplicaObservatio
 
 def _gateway_message(snapshot: Snapshot) -> str:
     if snapshot.num_gateways == 0:
-        return "no gateway pod runs in the release's namespace: check its Deployment, and gateway.replicas of the chart"
-    return "no gateway pod is ready: see kubectl describe of the gateway's pods, and read their log"
+        return "no gateway pod runs in the release's namespace: check its Deployment and the chart's gateway.replicas"
+    return "no gateway pod is ready: see kubectl describe pod for the gateway's pods, and read their logs"
 
 
 def _is_pending(claim: Manifest) -> bool:
@@ -202,7 +202,7 @@ def _is_true(manifest: Manifest, kind: str) -> dict[str, Any] | None:
 
 
 def left_s(manifest: Manifest, patience_s: float, now: datetime | None) -> float:
-    """Seconds until it has existed for so long; 0 when it has, and where a time is not known."""
+    """Return the seconds until the object is `patience_s` old; 0 if it is older or if a time is unknown."""
     created = manifest["metadata"].get("creationTimestamp")
     if created is None or now is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""One pod as a replica: its phase, and the cause where it gets no further."""
+"""Turns one pod into a replica: its phase, and what keeps it from becoming ready."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from pagemill_operator.status.observation import Phase, ReplicaObservation
 Rest = Literal["asleep", "waking"]
 
 CLOCK_STEP = timedelta(seconds=1)
-"""Times of a status have whole seconds."""
+"""The resolution of times in a status: whole seconds."""
 
 
 def observe_pod(
     pod: Manifest, main: str, digest: str, process: Process | None, *, sleeps: bool = False
 ) -> ReplicaObservation:
-    """`main`: the container that the pod is for. `process`: what it was planned with, where that is known.
+    """Return the replica of a pod.
 
-    `sleeps`: its engine reports it.
+    `main` is the name of the pod's main container, `process` the planned process if known, and `sleeps` whether
+    gateways
+    report that the engine sleeps.
     """
     phase, cause = _phase(pod, main, process, sleeps)
     name = str(pod["metadata"]["name"])
@@ -38,15 +40,16 @@ def observe_pod(
 
 
 def runs_loader(pod: Manifest) -> bool:
-    """In a pod of its own, or before an engine."""
+    """Whether the loader runs in this pod, on its own or before an engine."""
     return any(each["name"] == LOADER and "running" in each.get("state", {}) for each in _container_statuses(pod))
 
 
 def ordered_rest(pod: Manifest) -> Rest | None:
-    """What the operator has ordered the engine to do, if it was not ready since.
+    """Return what the operator has ordered the engine to do, or None if it was ready since then.
 
-    Gateways report at once whether an engine sleeps, and the kubelet sees it late. Where gateways report nothing, as to
-    an operator that has just begun to lead, a pod that sleeps is not taken for one that fails to be ready.
+    Gateways report at once whether an engine sleeps; the kubelet notices late. If gateways report nothing, for example
+    to
+    an operator that has just become leader, the order keeps a sleeping pod from being reported as failing.
     """
     ordered = (pod["metadata"].get("annotations") or {}).get(REST_ANNOTATION)
     return ordered if ordered in ("asleep", "waking") else None
@@ -61,7 +64,7 @@ def _phase(pod: Manifest, main: str, process: Process | None, sleeps: bool) -> t
     if not pod.get("spec", {}).get("nodeName"):
         return "pending", _why_pending(pod, process)
     if _condition(pod, "Ready").get("status") == "True":
-        # The kubelet looks once a second, and believes it the third time.
+        # The kubelet probes once a second and needs three equal results, so a sleeping pod may still be marked ready.
         return "asleep" if sleeps else "ready", None
     return _on_node(pod, main, sleeps)
 
@@ -78,22 +81,22 @@ def _why_pending(pod: Manifest, process: Process | None) -> Cause | None:
     if scheduled.get("reason") == "SchedulingGated":
         return Cause(
             "SchedulingGated",
-            "a scheduling gate holds the pod: its controller removes it, or remove it from spec.template",
+            "a scheduling gate keeps the pod pending: wait for its controller, or remove the gate from spec.template",
         )
     return unschedulable(str(scheduled.get("message", "")), process)
 
 
 def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | None]:
-    """A pod that has its node and is not ready."""
+    """Return the phase of a pod that has a node and is not ready."""
     if _node_is_lost(pod):
         return "loading", lost_node_cause(pod["spec"]["nodeName"])
     for status in _container_statuses(pod):
         if cause := waiting_cause(status, _mounted_images(pod)):
-            return "starting", _of(status, main, cause)
+            return "starting", _with_container_name(status, main, cause)
     for status in _container_statuses(pod):
-        # An init container that has done its work has ended well.
+        # An init container that has finished its work has ended well.
         if not status.get("ready") and (cause := ended_cause(status)):
-            return "crashed", _of(status, main, cause)
+            return "crashed", _with_container_name(status, main, cause)
     status = next((each for each in _container_statuses(pod) if each["name"] == main), {})
     if "running" not in status.get("state", {}):
         return "starting", None
@@ -108,13 +111,13 @@ def _on_node(pod: Manifest, main: str, sleeps: bool) -> tuple[Phase, Cause | Non
 
 
 def _mounted_images(pod: Manifest) -> list[str]:
-    """References of images that are volumes; the kubelet pulls them as it pulls those of containers."""
+    """Return the references of the pod's image volumes; the kubelet pulls them like container images."""
     volumes = pod.get("spec", {}).get("volumes", [])
     return [str(volume["image"].get("reference", "")) for volume in volumes if "image" in volume]
 
 
 def _node_is_lost(pod: Manifest) -> bool:
-    """Not the kubelet has called it unready, which would say so of its containers too: the cluster has instead."""
+    """Whether the cluster, not the kubelet, marked the pod unready; the kubelet would mark its containers too."""
     ready, containers = _condition(pod, "Ready"), _condition(pod, "ContainersReady")
     if (ready.get("status"), containers.get("status")) != ("False", "True"):
         return False
@@ -122,7 +125,7 @@ def _node_is_lost(pod: Manifest) -> bool:
 
 
 def _was_ready(pod: Manifest, status: dict[str, Any]) -> bool:
-    """It became unready after this run of the container began, so it was ready meanwhile."""
+    """Whether the pod became unready after this run of the container began, and so was ready in between."""
     unready_since = _condition(pod, "Ready").get("lastTransitionTime")
     running_since = status["state"]["running"].get("startedAt")
     if not unready_since or not running_since:
@@ -130,8 +133,8 @@ def _was_ready(pod: Manifest, status: dict[str, Any]) -> bool:
     return datetime.fromisoformat(unready_since) > datetime.fromisoformat(running_since) + CLOCK_STEP
 
 
-def _of(status: dict[str, Any], main: str, cause: Cause) -> Cause:
-    """A cause in a container that the user has added says so."""
+def _with_container_name(status: dict[str, Any], main: str, cause: Cause) -> Cause:
+    """Name the container in the cause if it is one that the user has added."""
     if status["name"] == main:
         return cause
     return Cause(cause.reason, f"container {status['name']}: {cause.message}")

@@ -1,7 +1,7 @@
-"""Why the scheduler finds no node for a pod, from the message of its PodScheduled condition.
+"""Finds why the scheduler places a pod on no node, from the message of its PodScheduled condition.
 
 The message counts nodes for each cause (`0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint
-...`). The counts are left out: they change by themselves.
+...`). The counts are left out, because they change by themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+)")
 
 
 def unschedulable(message: str, process: Process | None) -> Cause:
-    """`process`: what the pod asks for, where it is known."""
+    """Return the cause of an unschedulable pod. `process` is what the pod asks for, if known."""
     text = causes_of(message)
     for judge in (_volumes, _gpus, _amounts, _nodes):
         if cause := judge(text, process):
@@ -27,7 +27,7 @@ def unschedulable(message: str, process: Process | None) -> Cause:
 
 
 def causes_of(message: str) -> str:
-    """The scheduler's causes without counts of nodes, each once, in a stable order."""
+    """Return the scheduler's causes without node counts, each once, in a stable order."""
     first, *_ = re.split(r"[.;,]? (?:preemption|no new claims|not found$)", message, maxsplit=1)
     first = re.sub(r"^\d+/\d+ nodes are available: ", "", first.strip()).rstrip(". ")
     causes = {re.sub(r"^\d+ ", "", part) for part in re.split(r", (?=\d+ )", first)}
@@ -42,15 +42,17 @@ def _volumes(text: str, process: Process | None) -> Cause | None:
             "spec.model",
         )
     if _VOLUME.search(text):
-        return Cause("VolumePending", f"a volume is not there ({quote(text)}): see kubectl describe pvc")
+        return Cause("VolumePending", f"a volume is missing ({quote(text)}): see kubectl describe pvc")
     return None
 
 
 def volume_message(claim: str, storage_class: str | None) -> str:
-    """Why a claim stays unbound lies with its class; only `kubectl describe pvc` knows more."""
+    """Return the message of an unbound claim. The cause lies with the storage class; `kubectl describe pvc` shows
+    it.
+    """
     where = f"StorageClass {storage_class}" if storage_class else "the cluster's default StorageClass"
     return (
-        f"the volume of claim {claim} is not there: check that {where} exists and has a provisioner or a free volume "
+        f"the claim {claim} has no volume: check that {where} exists and has a provisioner or a free volume "
         f"(kubectl describe pvc {claim})"
     )
 
@@ -103,7 +105,7 @@ _NODE_CAUSES = (
         "NodesTainted",
         "the nodes are tainted: add tolerations to spec.template.spec, or remove the taints",
     ),
-    ("Too many pods", "TooManyPods", "the nodes run as many pods as they may: add nodes"),
+    ("Too many pods", "TooManyPods", "the nodes run as many pods as they allow: add nodes"),
     ("were unschedulable", "NodesCordoned", "the nodes are cordoned: kubectl uncordon, or add nodes"),
     ("no nodes available", "NoNodes", "the cluster has no nodes: add one"),
 )

@@ -1,7 +1,7 @@
-"""A plan as Kubernetes objects, a pure function: no clock, no disk, no network, no cluster library.
+"""Renders a plan as Kubernetes objects. Pure functions: no clock, disk, network or cluster library.
 
-`children.render_children` is the door. Equal input gives equal manifests, so a new version of the operator that renders
-the same restarts nothing. Neighbours: `plan` decides what runs, the controller applies what stands here.
+The entry point is `children.render_children`. Equal input gives equal manifests, so a new operator version that renders
+the same manifests restarts nothing. `plan` decides what runs; the controller applies what is rendered here.
 """
 
 from pagemill_operator.backends.kubernetes.render.children import render_children

@@ -1,4 +1,4 @@
-"""All children of one `LLMDeployment` in the order in which they are needed, and the engine Deployment among them."""
+"""Renders all children of one `LLMDeployment` in the order in which they are applied, and the engine Deployment."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from pagemill_operator.backends.kubernetes.snapshot import Manifest, Owner, Rend
 from pagemill_operator.plan.types import Plan
 
 PROGRESS_DEADLINE_S = 3 * 3600
-"""A large model may take hours to arrive; a start that fails says so itself and does not wait for this."""
+"""Seconds that a rollout may take: loading a large model may take hours. A start that fails is reported earlier."""
 MIN_READY_S = 5
-"""Gateways know a new pod before an old one starts to drain."""
+"""Seconds that a new pod is ready before an old one drains, so that gateways know it by then."""
 REVISION_HISTORY = 2
 
 
 def render_children(plan: Plan, owner: Owner, context: RenderContext) -> list[Manifest]:
-    """Every child that is wanted now; the engine Deployment comes last, once its model is there."""
+    """Return every wanted child; the engine Deployment comes last, once its model is loaded."""
     return list(_children(plan, owner, context))
 
 
 def _children(plan: Plan, owner: Owner, context: RenderContext) -> Iterator[Manifest]:
-    # First what limits, then what runs: no pod is ever reachable from everywhere.
+    # The network policy comes first, so that no pod is ever reachable without it.
     yield render_network_policy(plan, owner, context)
     yield render_service(plan, owner)
     yield render_tokens(owner, context.tokens)
@@ -74,8 +74,10 @@ def render_deployment(plan: Plan, owner: Owner, context: RenderContext) -> Manif
 
 
 def render_disruption_budget(plan: Plan, owner: Owner) -> Manifest:
-    """One pod at a time, beside those that sleep, which are never ready; a pod that is not ready may always go, else a
-    broken one would block a node's drain."""
+    """Allow one disruption at a time, beside sleeping pods, which are never ready.
+
+    Pods that are not ready may always be evicted; otherwise a broken pod would block a node's drain.
+    """
     spec = {
         "maxUnavailable": 1 + plan.standby,
         "selector": {"matchLabels": selector(plan.name)},

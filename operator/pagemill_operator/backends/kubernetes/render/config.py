@@ -1,7 +1,7 @@
-"""The engine's settings file as a ConfigMap, and its tokens as a Secret.
+"""Renders the engine's settings file as a ConfigMap, and its tokens as a Secret.
 
-The ConfigMap is named after its content and never changes, so a changed setting is a changed pod template; the Secret
-changes in place, so a rotation restarts nothing.
+The ConfigMap is named after its content and never changes, so a changed setting changes the pod template. The Secret
+changes in place, so a token rotation restarts nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def settings_path() -> str:
 
 
 def settings_text(plan: Plan, context: RenderContext) -> str:
-    """The planned settings with a pod's addresses, its token file and where its model lies."""
+    """Return the planned settings with a pod's addresses, its token file and the path of its model."""
     content = copy.deepcopy(plan.groups[0].process.settings)
     content["engine"]["model"] = model_source(plan)
     if keeps_kernels(plan):
@@ -49,7 +49,7 @@ def settings_text(plan: Plan, context: RenderContext) -> str:
 
 
 def engine_ports(plan: Plan, context: RenderContext) -> dict[str, int]:
-    """Of the container, by name."""
+    """Return the container's ports by name."""
     if context.engine_tls_secret:
         return {"data": TLS_DATA_PORT, "control": TLS_CONTROL_PORT}
     return plan.groups[0].process.ports
@@ -61,6 +61,6 @@ def render_config(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
 
 
 def render_tokens(owner: Owner, tokens: tuple[str, ...]) -> Manifest:
-    """Accepted tokens, one a line, the newest first."""
+    """Render the accepted tokens, one per line, the newest first."""
     data = {TOKENS_FILE: base64.b64encode("".join(f"{token}\n" for token in tokens).encode()).decode()}
     return child("v1", "Secret", token_name(owner.name), owner, type="Opaque", data=data)

@@ -1,4 +1,4 @@
-"""The engine's container: image, settings, probes, drain, resources."""
+"""Renders the engine's container: image, settings, probes, drain, resources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagemill_operator.plan.types import Group, Plan, Probe, Process
 
 GPU = "nvidia.com/gpu"
 PROBE_GRACE_S = 30
-"""A container that is restarted because a probe failed hangs: it gets this long, not its drain time."""
+"""Seconds that a container has to end after a failed liveness probe: it hangs, so it does not get its drain time."""
 
 
 def engine_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def engine_container(plan: Plan, context: RenderContext) -> dict[str, Any]:
 
 
 def engine_image(group: Group, context: RenderContext) -> str:
-    """The resource's own image, or the installation's with the version that the resource pins."""
+    """Return the resource's own image, or the installation's image with the version that the resource pins."""
     if group.image:
         return group.image
     installed = context.engine_image if group.process.gpus else context.cpu_engine_image or context.engine_image
@@ -50,7 +50,10 @@ def engine_image(group: Group, context: RenderContext) -> str:
 
 
 def environment(process: Process) -> list[dict[str, Any]]:
-    """`$` is doubled: a value means the same here as on a laptop, where nothing is expanded."""
+    """Return the container's environment variables.
+
+    `$` is doubled, because Kubernetes expands it: a value means the same here as for a local process.
+    """
     variables: dict[str, dict[str, Any]] = {"HOME": {"value": "/tmp"}}
     variables |= {name: {"value": value.replace("$", "$$")} for name, value in process.environment.items()}
     variables |= {name: {"valueFrom": source} for name, source in process.environment_from.items()}
@@ -83,7 +86,7 @@ def _probe(probe: Probe | None, scheme: str, grace_s: int | None) -> dict[str, A
 
 
 def _resources(process: Process) -> dict[str, Any]:
-    """Requests equal limits: what one pod may use is also what it gets."""
+    """Return the resources of the container; requests equal limits, so that a pod gets what it may use."""
     amounts: dict[str, str] = {}
     if process.cpu_cores:
         amounts["cpu"] = f"{round(process.cpu_cores * 1000)}m"

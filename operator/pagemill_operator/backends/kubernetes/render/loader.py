@@ -1,6 +1,6 @@
-"""The volume of a cached model and what fills it: a Job for a claim, an init container for a folder of nodes.
+"""Renders the volume of a cached model and its loader: a Job for a claim, an init container for a node's folder.
 
-Only here do credentials appear.
+Credentials appear in the loader only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pagemill_protocol.sources.base import Credential
 
 MODULE = "pagemill_engine.loader"
 RETRIES = 100_000
-"""The kubelet restarts a failed loader in its pod, at most every five minutes: a corrected Secret heals by itself."""
+"""The Job's backoff limit. The kubelet restarts a failed loader in its pod, so that it recovers once a Secret is fixed.
+"""
 RESOURCES = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "2", "memory": "2Gi"}}
 PLACEMENT_OVERRIDES = (
     "affinity",
@@ -43,11 +44,14 @@ PLACEMENT_OVERRIDES = (
     "serviceAccountName",
     "tolerations",
 )
-"""Overrides of the pod template that hold for the loader as well: where it runs and how it gets there."""
+"""Pod template overrides that also apply to the loader: where it runs and how it reaches the network."""
 
 
 def loader_name(plan: Plan) -> str | None:
-    """Name of the Job; another source, revision, credentials or environment is another Job. None without a cache."""
+    """Return the name of the loader Job, or None without a cache.
+
+    Another source, revision, set of credentials or environment gives another Job.
+    """
     if not plan.waits_for_job:
         return None
     process = plan.groups[0].process
@@ -69,7 +73,7 @@ def render_claim(plan: Plan, owner: Owner, cache: ModelCache) -> Manifest:
 
 
 def render_loader(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
-    """The Job. Its template cannot change once it exists; what would change it changes its name."""
+    """Render the Job. Its template is immutable; an input that would change it changes its name."""
     template = {
         "metadata": {"labels": labels(plan.name, LOADER), "annotations": {}},
         "spec": {
@@ -106,14 +110,14 @@ def _arguments(plan: Plan) -> list[str]:
     arguments = ["--source", plan.source, "--target", model_folder(plan)]
     cache = plan.cache
     if cache is not None and cache.claim_name is None:
-        arguments.append("--evict")  # nothing else is kept there that is not fetched again when it is wanted
+        arguments.append("--evict")  # everything else there is fetched again when it is needed
     if cache is not None and cache.size_limit_bytes is not None:
         arguments += ["--size-limit-bytes", str(cache.size_limit_bytes)]
     return [*arguments, "--kernels", kernels_folder()] if keeps_kernels(plan) else arguments
 
 
 def _environment(plan: Plan) -> list[dict[str, Any]]:
-    """The engine's variables (a mirror, a proxy), and the credentials over them."""
+    """Return the engine's variables (a mirror, a proxy), overridden by the credentials."""
     variables = environment(plan.groups[0].process)
     if plan.credentials is None:
         return variables

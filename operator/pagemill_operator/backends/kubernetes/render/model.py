@@ -1,4 +1,4 @@
-"""Where a plan's model lies in the pods: which claim is mounted, and which path the engine opens."""
+"""Computes where a plan's model lies in the pods: the claim that is mounted and the path that the engine opens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagemill_protocol.sources import find_kind
 
 
 def model_claim(plan: Plan) -> str | None:
-    """The PersistentVolumeClaim that holds the model, if any."""
+    """Return the name of the PersistentVolumeClaim that holds the model, or None."""
     if plan.cache is not None:
         return (plan.cache.claim_name or claim_name(plan.name)) if plan.cache.has_claim else None
     scheme, _, rest = plan.source.partition("://")
@@ -20,7 +20,7 @@ def model_claim(plan: Plan) -> str | None:
 
 
 def model_volume(plan: Plan, *, writable: bool) -> dict[str, Any] | None:
-    """The volume `model` of a pod; `None`: the engine reads its source itself. `writable`: for the loader."""
+    """Return the pod's volume `model`, or None if the engine reads its source itself. A loader needs it `writable`."""
     cache = plan.cache
     if cache is not None and cache.image_volume:
         reference = plan.source.removeprefix("oci://")
@@ -36,22 +36,22 @@ def model_volume(plan: Plan, *, writable: bool) -> dict[str, Any] | None:
 
 
 def model_folder(plan: Plan) -> str:
-    """Folder of a cache's volume that the loader fills with this source; another source never shares it."""
+    """Return the folder that the loader fills with this source; each source has its own."""
     return f"{MODEL_PATH}/{digest(plan.source, 8)}"
 
 
 def keeps_kernels(plan: Plan) -> bool:
-    """A GPU's compiled kernels outlive their pods, on the volume that the loader fills."""
+    """Whether a GPU's compiled kernels are kept on the volume that the loader fills."""
     return plan.cache is not None and not plan.cache.image_volume and plan.groups[0].process.gpus > 0
 
 
 def kernels_folder() -> str:
-    """As the loader sees it, which makes it: one that the kubelet made would belong to root."""
+    """Return the kernels' folder as the loader sees it. The loader creates it: the kubelet's would belong to root."""
     return f"{MODEL_PATH}/{KERNELS_VOLUME}"
 
 
 def model_source(plan: Plan) -> str:
-    """The source as the engine opens it."""
+    """Return the source as the engine opens it."""
     if plan.cache is not None and plan.cache.image_volume:
         return _file_url(MODEL_PATH)
     if plan.cache is not None:

@@ -19,17 +19,17 @@ from pagemill_operator.plan.types import Plan
 
 ENGINE, LOADER = "engine", "loader"
 GENERATION_ANNOTATION = "pagemill.dev/generation"
-"""On the Deployment: generation of the resource that it was rendered from."""
+"""On the Deployment: the generation of the resource that it was rendered from."""
 AWAKE_ANNOTATION = "pagemill.dev/awake"
-"""On the Deployment: how many of its replicas shall serve; the others are loaded and sleep."""
+"""On the Deployment: how many of its replicas serve; the others hold the weights and sleep."""
 REST_ANNOTATION = "pagemill.dev/rest"
-"""On pods: `asleep` where they were ordered to sleep, `waking` where they were woken and were not ready since."""
+"""On pods: `asleep` if the pod was ordered to sleep, `waking` if it was woken and has not been ready since."""
 TEMPLATE_ANNOTATION = "pagemill.dev/template"
-"""On pods: digest of the pod template that they were made from; distinguishes new pods from old ones."""
+"""On pods: the digest of the pod template that they were made from; it distinguishes new pods from old ones."""
 
 
 def awake_note(plan: Plan) -> str | None:
-    """The Deployment's note of its awake replicas; none where no replica ever sleeps."""
+    """Return the value of the Deployment's awake annotation, or None if no replica ever sleeps."""
     return str(plan.replicas) if plan.autoscaling is not None and plan.autoscaling.warm else None
 
 
@@ -54,7 +54,7 @@ def selector(name: str, component: str = ENGINE) -> dict[str, str]:
 
 
 def selector_text(name: str) -> str:
-    """The engine pods' selector as the scale subresource shows it."""
+    """Return the engine pods' selector in the form that the scale subresource shows."""
     return ",".join(f"{key}={value}" for key, value in selector(name).items())
 
 
@@ -70,7 +70,7 @@ def labels(name: str, component: str = ENGINE) -> dict[str, str]:
 
 
 def child(api_version: str, kind: str, name: str, owner: Owner, component: str = ENGINE, **content: Any) -> Manifest:
-    """A manifest with our labels and the owner that takes it along when it is deleted."""
+    """Return a manifest with the operator's labels and the owner reference that deletes it with its owner."""
     reference = {
         "apiVersion": STORED_API_VERSION,
         "kind": KIND,
@@ -93,6 +93,6 @@ def child(api_version: str, kind: str, name: str, owner: Owner, component: str =
 
 
 def digest(content: Any, length: int) -> str:
-    """Hexadecimal digest of a text or of JSON, the same whatever the order of keys."""
+    """Return a hexadecimal digest of a text or of JSON; the order of keys does not change it."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()[:length]

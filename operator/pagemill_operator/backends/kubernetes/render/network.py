@@ -1,4 +1,4 @@
-"""How engines are found and who may speak to them: a headless Service, a NetworkPolicy, a PodMonitor."""
+"""Renders how engines are found and who may connect to them: a headless Service, a NetworkPolicy, a PodMonitor."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ VARIANT_RELABELING = {
     "separator": "/",
     "targetLabel": "variant",
 }
-"""Series of engines carry the label that gateways and operator export themselves: the deployment's `namespace/name`."""
+"""Adds the label `variant` (the deployment's `namespace/name`) to engines' series, as gateways and the operator do."""
 
 
 def render_service(plan: Plan, owner: Owner) -> Manifest:
-    """Headless: gateways choose a pod themselves, from its EndpointSlices."""
+    """Render the headless Service: gateways choose a pod from its EndpointSlices."""
     ports = [
         {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
         for name, port in plan.groups[0].process.ports.items()
@@ -34,12 +34,13 @@ def render_service(plan: Plan, owner: Owner) -> Manifest:
 
 
 def render_network_policy(plan: Plan, owner: Owner, context: RenderContext) -> Manifest:
-    """Gateways reach both ports, Prometheus the control port, and nothing else reaches any; also of the loader's pods.
+    """Render the NetworkPolicy of the engines' and the loader's pods.
 
-    These reach DNS and, with a source behind a network, HTTPS outside the node, the ports of a mirror and of a proxy.
-    Where replicas stand by, the operator reaches the control port, too: it wakes them.
+    Gateways reach both ports, Prometheus the control port, and nothing else reaches either. Where replicas are kept on
+    standby, the operator also reaches the control port, to wake them. The pods reach DNS and, if the source is remote,
+    HTTPS outside the node and the ports of a mirror and of a proxy.
     """
-    # Of both kinds, so that a rollout that turns TLS on or off cuts no pod off.
+    # Both the TLS and the plain ports, so that a rollout that turns TLS on or off cuts no pod off.
     data, control = [_port(DATA_PORT), _port(TLS_DATA_PORT)], [_port(CONTROL_PORT), _port(TLS_CONTROL_PORT)]
     ingress = []
     if context.gateway_selector:
@@ -99,7 +100,7 @@ def _port_of(url: str) -> int:
 
 
 def _peer(namespace_labels: Any, pod_labels: Any) -> dict[str, Any]:
-    """Empty labels select all namespaces, or all pods of the namespaces."""
+    """Return a NetworkPolicy peer; empty labels select all namespaces, or all pods of the namespaces."""
     return {
         "namespaceSelector": {"matchLabels": dict(namespace_labels)} if namespace_labels else {},
         "podSelector": {"matchLabels": dict(pod_labels)} if pod_labels else {},

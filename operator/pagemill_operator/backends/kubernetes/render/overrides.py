@@ -1,8 +1,8 @@
-"""Merges overrides into a manifest as a strategic merge patch does, as far as pod templates need it.
+"""Merges overrides into a manifest like a strategic merge patch, as far as pod templates need it.
 
-Objects merge field by field; lists whose items have a key merge item by item, tolerations and required affinities
-between pods are added; every other value replaces. A null overrides nothing: no override takes away what the operator
-wrote.
+Objects merge field by field; lists whose items have a key merge item by item; tolerations and required affinities
+between pods are appended; any other value is replaced. A null changes nothing: no override can remove what the
+operator wrote.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ MERGE_KEYS = {
 }
 """List -> the field by which Kubernetes identifies its items."""
 APPENDED = ("tolerations", "requiredDuringSchedulingIgnoredDuringExecution")
-"""Lists to which an override adds. Of affinities only those between pods are lists: each of their terms must hold."""
+"""Lists to which an override appends. The only affinities that are lists are those between pods; all terms must hold.
+"""
 
 
 def merge(base: Any, override: Any, field: str = "") -> Any:
-    """`base` with `override` over it; neither is changed."""
+    """Return `base` with `override` merged over it; neither is changed."""
     if override is None:
         return copy.deepcopy(base)
     if isinstance(base, dict) and isinstance(override, dict):

@@ -1,4 +1,4 @@
-"""What the pods of engines and loaders share: which nodes take them, and their security."""
+"""Renders what the pods of engines and loaders share: node placement and security."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SPREAD_OVER = ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
 
 
 def placement(process: Process) -> dict[str, Any]:
-    """Which nodes can take a pod of this process."""
+    """Return the tolerations and the node selector that a process needs."""
     if not process.gpus:
         return {}
     place: dict[str, Any] = {"tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]}
@@ -24,7 +24,7 @@ def placement(process: Process) -> dict[str, Any]:
 
 
 def same_node(plan: Plan) -> dict[str, Any]:
-    """A volume that one node mounts keeps all pods there, from the loader to the new ones of a rollout."""
+    """Return the affinity that keeps all pods, the loader's too, on one node if only one node can mount the volume."""
     cache = plan.cache
     if cache is None or cache.size is None or cache.access_mode != "ReadWriteOnce":
         return {}
@@ -33,7 +33,7 @@ def same_node(plan: Plan) -> dict[str, Any]:
 
 
 def common_spec(context: RenderContext) -> dict[str, Any]:
-    """What every pod of ours has."""
+    """Return the fields that every pod has."""
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -45,7 +45,9 @@ def common_spec(context: RenderContext) -> dict[str, Any]:
 
 
 def pull_secrets(plan: Plan, context: RenderContext) -> dict[str, Any]:
-    """With a model that the kubelet pulls, its credentials are the kubelet's."""
+    """Return the pull secrets of a pod whose model is an image volume: the kubelet pulls it with the model's
+    credentials.
+    """
     if plan.cache is None or not plan.cache.image_volume or plan.credentials is None:
         return {}
     names = [*context.image_pull_secrets, plan.credentials.name]

@@ -1,4 +1,4 @@
-"""The engine's pod template: container, volumes, where it may run, and the resource's overrides over all that."""
+"""Renders the engine's pod template: container, volumes, placement, and the resource's overrides on top."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pagemill_operator.plan.types import Plan
 
 
 def engine_template(plan: Plan, context: RenderContext) -> Manifest:
-    """The template, with its own digest as an annotation."""
+    """Return the template with its own digest as an annotation."""
     own = {"metadata": {"labels": labels(plan.name), "annotations": {}}, "spec": _pod_spec(plan, context)}
     template: Manifest = merge(own, plan.groups[0].template)
     template["metadata"]["annotations"] |= {TEMPLATE_ANNOTATION: digest(template, 16)}
@@ -54,7 +54,7 @@ def _pod_spec(plan: Plan, context: RenderContext) -> dict[str, Any]:
 
 
 def _loaders(plan: Plan, context: RenderContext) -> dict[str, Any]:
-    """A node's folder is filled by the first pod there; the others wait for it."""
+    """Return the init containers: the first pod on a node fills the node's folder, and the others wait for it."""
     by_pods = plan.cache is not None and plan.cache.host_path is not None
     return {"initContainers": [loader_container(plan, context)]} if by_pods else {}
 

@@ -1,7 +1,7 @@
-"""Decisions about one deployment as a ConfigMap beside it, and back.
+"""Stores the autoscaler's decisions on one deployment in a ConfigMap beside it, and reads them back.
 
-The right to read the namespace is enough to ask why. The ConfigMap has no label that the watches select: nothing is
-compared with it, and a change of it causes no reconcile.
+Read access to the namespace is enough to see them. The ConfigMap lacks the label that the watches select, so it is not
+compared with a rendered manifest and its changes cause no reconcile.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ RECORDS_FILE = "records.jsonl"
 
 
 def records_name(name: str) -> str:
-    """The ConfigMap's name for the deployment `name`."""
+    """Return the ConfigMap's name for the deployment `name`."""
     return f"{name}-scaling"
 
 
 def render_records(owner: Owner, lines: Sequence[str]) -> Manifest:
-    """`lines`: records as `autoscaler.decision` encodes them, oldest first."""
+    """Render the ConfigMap; `lines` are records as `autoscaler.decision` encodes them, oldest first."""
     manifest = child(
         "v1",
         "ConfigMap",
@@ -34,6 +34,6 @@ def render_records(owner: Owner, lines: Sequence[str]) -> Manifest:
 
 
 def lines_of(manifest: Manifest) -> list[str]:
-    """What `render_records` put in."""
+    """Return the lines that `render_records` wrote."""
     text: str = (manifest.get("data") or {}).get(RECORDS_FILE, "")
     return text.splitlines()

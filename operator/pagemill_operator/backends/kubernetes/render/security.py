@@ -1,11 +1,11 @@
-"""What the restricted Pod Security profile asks of pods and containers, and a little more."""
+"""Security contexts that meet the restricted Pod Security profile and go a little beyond it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 USER_ID = 65532
-"""User and group of all our images."""
+"""The user and group of all Pagemill images."""
 
 
 def pod_security() -> dict[str, Any]:
@@ -14,7 +14,7 @@ def pod_security() -> dict[str, Any]:
         "runAsUser": USER_ID,
         "runAsGroup": USER_ID,
         "fsGroup": USER_ID,
-        # A volume full of weights is not walked through at every start.
+        # Kubernetes does not walk through a volume full of weights at every start.
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
