@@ -51,7 +51,7 @@ ENTRIES: dict[str, list[tuple[Any, str]]] = {
         *((LocalBrain, name) for name in ("find", "choose", "accepted", "started", "finished", "record_outcome")),
     ],
     "dispatch": [(Delivery, "begin"), (Upstream, "open")],
-    RELAYS: [(EngineLink, "data_received"), (Backlog, "turn"), (DirectResponse, "write")],
+    RELAYS: [(EngineLink, "data_received"), (Backlog, "turn"), (DirectResponse, "write_now")],
     "log": [(access, "_line"), (logging.Logger, "info")],
     "metrics": [(WorkerMetrics, name) for name in _METRICS],
 }

@@ -54,9 +54,7 @@ class ClientResponse:
         if not self.started:
             await self._start_stream()
         direct = self.direct
-        if direct is not None and direct.may_write:
-            direct.write(data)
-        else:
+        if direct is None or not direct.write_now(data):
             await self._send_in_time(data, more=True)
 
     @property

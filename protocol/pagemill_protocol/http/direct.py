@@ -38,22 +38,20 @@ class DirectResponse:
         """The whole body of the request has arrived."""
         return not self._cycle.more_body
 
-    @property
-    def may_write(self) -> bool:
-        """It has begun, in chunks, and the client takes what it is sent."""
+    def write_now(self, data: bytes) -> bool:
+        """Write one chunk, not empty; `False`, and nothing was done, unless the response has begun, in chunks, and its
+        client takes what it is sent."""
         cycle = self._cycle
-        return (
-            cycle.response_started
-            and not cycle.response_complete
-            and cycle.chunked_encoding is True
-            and not cycle.flow.write_paused
-        )
-
-    def write(self, data: bytes) -> None:
-        """One chunk, not empty; only while `may_write`."""
-        cycle = self._cycle
+        if (
+            not cycle.response_started
+            or cycle.response_complete
+            or cycle.chunked_encoding is not True
+            or cycle.flow.write_paused
+        ):
+            return False
         if not cycle.disconnected:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class Successor(asyncio.Protocol):
