@@ -25,6 +25,10 @@ class Direct(Protocol):
         is sent."""
         ...
 
+    def hold(self) -> None:
+        """What is written next is sent together with what follows in this turn of the event loop."""
+        ...
+
 
 class Sink(Protocol):
     @property
@@ -79,6 +83,8 @@ class StreamSink:
                 if not self._is_whole(event):
                     raise _incomplete()
             self._delivered = True
+            if closing and self._direct is not None:
+                self._direct.hold()  # the end of the response follows
             await self._write(events[0] if len(events) == 1 else b"".join(events))
 
     def take_now(self, payloads: list[bytes]) -> bool:

@@ -113,6 +113,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._direct is not None:
+            self._direct.release()
         if self._current is not None:
             # They refer to the request, which would be left to the garbage collector.
             self._current.scope["extensions"] = {}
