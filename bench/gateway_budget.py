@@ -24,7 +24,21 @@ import uvloop
 from report import ROOT, emit, median
 from routers import prompts
 from routers.allocations import AllocationCounter
-from routers.budget import ACCEPT, BENCH, END, ENTRIES, FIRST_FRAME, PARTS, RELAYS, REST, ROWS, Clock, Counts, Played, Times
+from routers.budget import (
+    ACCEPT,
+    BENCH,
+    END,
+    ENTRIES,
+    FIRST_FRAME,
+    PARTS,
+    RELAYS,
+    REST,
+    ROWS,
+    Clock,
+    Counts,
+    Played,
+    Times,
+)
 from routers.catalogue import MODEL
 from routers.generator import NONCE
 from routers.in_memory import Exchange, Stage, Turns, Wire, stage

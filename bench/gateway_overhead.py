@@ -2,7 +2,7 @@
 
 The same simulated pods, requests and cores for each: streams of 32 chunks for prompts of 200 tokens. The router has one
 core, pods and load generator the others. Each round takes every contender in turn, the direct way first. CPU is the
-kernel's count for the router's processes, so it is fairly robust on a busy machine; latencies are not. `--workers 1 2 4`
+kernel's count for the router's processes, so it is fairly robust on a busy machine; latencies are not. `--workers 1 2`
 compares ours with that many workers and smg with as many threads, on as many cores. `--json` keeps the samples,
 `--render` puts several files together. Exits with 1 when our own gateway has failed.
 """

@@ -39,7 +39,7 @@ TOKEN = "bench-internal"
 
 
 class Turns:
-    """Told whose code runs from now on; does nothing with it."""
+    """Notified of whose code runs from now on; does nothing with it."""
 
     def gateway(self) -> None: ...
 
@@ -230,7 +230,6 @@ async def stage(bundle: TokenizerBundle, *, num_pods: int, num_tokens: int, has_
                 proxy_headers=False,
             )
             app.load()
-
 
             def connect() -> tuple[Any, Wire]:
                 wire = Wire()

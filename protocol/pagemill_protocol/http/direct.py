@@ -54,7 +54,6 @@ class DirectResponse:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
-
     def hold(self) -> None:
         """What is written from now on is sent at once, by one write: at `release`, at the end of the response, or in
         the next turn of the event loop."""
