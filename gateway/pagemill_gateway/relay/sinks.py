@@ -21,7 +21,7 @@ class Direct(Protocol):
     """A client that can be written to without waiting."""
 
     def write_now(self, data: bytes) -> bool:
-        """Write whole events. Return false and do nothing unless the stream has begun and the client reads fast enough."""
+        """Write whole events. Return false and do nothing unless the stream has begun and the client is fast enough."""
         ...
 
     def hold(self) -> None:
