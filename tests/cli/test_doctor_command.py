@@ -128,7 +128,8 @@ def test_an_engine_of_another_version_is_an_error(machine: Path, answers: Any) -
     state = running(machine, (answers.address, "sim-0"))
     code, found = findings()
     state.remove()
-    assert (code, found["sim-0"]["message"]) == (1, f"has version 0.0.9, but this command has {version('pagemill-engine')}")
+    message = f"has version 0.0.9, but this command has {version('pagemill-engine')}"
+    assert (code, found["sim-0"]["message"]) == (1, message)
 
 
 @pytest.mark.parametrize(("redis", "level"), [(None, "ok"), (1.0, "ok"), (0.0, "error")])

@@ -466,7 +466,8 @@ def test_a_load_that_no_number_carries_ends_with_exit_code_1(write: Write, simul
     assert "Up to 2 replicas cannot serve this load within TTFT 300 ms: raise the SLO or maxReplicas" in result.stdout
     alone = plan(write("f.yaml", document), "--fit", fit, "--tpot", "1ms")
     assert alone.exit_code == 1
-    assert "No number of replicas serves this load within TTFT 300 ms and TPOT 1 ms: even a request alone" in alone.stdout
+    problem = "No number of replicas serves this load within TTFT 300 ms and TPOT 1 ms: even a request alone"
+    assert problem in alone.stdout
 
 
 def test_of_several_deployments_one_is_chosen_by_name(write: Write, simulated: Simulated, fit: Path) -> None:

@@ -45,8 +45,7 @@ def test_all_errors_of_all_documents_and_files_at_once(write: Write) -> None:
         "a.yaml:7: spec.engine.maxModelLn: unknown field; did you mean maxModelLen?",
         'a.yaml:8: spec.engine.dtype: "Float32" is not one of auto, float32, bfloat16, float16; did you mean float32?',
         "a.yaml:9: spec.replicas: must be at least 0, not -1",
-        'a.yaml:11: kind: "Service" is not supported; '
-        "it runs pagemill.dev/v1beta1 LLMDeployment only",
+        'a.yaml:11: kind: "Service" is not supported; it runs pagemill.dev/v1beta1 LLMDeployment only',
         f"a.yaml:16: spec.model.source: `ftp://x` has the unknown scheme `ftp`. {forms()}",
         'b.yaml:6: spec.replicas: must be an integer, not "2"; remove the quotes',
     ]
