@@ -307,11 +307,13 @@ def cpu_backend(
     heads_per_kv_head: int,
     batch_invariant: bool = False,
     torch_attention: bool = False,
+    prompts_alone: bool = False,
 ) -> tuple[Backend, str]:
     """The fastest backend on this CPU that can run such a model, and in words what runs and why.
 
     dtype: of the weights, where they are floats. `batch_invariant`: a backend that can be so, where there is one.
-    `torch_attention`: attention is not the backend's own, and its heads may have any size.
+    `torch_attention`: attention is not the backend's own, and its heads may have any size. `prompts_alone`: no token
+    follows a prompt, so products have many rows, and are to be of one kind however many there are.
     """
     from pagemill_kernels.cpu import library, processor
     from pagemill_kernels.paged_attention import native
@@ -324,6 +326,8 @@ def cpu_backend(
         return "cpu", f"torch (no native attention for heads of {head_dim} and blocks of {block_size})"
     if dtype == "float32" or batch_invariant:
         return "cpu_native", "native kernels"
+    if prompts_alone and processor.multiplies_floats_faster() and not processor.has_amx():
+        return "cpu_native", "native kernels, products in float32"
     unit = bfloat16_unit() if processor.has_amx() or not library.has_bfloat16() else None
     if unit != "AMX" and library.has_bfloat16():
         return "cpu_bfloat16", "native kernels, products with AVX512_BF16"
