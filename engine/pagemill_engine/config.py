@@ -59,7 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of float weights and of the KV cache. `auto` on a GPU: bfloat16; on a CPU: bfloat16 where it is multiplied
     (AVX512_BF16: by our own products, which keep codes of 8 and 4 bits; AMX: by oneDNN's), else float32; float32 also
-    with `deterministic` and, where oneDNN multiplies, with `quantization`. The native kernels add up in float32
+    with `deterministic`, where oneDNN multiplies with `quantization`, and for models that pool on Intel's processors
+    without AMX. The native kernels add up in float32
     whatever it is, and keep matrices that are stored in bfloat16 so. With `auto` they round activations to 16 bits
     where they meet 4-bit weights, which is faster; with `float32` they do not. On a CPU float16 is torch's alone."""
     quantization: Literal["none", "int8", "int4", "w8a8", "fp8"] = "none"
