@@ -46,7 +46,7 @@ def create_runner(config: EngineConfig, progress: Progress, early_digest: EarlyD
 
 
 def _by_its_source(config: EngineConfig, error: LoadError) -> LoadError:
-    """The folder in which a model arrives is nobody's name for it."""
+    """The folder in which a model arrives is no name that its user knows."""
     if config.model_folder is None:
         return error
     return LoadError(error.reason, error.message.replace(config.model_folder, config.model))

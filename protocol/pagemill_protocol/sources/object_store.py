@@ -130,8 +130,8 @@ class BucketRepository:
         if status in ("401", "403") or code in _REFUSED or ("token" in text.lower() and "oauth" in text.lower()):
             message = f"{what}: {self._server} does not let these credentials read it ({said}). Give ones that may list"
             # Not every server says that it refuses them because their time is over.
-            remedy = "and read the bucket, and have not expired: "
-            remedy += "in the variables, in a cluster in the Secret of spec.model.credentialsSecretRef."
+            remedy = "and read the bucket, and have not expired: by variables, in a cluster by "
+            remedy += "spec.model.credentialsSecretRef."
             return FetchError("Unauthorized", f"{message} {remedy}")
         if isinstance(error, obstore.exceptions.NotFoundError | FileNotFoundError) or status == "404":
             return FetchError("ModelNotFound", f"{what}: {self._server} has none of that name ({said}). Check it.")

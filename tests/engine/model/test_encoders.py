@@ -96,7 +96,7 @@ def test_weights_published_in_bfloat16_give_one_vector_alone_and_in_a_batch(tmp_
 def test_the_torch_backend_equals_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_encoder(*ENCODERS[name], tmp_path)
     write_modules(tmp_path, "cls")
-    monkeypatch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *shape, **wishes: ("cpu", "cpu"))
+    monkeypatch.setattr("pagemill_engine.runner.compute.cpu_backend", lambda *shape, **targets: ("cpu", "cpu"))
     torch.testing.assert_close(pooled(core_of(tmp_path), PROMPTS), vectors_of(model, "cls"), atol=TOLERANCE, rtol=0)
 
 
