@@ -18,8 +18,8 @@ from pagemill_kernels.kept_memory import kept
 from pagemill_kernels.linear.groups import GROUP_SIZE, SMALL_GROUP_SIZE, CodeBlocks, GroupCodes
 
 BFLOAT16_ROWS = 9
-"""Rows from which on products in bfloat16 are faster than those in integers, codes of 4 bits or of 8; on processors
-that multiply integers faster they never are."""
+"""Rows from which on products of codes in bfloat16 are faster than those in integers, or in float32 where codes are
+floats; on processors that multiply these faster they never are."""
 
 
 class _Packed(NamedTuple):
@@ -154,7 +154,8 @@ def pack_codes_for_bfloat16(weight: GroupCodes, bias: Array | None) -> NativeLin
     if not library.has_bfloat16():
         return pack_codes_for_dots(weight, bias)
     floats = _floats_format(weight)
-    return _pack_codes(weight, bias, floats or _dots_format(weight.bits), BFLOAT16_ROWS if floats else _dots_rows())
+    rows = _floats_rows() if floats else _dots_rows()
+    return _pack_codes(weight, bias, floats or _dots_format(weight.bits), rows)
 
 
 def pack_codes_for_dots(weight: GroupCodes, bias: Array | None) -> NativeLinear:
@@ -234,6 +235,11 @@ def pack_blocks_for_bfloat16(weight: CodeBlocks, bias: Array | None) -> NativeLi
 def _dots_rows() -> int:
     """From how many rows on codes that few rows meet in integers are multiplied in bfloat16; 0: never."""
     return 0 if processor.multiplies_integers_faster() else BFLOAT16_ROWS
+
+
+def _floats_rows() -> int:
+    """As `_dots_rows`, where few rows are met in float32."""
+    return 0 if processor.multiplies_floats_faster() else BFLOAT16_ROWS
 
 
 def _dots_format(bits: int) -> int:
