@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--window", type=int, default=512, help="tokens that see one another")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
-    parser.add_argument("--dtype", default="float32", help="of the packed checkpoint's products; `auto`: as it is served")
+    parser.add_argument("--dtype", default="float32", help="of the packed one; `auto`: as it is served")
     args = parser.parse_args()
     path = resolve_source(MODEL)
     token_ids = Tokenizer(load_bundle(path)).encode(TEXT.read_text())
