@@ -55,7 +55,7 @@ def test_standard_input_is_the_prompt_when_none_is_given(canned_server: Any, ans
 def test_empty_standard_input_is_refused(canned_server: Any) -> None:
     done = ask("--url", canned_server.url, stdin="  \n")
     assert done.returncode == 1
-    assert "nothing to ask" in done.stderr
+    assert "no question" in done.stderr
 
 
 def test_an_unreachable_server_says_how_to_start_one() -> None:
