@@ -317,7 +317,7 @@ def test_what_the_page_says_of_published_models_is_what_their_headers_give(line:
         ("AWQ", r"Instruct +l4 .* 26 +3 x 32,768"),
         ("AWQ", r"AWQ +l4 .* 13 +1 x 32,768"),
         ("--users", r"1\.78 requests/s; 46\.5 of 100 wait for an answer"),
-        ("--users", r"3 replicas are needed .* 47 such users"),
+        ("--users", r"3 replicas are needed .* \(47 such users\)"),
     ):
         assert rows not in line or re.search(words, result.stdout), words
 

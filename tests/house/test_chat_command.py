@@ -153,7 +153,7 @@ def test_a_conversation_keeps_history_and_obeys_commands(canned_server: Any, ans
         terminal.wait_for("Second.")
         terminal.wait_for("> ")
         terminal.type("/reset")
-        terminal.wait_for("forgotten")
+        terminal.wait_for("Started a new conversation")
         terminal.type("three")
         terminal.wait_for("Third.")
         terminal.wait_for("> ")
