@@ -209,8 +209,8 @@ def test_what_a_cluster_lacks_is_found(cluster: Any, kubeconfig: Path, missing: 
     [
         (DEPLOYMENTS, "gateway", "error", "is not installed"),
         (f"{MONITORING}/prometheusrules", "Prometheus", "note", "rules and alerts are not installed"),
-        (f"{MONITORING}/prometheuses", "Prometheus", "note", "no object Prometheus"),
-        ("/api/v1/configmaps", "Grafana", "note", "no dashboards"),
+        (f"{MONITORING}/prometheuses", "Prometheus", "note", "no Prometheus object"),
+        ("/api/v1/configmaps", "Grafana", "note", "dashboards are not installed"),
         ("/api/v1/pods", "Grafana", "note", "no pods of its chart"),
         ("/api/v1/nodes", "GPUs", "note", "none of 0 nodes offers"),
     ],

@@ -256,7 +256,7 @@ def _options() -> dict[str, Any]:
         (["--workload", "ramp", "--rps", "3"], "--workload ramp: there is no parameter 'rate'; there are"),
         (["--rps", "nan"], "--workload steady: rate: 'nan' will not do"),
         (["--duration", "soon"], "--duration 'soon' is not a duration; write it like 300ms"),
-        (["--limit", "5"], "--limit 5: is for traces"),
+        (["--limit", "5"], "--limit 5: applies to traces only"),
         (["--trace", "/nonexistent"], "give either --trace FILE or --workload NAME"),
         (["--min-replicas", "5"], "--min-replicas 5 is above --max-replicas 3"),
         (["--start-replicas", "9"], "start_replicas: 9 is not between 1 and 3"),

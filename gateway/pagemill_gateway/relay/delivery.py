@@ -70,8 +70,9 @@ class Delivery:
         self.last_failure: FailureKind = "broken"
 
     def begin(self, choice: Assignment) -> bytes:
-        """Begin an attempt, and return the encoded request. Each attempt has its own id, because the engine may not
-        know yet that the previous one has ended.
+        """Begin an attempt, and return the encoded request.
+
+        Each attempt has its own id, because the engine may not know yet that the previous one has ended.
         """
         self.attempts.chose(choice.endpoint_id)
         self.is_accepted = False
