@@ -21,7 +21,10 @@ class Queue(Section):
     max_bytes: Memory = "256Mi"
     """Bytes of request bodies that may wait."""
     timeout: Duration = "60s"
-    """Longest wait, all waits of one request together; then it gets 503."""
+    """
+    Longest wait, all waits of one request together; then it gets 503. While no replica serves and one starts, requests
+    wait for twice the usual duration of a start where that is longer.
+    """
 
 
 class RoutingSection(Section):
