@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_what_engines_tell_of_their_starts_has_to_do_until_one_was_seen() -> Non
     assert starts.left_s(1e6) == 70.0
 
 
+def test_requests_wait_for_a_start_twice_as_long_as_one_takes() -> None:
+    starts = Starts()
+    assert starts.waits_until(0.0) == -math.inf
+    starts.requested(10.0, from_zero=True)
+    assert starts.waits_until(10.0) == -math.inf, "how long it takes is not known yet"
+    starts.requested(80.0, from_zero=True)
+    starts.served(80.0)
+    assert starts.waits_until(40.0) == -math.inf
+    starts.requested(1000.0, from_zero=True)
+    assert starts.waits_until(1030.0) == 1140.0
+    starts.requested(1060.0, from_zero=True)
+    starts.served(1060.0)
+    assert starts.waits_until(1059.0) == 1140.0, "a request of the time of the start may still wait for its turn"
+    assert starts.waits_until(1061.0) == -math.inf
+
+
 def test_a_start_that_no_request_waits_for_is_forgotten() -> None:
     starts = Starts()
     starts.requested(0.0, from_zero=True)
@@ -108,10 +125,10 @@ def test_within_one_key_it_is_the_sum_of_those_before(costs: list[int]) -> None:
 class Fleet:
     """A brain before engines of one slot each, which come and go."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = 500.0) -> None:
         self.clock = Clock()
         self.arrivals: list[float] = []
-        queue = QueueLimits(max_requests=50, max_bytes=10**9, timeout_s=500.0)
+        queue = QueueLimits(max_requests=50, max_bytes=10**9, timeout_s=timeout_s)
         config = GatewayConfig(state_stale_after_s=1e9, queue=queue)
         self.brain = LocalBrain(config, clock=self.clock, rng=random.Random(1))
         self.catalog("")
@@ -127,14 +144,15 @@ class Fleet:
         frame = StateFrame(sequence=1, snapshot=True, max_model_len=100, max_num_seqs=1, digests=digests, **fields)
         self.brain.observe(name, frame)
 
-    def ask(self) -> asyncio.Task[Assignment]:
+    def ask(self, deadline_s: float = math.inf) -> asyncio.Task[Assignment]:
         self.clock.now += 0.001
         self.arrivals.append(self.clock.now)
-        ticket = QueueTicket(arrived_at=self.clock.now, max_tokens=10)
+        ticket = QueueTicket(arrived_at=self.clock.now, deadline_at=self.clock.now + deadline_s, max_tokens=10)
 
         async def work() -> Assignment:
             target = await self.brain.find("m", ticket)
-            return await self.brain.choose(target, frozenset(), RoutingRequest(10), ticket=ticket)
+            waited = ticket._replace(waited_s=target.queued_s)
+            return await self.brain.choose(target, frozenset(), RoutingRequest(10), ticket=waited)
 
         return asyncio.ensure_future(work())
 
@@ -193,6 +211,38 @@ async def test_refusals_without_an_engine_say_when_it_is_worth_coming_back() -> 
     for each in waiting:
         each.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_the_queues_timeout_refuses_none_while_a_start_takes_as_long_as_it_is_known_to() -> None:
+    fleet = Fleet(timeout_s=60.0)
+    first = fleet.ask()
+    await settle()
+    fleet.clock.now += 59.0
+    fleet.come("a")
+    fleet.brain.finished(await first)
+    fleet.clock.now += 1000.0
+    fleet.catalog("")
+    waiting = [fleet.ask(), fleet.ask(), fleet.ask()]
+    hurried = fleet.ask(deadline_s=50.0)
+    await settle()
+    for _ in range(8):
+        fleet.clock.now += 10.0
+        fleet.brain.queues.tick()
+        await settle()
+    assert [each.done() for each in waiting] == [False, False, False], "80 s, more than the timeout"
+    with pytest.raises(PagemillError) as late:
+        await hurried
+    assert late.value.code == "deadline_exceeded"
+    fleet.come("a")
+    await settle()
+    fleet.brain.queues.tick()
+    await settle()
+    served = [each for each in waiting if each.done()]
+    assert [each.exception() for each in served] == [None], "the engine has one slot; the others wait for it"
+    fleet.clock.now += 40.0
+    fleet.brain.queues.tick()
+    await settle()
+    assert all(each.done() for each in waiting), "twice the start is over"
 
 
 async def test_who_waits_for_capacity_learns_how_fast_the_queue_moves() -> None:

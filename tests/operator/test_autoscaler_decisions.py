@@ -13,7 +13,7 @@ from pagemill_crds.sections.autoscaling import AutoscalingSection
 from pagemill_operator.autoscaler.behavior import LONGEST_GAP_S
 from pagemill_operator.autoscaler.demand import PANIC_S, STARTS_S, DemandPolicy
 from pagemill_operator.autoscaler.memory import MAX_FLAPS, Memory
-from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, settings_of
+from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings, Slo, settings_of
 from pagemill_operator.autoscaler.signals import Fleet
 from pagemill_protocol.load import Arrivals, EnginesLoad, Lengths, QueueLoad
 
@@ -204,6 +204,42 @@ def test_who_comes_back_soon_keeps_the_last_replica_for_longer() -> None:
         assert scaled.decide(engines=none, queue=queue).reason == "Woken"
         scaled.run(20.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.1})
     assert stayed == [60, 120, 240, 300, 300, 240]
+
+
+def test_before_a_start_was_seen_the_last_replica_goes_after_two_of_a_minute() -> None:
+    scaled, fleet = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1), Fleet(wanted=1, ready=1)
+    assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=119.0)).replicas == 1
+    assert scaled.decide(fleet=fleet, arrivals=arrivals(0.0, idle_s=121.0)).reason == "ScaledToZero"
+
+
+def test_requests_of_past_minutes_wake_no_replica() -> None:
+    scaled = Scaled(policy(min_replicas=0, slo=Slo(ttft_ms=2000.0)), replicas=1)
+    scaled.run(200.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.05})
+    scaled._order(0)
+    scaled.run(60.0, lambda at, ready: {"rate": 0.0, "engines": EnginesLoad(truth="value")})
+    assert scaled.wanted == 0
+
+
+def test_a_request_after_a_pause_that_was_worth_the_start_changes_nothing() -> None:
+    scaled = Scaled(policy(min_replicas=0, learns_idle_s=True), replicas=1, cold_start_s=60.0)
+    none, queue = EnginesLoad(truth="value"), QueueLoad(num_requests=1, num_tokens=33, needs_engine=True)
+    for pause_s, returns in ((200.0, 0), (100.0, 1)):
+        assert scaled.decide(arrivals=arrivals(0.0, idle_s=240.0)).reason == "ScaledToZero"
+        scaled.run(pause_s, lambda at, ready: {"engines": none})
+        assert scaled.decide(engines=none, queue=queue).reason == "Woken"
+        assert scaled.memory.returns == returns
+        scaled.run(200.0, lambda at, ready: {"active": 0.1, "running": 1, "rate": 0.1})
+
+
+def test_a_wait_for_the_first_replica_says_nothing_of_what_it_serves() -> None:
+    scaled = Scaled(policy(min_replicas=0, kv_cache_usage=None, queue_depth=2), replicas=1, cold_start_s=30.0)
+    scaled.decide(active=0.5)
+    scaled._order(0)
+    queue = QueueLoad(num_requests=9, num_tokens=900, needs_engine=True)
+    scaled.run(30.0, lambda at, ready: {"rate": 0.3, "queue": queue})
+    assert scaled.memory.waiting_since_s is None
+    scaled.run(20.0, lambda at, ready: {"rate": 0.3, "queue": queue})
+    assert scaled.changes == [(0, 1)]
 
 
 def test_several_wake_at_once_when_many_wait() -> None:

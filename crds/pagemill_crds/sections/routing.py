@@ -21,7 +21,8 @@ class Queue(Section):
     max_bytes: Memory = "256Mi"
     """Maximum size of the bodies of all waiting requests."""
     timeout: Duration = "60s"
-    """Maximum time that a request waits, over all its waits together; it is then refused with status 503."""
+    """Maximum time that a request waits, over all its waits together; it is then refused with status 503. While no
+    replica serves and one starts, requests wait for twice the usual duration of a start if that is longer."""
 
 
 class RoutingSection(Section):

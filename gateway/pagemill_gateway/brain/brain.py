@@ -6,6 +6,7 @@ of `routing`. Clock and random numbers are arguments, so that a simulation can r
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -79,7 +80,7 @@ class LocalBrain:
         self._keeps_terminating = config.discovery == "kubernetes"
         self.changes = ChangeNotifier()
         self.traffic = TrafficMeter(clock)
-        self.queues = Queues(clock, self._is_serving, self._start_left_s)
+        self.queues = Queues(clock, self._is_serving, self._start_left_s, self._waits_until)
         self._queue_limits = config.queue
         self.registry = Registry(stale_after_s=config.state_stale_after_s)
         self._outages = Outages(self.registry, self._limits, config.outage_wait_s, clock)
@@ -461,6 +462,11 @@ class LocalBrain:
         """Return the expected time until the deployment has an engine again; `None` if unknown or if it has one."""
         deployment = self.registry.deployments.get(key)
         return deployment.starts.left_s(self._clock()) if deployment is not None and not deployment.serving else None
+
+    def _waits_until(self, key: str, arrived_at: float) -> float:
+        """Return the instant until which a start of the deployment lets a request wait; -inf without one."""
+        deployment = self.registry.deployments.get(key)
+        return deployment.starts.waits_until(arrived_at) if deployment is not None else -math.inf
 
     def _announce(self) -> None:
         """Try all waiting requests, because the set of usable endpoints has changed."""

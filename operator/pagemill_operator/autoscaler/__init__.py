@@ -1,8 +1,8 @@
-"""How many replicas a deployment should have: scaling policies, pure functions of signals and of their own memory.
+"""Scaling policies: pure functions that compute the number of replicas of a deployment.
 
-`policy` is the protocol that every algorithm implements, `registry` knows the algorithms by name, those of other
-packages too. `demand` is the default and `target_tracking` the algorithm of HorizontalPodAutoscaler. All get the same
-`settings` (the resource) and `signals` (the load stream and the replicas) and answer a `decision`; nothing here reads
-a clock, speaks HTTP or writes replicas. A record holds all of it, so every decision can be replayed. Neighbour:
-`backends.scaler` keeps the memories of all deployments.
+`policy` has the protocol that every policy implements, and `registry` finds policies by name, including those of other
+packages. `demand` is the default policy; `target_tracking` is the algorithm of HorizontalPodAutoscaler. A policy gets
+`settings` (from the resource), `signals` (the load stream and the replicas) and its own memory, and returns a
+`decision`. Nothing in this package reads a clock, speaks HTTP or writes replicas. A record holds a decision with all of
+its inputs, so it can be replayed. Neighbour: `backends.scaler` keeps the memories of all deployments.
 """

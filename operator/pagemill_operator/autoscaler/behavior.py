@@ -1,7 +1,7 @@
-"""How fast a demand may be followed: the stabilization windows and rate limits of `spec.autoscaling.behavior`.
+"""The stabilization windows and rate limits of `spec.autoscaling.behavior`.
 
-Names and meaning are those of HorizontalPodAutoscaler. `History` is what windows and limits are judged by: a value that
-a policy keeps in its memory. Neighbours: `demand` and `target_tracking` use both.
+Their names and meaning are those of HorizontalPodAutoscaler. `History` has the earlier demands and changes that windows
+and limits need; it is a value that a policy keeps in its memory. Neighbours: `demand` and `target_tracking` use both.
 """
 
 from __future__ import annotations
@@ -13,36 +13,43 @@ import msgspec
 from pagemill_operator.autoscaler.settings import Direction, Rule, ScalingSettings
 
 LONGEST_GAP_S = 120.0
-"""After a longer gap between decisions, or where the clock went back, the history says nothing of the time between."""
+"""The history is discarded after a longer gap between two decisions, or where the clock went back."""
 LONGEST_WINDOW_S = 3600.0
 MAX_DEMANDS = 2048
 
 
 class Demanded(msgspec.Struct, frozen=True, array_like=True):
+    """The demand at one time."""
+
     at_s: float
     replicas: int
 
 
 class Change(msgspec.Struct, frozen=True, array_like=True):
+    """A change of the number of replicas at one time."""
+
     at_s: float
     delta: int
 
 
 class History(msgspec.Struct, frozen=True):
+    """Earlier demands and changes."""
+
     at_s: float = 0.0
-    """When the latest decision was made."""
+    """The time of the latest decision."""
     since_s: float | None = None
-    """Watched without a gap since then; None: not yet."""
+    """The start of the time that was watched without a gap; None: nothing was watched yet."""
     demands: tuple[Demanded, ...] = ()
     changes: tuple[Change, ...] = ()
 
     def at(self, now: float) -> History:
-        """Itself, or an empty one where a gap or the clock has made it worthless."""
+        """Return this history, or an empty one after a gap or where the clock went back."""
         if self.since_s is not None and 0.0 <= now - self.at_s <= LONGEST_GAP_S:
             return self
         return History(at_s=now, since_s=now)
 
     def demanded(self, now: float, replicas: int, keep_s: float) -> History:
+        """Return the history with one more demand and without those that are older than `keep_s`."""
         kept = [each for each in self.demands if now - each.at_s <= keep_s]
         # A demand that is repeated is kept once, with the time of its latest repeat, which windows go by.
         if len(kept) > 1 and kept[-1].replicas == kept[-2].replicas == replicas:
@@ -51,13 +58,16 @@ class History(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, at_s=now, demands=tuple(kept[-MAX_DEMANDS:]))
 
     def changed(self, now: float, delta: int) -> History:
-        """Replicas were added or removed."""
+        """Return the history with one more change of the number of replicas."""
         kept = [change for change in self.changes if now - change.at_s <= 2 * LONGEST_WINDOW_S]
         return msgspec.structs.replace(self, changes=(*kept, Change(now, delta)))
 
 
 def stabilized(wanted: int, demand: int, history: History, now: float, *, up_s: float, down_s: float) -> int:
-    """`demand`, or the most cautious demand of the window in its direction. The history holds this demand already."""
+    """Return `demand`, or the most cautious demand of the window of its direction.
+
+    The history must already contain this demand.
+    """
     if demand > wanted:
         # Where no replica runs a request waits: the first one is added without a window.
         return max(wanted, 1, min(_within(history, up_s, wanted, demand, now)))
@@ -67,7 +77,7 @@ def stabilized(wanted: int, demand: int, history: History, now: float, *, up_s: 
 
 
 def _within(history: History, window_s: float, wanted: int, demand: int, now: float) -> list[int]:
-    """The demands of the window; the present number is among them while less than a window has been watched."""
+    """Return the demands of the window, and `wanted` too while less than a window has been watched."""
     if window_s <= 0:
         return [demand]
     demands = [each.replicas for each in history.demands if now - each.at_s <= window_s]
@@ -76,7 +86,7 @@ def _within(history: History, window_s: float, wanted: int, demand: int, now: fl
 
 
 def allowed(wanted: int, demand: int, history: History, settings: ScalingSettings, now: float) -> int:
-    """`demand` as far as the direction's rules allow it at once."""
+    """Return the number of replicas nearest to `demand` that the rules of its direction allow now."""
     if demand > wanted:
         return min(demand, max(wanted, _highest(wanted, history, settings.up, now)))
     if demand < wanted:

@@ -1,4 +1,4 @@
-"""What a scaling policy answers: replicas, why, and what it weighed."""
+"""The decision of a scaling policy: the number of replicas, the reason, and what was weighed."""
 
 from __future__ import annotations
 
@@ -22,65 +22,72 @@ Reason = Literal[
 
 
 class Goal(msgspec.Struct, frozen=True):
-    """One target, and the replicas that it asks for."""
+    """One target and the numbers of replicas that it asks for."""
 
     name: str
     needed: int = 0
+    """The fewest replicas that meet the target."""
     enough: int = 0
-    """The most that it still has use for: between `needed` and this it is content."""
+    """The most replicas that the target has use for: it asks for no change between `needed` and this number."""
     reason: str = ""
     missing: str = ""
-    """The number without which it cannot be judged; `needed` is then a lower bound."""
+    """The signal that is missing to evaluate the target; `needed` is then a lower bound. Empty: none."""
     unreachable: str = ""
-    """Why no number of replicas meets it."""
+    """Why no number of replicas meets the target. Empty: some number does."""
     ample: int = 0
-    """What half as much load again would have use for, if that is more than `enough`."""
+    """The replicas that 1.5 times the load would have use for, where that is more than `enough`."""
 
     @property
     def most_used(self) -> int:
-        """Beyond this a replica is idle, whatever the noise."""
+        """The number of replicas beyond which one would be idle even if the load rose by chance."""
         return max(self.enough, self.ample)
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A number of replicas that was weighed against the SLO."""
+    """A number of replicas that was weighed against the SLO, with its predicted latencies."""
 
     replicas: int
     ttft_ms: float | None
-    """None: without bound."""
+    """Predicted time to first token; None: requests would wait without bound."""
     tpot_ms: float | None
+    """Predicted time per output token; None: without bound."""
     meets: bool
+    """Whether the predicted latencies meet the SLO."""
     limit: str = ""
-    """What it runs out of."""
+    """The resource of a replica that runs out. Empty: none."""
 
 
 class Decision(msgspec.Struct, frozen=True):
     replicas_before: int
     replicas: int
     reason: Reason
-    """For the change, or for keeping the number."""
+    """The reason for the change, or for keeping the number."""
     message: str
-    """For people, with the numbers."""
+    """The reason in words, with its numbers."""
     demand: int = 0
-    """Replicas that the load needs, before windows and limits."""
+    """The replicas that the load needs, before stabilization windows and rate limits."""
     goals: tuple[Goal, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     missing: tuple[str, ...] = ()
+    """The missing signals of all goals."""
     unreachable: str = ""
-    """Why the SLO cannot be met within the bounds."""
+    """Why the SLO cannot be met within the bounds. Empty: it can."""
     panic: bool = False
+    """Whether a burst was seen within the last minute, so that nothing is removed."""
 
     @property
     def changes(self) -> bool:
+        """Whether the number of replicas changes."""
         return self.replicas != self.replicas_before
 
 
 def decided(before: int, after: int, message: str) -> Decision:
-    """A decision whose reason is the change itself, or that there is none."""
+    """Return a decision whose reason follows from the change of the number."""
     return Decision(before, after, reason_for(before, after), message, demand=after)
 
 
 def reason_for(before: int, after: int) -> Reason:
+    """Return the reason that a change of the number stands for."""
     if after == before:
         return "Steady"
     if after > before:
@@ -89,8 +96,10 @@ def reason_for(before: int, after: int) -> Reason:
 
 
 def replicas_of(number: int) -> str:
+    """Return the number with its noun, as in "1 replica"."""
     return f"{number} replica" if number == 1 else f"{number} replicas"
 
 
 def rate_limited(demand: int) -> str:
+    """Return the message of a decision that `behavior` delays."""
     return f"the load needs {replicas_of(demand)}; spec.autoscaling.behavior allows no change yet"

@@ -1,8 +1,8 @@
-"""The default policy: absolute demand of the targets and the SLO, followed with caution.
+"""The default policy: the absolute demand of the targets and of the SLO, within windows and limits.
 
-The order is that of caution: what the load needs; nothing less while a number is missing; the windows; no start is cut
-short; the rate limits. Zero has a window of its own (`scaleToZeroAfter`), which the target of the requests goes by and
-which no burst makes longer. Neighbours: `targets` and `slo` say what the load needs.
+The checks come in this order: the replicas that the load needs; no removal while a signal is missing; the stabilization
+windows; no removal while replicas start; the rate limits. The last replica is removed by a window of its own
+(`scaleToZeroAfter`), which a burst does not prolong. Neighbours: `targets` and `slo` compute what the load needs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from pagemill_operator.autoscaler.slo import SloTarget, slo_target
 from pagemill_operator.autoscaler.targets import goals, is_idle
 
 PANIC_S = 60.0
-"""After a burst nothing is removed for this long."""
+"""Nothing is removed for this long after a burst."""
 BLIND_GROWTH = 2
-"""Times the replicas that serve: more are not ordered for an SLO before it is known what a request costs."""
+"""Before lengths and step times are known, an SLO orders at most this many times the replicas that serve."""
 STARTS_S = 600.0
 COLD_STARTS = 2.0
-"""A start is waited for this long, or for so many times what starts have taken, whichever is longer."""
+"""Nothing is removed while replicas start, for `STARTS_S` or this many times a usual start, whichever is longer."""
 
 
 class DemandPolicy:
-    """The replicas that the load needs, by targets or by the SLO's prediction."""
+    """Follows the replicas that the load needs by its targets and by the SLO's prediction."""
 
     name: ClassVar[str] = DEFAULT_POLICY
     memory_type: ClassVar[type[Memory]] = Memory
@@ -50,7 +50,7 @@ class DemandPolicy:
         if is_burst(signals, memory):
             memory = msgspec.structs.replace(memory, panic_until_s=now + PANIC_S)
         demand = _demand(settings, signals, memory)
-        # Without all numbers the demand is a lower bound, and a window of lower bounds proves nothing.
+        # Without all signals the demand is a lower bound, and a window of lower bounds allows no removal.
         least = before if demand.missing else 0
         memory = memory.demanded(now, max(least, demand.replicas), max(least, demand.ample), settings)
         step = _step(settings, signals, memory, demand)
@@ -67,16 +67,18 @@ class DemandPolicy:
             panic=_panics(memory, now),
         )
         if decision.changes and settings.mode == "Active":
-            memory = memory.changed(now, before, step.replicas, settings)
+            memory = memory.changed(now, before, step.replicas, settings, signals.fleet.cold_start_s)
         return decision, memory
 
 
 class _Demand(NamedTuple):
+    """The replicas that the load needs, before windows and limits."""
+
     replicas: int
     ample: int
-    """Replicas beyond these are idle, whatever the noise."""
+    """The replicas that 1.5 times the load would have use for."""
     leading: Goal
-    """That asks for most."""
+    """The goal that asks for most."""
     goals: tuple[Goal, ...]
     candidates: tuple[Candidate, ...]
 
@@ -90,6 +92,8 @@ class _Demand(NamedTuple):
 
 
 class _Step(NamedTuple):
+    """The number of replicas after windows and limits, and why."""
+
     replicas: int
     reason: Reason
     message: str
@@ -98,7 +102,7 @@ class _Step(NamedTuple):
 def _demand(settings: ScalingSettings, signals: Signals, memory: Memory) -> _Demand:
     expected = expected_load(signals, memory)
     view = slo_target(settings, settings.slo, signals, memory, expected) if settings.slo is not None else SloTarget()
-    # While nothing can be predicted the load is kept in bounds as without an SLO.
+    # While nothing can be predicted, the default targets stand in for the SLO.
     aims = with_default_targets(settings) if view.goal.missing else settings
     idle_s = memory.idle_s(settings, signals.fleet.cold_start_s)
     judged = [*goals(aims, signals, memory.shape, expected, idle_s), view.goal]
@@ -120,7 +124,7 @@ def _step(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
     if needed > wanted:
         return _up(settings, signals, memory, demand)
     if demand.missing:
-        return _Step(wanted, "SignalsMissing", f"holding {wanted} replicas: {'; '.join(demand.missing)}")
+        return _Step(wanted, "SignalsMissing", f"keeping {replicas_of(wanted)}: {'; '.join(demand.missing)}")
     if needed == wanted:
         return _Step(wanted, "Steady", demand.leading.reason)
     idle_s = memory.idle_s(settings, signals.fleet.cold_start_s)
@@ -150,7 +154,7 @@ def _down(settings: ScalingSettings, signals: Signals, memory: Memory, demand: _
     if needed == wanted:
         held = f"scaling down when that has held for {memory.down_window_s(settings):.0f} s"
         return _Step(wanted, "Stabilizing", f"the load needs {replicas_of(demand.replicas)}; {held}")
-    # The last one goes by its own window.
+    # The last replica is removed by its own window.
     return _allowed(settings, signals, memory, demand, max(1, needed))
 
 
@@ -165,7 +169,7 @@ def _allowed(settings: ScalingSettings, signals: Signals, memory: Memory, demand
     replicas = allowed(wanted, needed, memory.history, settings, signals.at_s)
     if replicas == wanted:
         return _Step(wanted, "RateLimited", rate_limited(needed))
-    message = demand.leading.reason or "the fewest that are allowed"
+    message = demand.leading.reason or f"minReplicas is {settings.min_replicas}"
     if num_woken := max(0, min(replicas - wanted, signals.fleet.asleep)):
         message += f"; {num_woken} of {replicas - wanted} only wake up"
     return _Step(replicas, reason_for(wanted, replicas), message)

@@ -1,10 +1,10 @@
-"""How unevenly requests arrive: the variance of their number in a few seconds, by its mean.
+"""The dispersion of arrivals: the variance of the number of requests in a few seconds, divided by its mean.
 
-1 for requests that come independently of each other; more where they come together, as completions of code do, or the
-calls of agents: then as many arrivals say less of the rate, a rise or a burst must be larger before it is none of
-chance, and a replica waits more for the same rate. Counts of neighbouring windows are compared, so that a rate that
-changes slowly adds nothing, and the largest difference in each twenty is left out, which a step makes.
-Neighbours: `memory` keeps the counts, `expected_load` and `slo` ask.
+It is 1 for requests that arrive independently of each other, and larger where they arrive in clusters, as completions
+of code or the calls of agents do. Then the same number of arrivals determines the rate less precisely, a rise or a
+burst must be larger to be significant, and requests wait longer at the same rate. The counts of neighbouring windows
+are compared, so a rate that changes slowly adds nothing; the largest of each twenty differences is left out, since a
+step of the rate makes one. Neighbours: `memory` keeps the counts, `expected_load` and `slo` use the result.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 LEAST_PAIRS = 5
-"""With fewer nothing is known."""
+"""The fewest pairs of windows from which a dispersion is computed."""
 PAIRS_PER_STEP = 20
 CHANCE_SPREADS = 1.645
-"""Independent arrivals show as much dispersion in one of 20 cases."""
+"""Standard deviations that independent arrivals exceed in one of 20 cases."""
 
 
 def dispersion(counts: Sequence[float]) -> float:
-    """Of the numbers of requests in windows of one length, one after the other; 1 where it may be chance."""
+    """Return the dispersion of the counts of consecutive windows of one length; 1 where chance may explain it."""
     # The difference of two independent counts has the variance of their sum.
     ratios = sorted((after - before) ** 2 / (after + before) for before, after in pairwise(counts) if after + before)
     ratios = ratios[: len(ratios) - math.ceil(len(ratios) / PAIRS_PER_STEP)]

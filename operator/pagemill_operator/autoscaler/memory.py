@@ -1,4 +1,4 @@
-"""What the default policy remembers of earlier decisions: a value, made anew by each decision."""
+"""The memory of the default policy: a value that each decision makes anew from the one before."""
 
 from __future__ import annotations
 
@@ -11,53 +11,62 @@ from pagemill_operator.autoscaler.signals import Shape, Signals, shape_of
 from pagemill_protocol.load import Arrivals
 
 DECAY_WINDOWS = 4.0
-"""Down windows without a flap after which the count of flaps goes down by one."""
+"""The count of flaps is lowered by one after this many stabilization windows without a flap."""
 MAX_FLAPS = 3
 IDLE_STARTS = 2.0
-"""Idle for as long as so many starts, a replica has cost what a start in vain would, and what came late for it."""
+"""A replica is kept idle for this many starts: by then it has cost as much as an unneeded removal would have."""
 LEAST_IDLE_S = 60.0
+UNLEARNED_COLD_START_S = 60.0
+"""The duration of a start that is assumed until one was seen."""
 TREND_S, LONGEST_TREND_S = 30.0, 300.0
-"""Between the two rates that a trend is read from: a steep rise shows at once, a gentle one only after a while."""
+"""The time between the two rates that a trend is measured from; a gentle rise is found over the longer times only."""
 TREND_STEP_S = 15.0
-"""Between two rates that are kept for longer."""
+"""The time between two rates that are kept for longer than `TREND_S`."""
 
 
 class Rate(msgspec.Struct, frozen=True, array_like=True):
+    """A rate of arrivals at one time."""
+
     at_s: float
     requests_per_s: float
 
 
 class Memory(msgspec.Struct, frozen=True):
+    """The memory of one deployment. Times are readings of the clock of `Signals.at_s`."""
+
     history: History = History()
+    """Earlier demands and changes."""
     ample: History = History()
-    """Of the replicas that half as much load again would have had use for."""
+    """Earlier demands of 1.5 times the load."""
     rates: tuple[Rate, ...] = ()
-    """Arrival rates over the last minute: all reported in the past half minute, and some of the past minutes."""
+    """Arrival rates, each over a minute: all of the past `TREND_S`, and some of the past minutes."""
     counts: tuple[Rate, ...] = ()
-    """Arrival rates over the last seconds, apart by as many, of the past minutes."""
+    """Arrival rates of the past minutes, each over the burst window; the windows do not overlap."""
     waiting_since_s: float | None = None
-    """Requests have waited without a pause since then; None: none waits."""
+    """Since when requests have waited without a pause while a replica served; None: none wait, or none serves."""
     shape: Shape | None = None
+    """The capacity of one replica, as last reported."""
     panic_until_s: float | None = None
+    """The time until which nothing is removed after a burst."""
     removed_at_s: float | None = None
-    """When replicas were removed last that have not been needed again; None: none lately."""
+    """The time of the latest removal that was not taken back; None: there was none lately."""
     flaps: int = 0
-    """How often, lately, replicas were removed that were needed again soon."""
+    """The number of recent removals after which replicas were soon needed again."""
     flapped_at_s: float | None = None
-    """When the count of flaps changed last."""
+    """The time at which `flaps` changed last."""
     emptied_at_s: float | None = None
-    """When the last replica was removed last."""
+    """The time at which the last replica was removed."""
     returns: int = 0
-    """How often, lately, a request came soon after that."""
+    """The number of recent removals of the last replica after which a request soon came."""
 
     def at(self, now: float) -> Memory:
-        """Itself, or what of it is still true after a gap."""
+        """Return this memory, or the part of it that is still valid after a gap."""
         if self.history.at(now) is self.history:
             return self
         return Memory(self.history.at(now), self.ample.at(now), shape=self.shape)
 
     def with_rate(self, signals: Signals) -> Memory:
-        """With the present rate of arrivals, if it is known."""
+        """Return the memory with the present rate of arrivals, or without any rates where it is not known."""
         arrivals, now = signals.arrivals, signals.at_s
         if arrivals.truth != "value":
             return msgspec.structs.replace(self, rates=(), counts=())
@@ -77,49 +86,61 @@ class Memory(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, counts=(*kept, Rate(now, arrivals.burst_requests_per_s)))
 
     def dispersion(self, arrivals: Arrivals) -> float:
-        """The variance of the number of arrivals by its mean, as far as it is no chance."""
+        """Return the dispersion of the arrivals: 1 where they may be independent of each other."""
         return dispersion([each.requests_per_s * arrivals.burst_window_s for each in self.counts])
 
     def with_waiting(self, signals: Signals) -> Memory:
-        """With whether requests wait now."""
-        if not signals.num_waiting:
+        """Return the memory with the time since which requests have waited although a replica serves."""
+        if not signals.num_waiting or not signals.fleet.ready:
             return msgspec.structs.replace(self, waiting_since_s=None)
         return self if self.waiting_since_s is not None else msgspec.structs.replace(self, waiting_since_s=signals.at_s)
 
     def with_shape(self, signals: Signals) -> Memory:
-        """With the capacity of a replica, if the engines report it."""
+        """Return the memory with the capacity of a replica, where the engines report it."""
         return msgspec.structs.replace(self, shape=shape_of(signals.engines) or self.shape)
 
     def demanded(self, now: float, replicas: int, ample: int, settings: ScalingSettings) -> Memory:
+        """Return the memory with the present demands, of the load and of 1.5 times the load."""
         keep_s = max(settings.up.window_s, self.down_window_s(settings))
         return msgspec.structs.replace(
             self, history=self.history.demanded(now, replicas, keep_s), ample=self.ample.demanded(now, ample, keep_s)
         )
 
     def idle_window_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
-        """For replicas that half as much load again would leave idle: what two starts take, where none is set."""
+        """Return the window of replicas that 1.5 times the load would leave idle.
+
+        It is the duration of two starts, or the stabilization window where that is shorter or the resource sets it.
+        """
         window_s = self.down_window_s(settings)
-        if settings.down.is_own_window or cold_start_s is None:
+        if settings.down.is_own_window:
             return window_s
-        return min(window_s, max(LEAST_IDLE_S, IDLE_STARTS * cold_start_s) * 2.0**self.flaps)
+        start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
+        return min(window_s, max(LEAST_IDLE_S, IDLE_STARTS * start_s) * 2.0**self.flaps)
 
     def idle_s(self, settings: ScalingSettings, cold_start_s: float | None) -> float:
-        """Without a request, until the last replica goes: what two starts take, and longer where requests came soon
-        after it had gone."""
-        if not settings.learns_idle_s or cold_start_s is None:
+        """Return the time without a request after which the last replica is removed.
+
+        Unless the resource sets it, this is the duration of two starts, doubled for each recent removal after which a
+        request came within that time.
+        """
+        if not settings.learns_idle_s:
             return settings.idle_s
-        return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * cold_start_s) * 2.0**self.returns)
+        start_s = UNLEARNED_COLD_START_S if cold_start_s is None else cold_start_s
+        return min(DEFAULT_IDLE_S, max(LEAST_IDLE_S, IDLE_STARTS * start_s) * 2.0**self.returns)
 
     def down_window_s(self, settings: ScalingSettings) -> float:
-        """Doubled by each flap, unless the resource sets it."""
+        """Return the stabilization window for removals: doubled for each flap, unless the resource sets it."""
         if settings.down.is_own_window:
             return settings.down.window_s
         return min(LONGEST_WINDOW_S, settings.down.window_s * 2.0**self.flaps)
 
-    def changed(self, now: float, before: int, after: int, settings: ScalingSettings) -> Memory:
-        """Replicas were added or removed. One removal that was needed again is one flap, in however many steps.
+    def changed(
+        self, now: float, before: int, after: int, settings: ScalingSettings, cold_start_s: float | None
+    ) -> Memory:
+        """Return the memory after replicas were added or removed.
 
-        To zero and back is none: when the last one goes is for `scaleToZeroAfter` to say.
+        A removal that is taken back counts as one flap, in however many steps. Going to zero and back is none: the
+        time of that removal has its own rule (`idle_s`).
         """
         history = self.history.changed(now, after - before)
         if not after:
@@ -127,21 +148,26 @@ class Memory(msgspec.Struct, frozen=True):
         if after < before:
             return msgspec.structs.replace(self, history=history, removed_at_s=now)
         if not before:
-            return msgspec.structs.replace(self, history=history, returns=self._returns(now))
+            returns = self._returns(now, self.idle_s(settings, cold_start_s))
+            return msgspec.structs.replace(self, history=history, returns=returns)
         removed_at_s = self.removed_at_s
         if removed_at_s is None or now - removed_at_s > 2 * self.down_window_s(settings):
             return msgspec.structs.replace(self, history=history)
         flaps = min(MAX_FLAPS, self.flaps + 1)
         return msgspec.structs.replace(self, history=history, removed_at_s=None, flaps=flaps, flapped_at_s=now)
 
-    def _returns(self, now: float) -> int:
-        """A request comes, and no replica is there."""
-        if self.emptied_at_s is None or now - self.emptied_at_s > DEFAULT_IDLE_S:
+    def _returns(self, now: float, idle_s: float) -> int:
+        """Return the new `returns` when a request finds no replica.
+
+        The removal was too early if the request came within `idle_s` of it: keeping the last replica twice as long
+        would have served the request without a start.
+        """
+        if self.emptied_at_s is None or now - self.emptied_at_s > idle_s:
             return max(0, self.returns - 1)
         return min(MAX_FLAPS, self.returns + 1)
 
     def decayed(self, now: float, settings: ScalingSettings) -> Memory:
-        """With one flap less after a long time without any."""
+        """Return the memory with one flap less after a long time without a flap."""
         if not self.flaps or self.flapped_at_s is None:
             return self
         if now - self.flapped_at_s < DECAY_WINDOWS * self.down_window_s(settings):

@@ -1,8 +1,8 @@
-"""The protocol of a scaling policy: what an algorithm gets, and what it answers.
+"""The protocol of a scaling policy.
 
-A policy is one object for all deployments and keeps nothing: what it remembers of a deployment is a value that it is
-given and that it answers anew, so a decision can be repeated from its record. Neighbours: `registry` finds policies by
-name; `behavior` has stabilization windows and rate limits that policies may share.
+One policy object serves all deployments and has no state: its memory of a deployment is a value that it is given and
+returns anew, so a decision can be repeated from its record. Neighbours: `registry` finds policies by name; `behavior`
+has stabilization windows and rate limits that policies may share.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ M = TypeVar("M")
 class ScalingPolicy(Protocol[M]):
     @property
     def name(self) -> str:
-        """As `spec.autoscaling.policy` names it."""
+        """The policy's name in `spec.autoscaling.policy`."""
         ...
 
     @property
     def memory_type(self) -> type[M]:
-        """A frozen `msgspec.Struct` that is made without arguments for a deployment that is new to the policy."""
+        """The type of the memory: a frozen `msgspec.Struct` that can be made without arguments for a new deployment."""
         ...
 
     @property
     def sees_replicas(self) -> bool:
-        """`Signals.replicas` is filled, and recorded with each decision; False where sums are enough."""
+        """Whether the policy needs `Signals.replicas`, which is then recorded with each decision."""
         ...
 
     def decide(self, settings: ScalingSettings, signals: Signals, memory: M) -> tuple[Decision, M]:
-        """Replicas from now on, and what to remember. The same arguments give the same answer.
+        """Return the decision and the new memory. The same arguments must give the same result.
 
-        Asked every two seconds, and at once when a request waits where no replica runs: a policy that decides less
-        often remembers when it did, by `signals.at_s`. Answers outside of the bounds are moved to the nearer one.
+        The operator calls it every two seconds, and at once when a request waits while no replica runs. A policy that
+        decides less often keeps the time of its latest decision (`signals.at_s`) in its memory. A number of replicas
+        outside of the bounds is moved to the nearer bound.
         """
         ...
 
 
 def ask(policy: ScalingPolicy[M], settings: ScalingSettings, signals: Signals, memory: M) -> tuple[Decision, M]:
-    """The policy's decision, moved into the bounds of the resource."""
+    """Return the policy's decision, moved into the bounds of the resource, and its new memory."""
     decision, memory = policy.decide(settings, signals, memory)
     replicas = settings.clamp(decision.replicas)
     if replicas == decision.replicas:

@@ -1,10 +1,11 @@
-"""What latency a number of replicas would give: the engines' own step-time fit under the observed load.
+"""Predictions of latency: the engines' own step-time model under the observed load.
 
 One replica gets an equal share of the arrivals. In the steady state every step takes `s` seconds, holds the requests
 that decode (arrivals x output tokens x s, by Little's law) and computes the prompt tokens that arrived meanwhile; `s`
-is the least fixed point of the step-time model. What the percentile adds is the Poisson spread of the requests that
-decode at once and of those that come while one decodes, whose prompts fall into its steps (time per output token), and
-the wait behind other prompts, as in a queue with one server (time to first token). ADR 28 says how near that comes.
+is the least fixed point of the step-time model. The percentile adds two things. To the time per output token: the
+Poisson spread of the requests that decode at once, and of those that arrive while one decodes and whose prompts share
+its steps. To the time to first token: the wait behind other prompts, as in a queue with one server. ADR 28 compares the
+result with the scheduler.
 """
 
 from __future__ import annotations
@@ -21,55 +22,57 @@ from pagemill_protocol.step_time import StepTimeModel
 MAX_ROUNDS = 200
 CONVERGED = 1e-4
 LEAST_RATE, MOST_RATE = 1e-3, 1e6
-"""Requests per second that are looked for."""
+"""The range of requests per second that is searched."""
 RATE_PRECISION = 0.02
-"""Share of a rate within which `highest_rate` finds it, unless its caller says otherwise."""
+"""The relative precision of `highest_rate` by default."""
 FULLEST = 0.95
-"""The share of KV cache, concurrent requests and a step's tokens beyond which requests wait for each other."""
+"""The share of the KV cache, of concurrent requests and of a step's tokens beyond which requests wait."""
 
 
 class OfferedLoad(msgspec.Struct, frozen=True):
-    """What comes to all replicas together."""
+    """The load of all replicas together."""
 
     requests_per_s: float
     prompt_tokens: float
-    """Mean length of a prompt, cached tokens included: they are read as context."""
+    """Mean length of a prompt, including cached tokens, which are read as context."""
     computed_tokens: float
-    """Mean length of a prompt without what is cached."""
+    """Mean number of a prompt's tokens that are not cached."""
     computed_tokens_high: float
-    """Length of a prompt without what is cached, at the percentile of the SLO."""
+    """Number of a prompt's tokens that are not cached, at the percentile of the SLO."""
     output_tokens: float
     """Mean length of an answer."""
     dispersion: float = 1.0
-    """Of the arrivals (`dispersion`): 1 where they come independently of each other."""
+    """The dispersion of the arrivals: 1 where they are independent of each other."""
 
     def times(self, factor: float) -> OfferedLoad:
+        """Return the load with `factor` times the requests."""
         return msgspec.structs.replace(self, requests_per_s=self.requests_per_s * factor)
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """At the percentile. Infinite: so few replicas cannot keep up."""
+    """Latencies at the percentile of the SLO; infinite where the replicas cannot serve the load."""
 
     ttft_ms: float
     tpot_ms: float
     limit: str = ""
-    """What is exhausted: steps, tokens, maxNumSeqs or blocks."""
+    """The resource that is exhausted: steps, tokens, maxNumSeqs or blocks. Empty: none."""
 
 
 class Predictor:
-    """Predicts latencies of one kind of replica. Raises `ValueError` for a step-time fit that makes no sense."""
+    """Predicts latencies for replicas of one capacity. Raises `ValueError` for invalid step-time parameters."""
 
     def __init__(self, shape: Shape, share: float) -> None:
         self._shape = shape
         self._model = StepTimeModel.from_params(shape.step_time)
         self._share = share
         self._spread = NormalDist().inv_cdf(share)
-        # The fit's own typical error, on the careful side.
+        # Predictions are longer by the typical error of the step-time model.
         error = shape.step_time.error_p50
         self._margin = 1.0 + (min(0.5, error) if 0 < error < math.inf else 0.0)
 
     @property
     def known(self) -> bool:
+        """Whether the step-time model has learned anything."""
         return self._model.known
 
     def predict(self, load: OfferedLoad, replicas: int) -> Prediction:
@@ -92,7 +95,10 @@ class Predictor:
     def highest_rate(
         self, load: OfferedLoad, replicas: int, meets: Callable[[Prediction], bool], precision: float = RATE_PRECISION
     ) -> float:
-        """Requests per second of `load`'s lengths with which so many replicas still meet it; 0: none."""
+        """Return the most requests per second, with the lengths of `load`, at which the prediction still `meets`.
+
+        0 where no rate does.
+        """
         low, high = 0.0, load.requests_per_s
         while high < MOST_RATE and meets(self.predict(msgspec.structs.replace(load, requests_per_s=high), replicas)):
             low, high = high, 2 * high
@@ -105,7 +111,7 @@ class Predictor:
         return low
 
     def _steady_step_s(self, load: OfferedLoad, rate: float) -> float | None:
-        """The least fixed point: steps get longer with what arrives during them. None: without end."""
+        """Return the least fixed point of the length of a step, since longer steps hold more; None: there is none."""
         longest_s = self._longest_s(load)
         step_s = self._step_s(load, 1.0, 0.0)
         for _ in range(MAX_ROUNDS):
@@ -119,7 +125,7 @@ class Predictor:
         return None
 
     def _longest_s(self, load: OfferedLoad) -> float:
-        """A step with as much as one may hold."""
+        """Return the length of the largest step that is allowed."""
         tokens = self._max_step_tokens
         return self._step_s(load, min(tokens, self._shape.max_num_seqs or tokens), tokens) + 1.0
 
@@ -134,10 +140,10 @@ class Predictor:
         return self._model.predict_ms(tokens, round(decoding * context), round(products)) * self._margin / 1000
 
     def _mean_step_s(self, load: OfferedLoad, decoding: float, prefill: float) -> float:
-        """The mean of steps that compute so many prompt tokens on average.
+        """Return the mean length of steps that compute `prefill` prompt tokens on average.
 
-        A prompt comes whole into one of them, where all requests that decode wait for it, and is not spread over many,
-        where it might cost nothing.
+        A prompt is computed in one step, for which all decoding requests wait. Spread over many steps it might cost
+        nothing.
         """
         budget = max(1.0, self._max_step_tokens - decoding)
         together = min(budget, max(1.0, load.computed_tokens, prefill))
@@ -154,7 +160,7 @@ class Predictor:
         return "blocks" if decoding * per_request > FULLEST * shape.num_tokens else ""
 
     def _tpot_s(self, load: OfferedLoad, rate: float, decoding: float, prefill: float) -> float:
-        """The least fixed point: a request that decodes longer meets more prompts."""
+        """Return the least fixed point of the time per token, since a longer decode shares steps with more prompts."""
         budget = max(0.0, self._max_step_tokens - decoding)
         step_s = self._mean_step_s(load, max(1.0, decoding), prefill)
         for _ in range(MAX_ROUNDS):
@@ -168,24 +174,24 @@ class Predictor:
         return step_s
 
     def _ttft_s(self, load: OfferedLoad, rate: float, step_s: float, decoding: float, together: float) -> float:
-        """The rest of a step, the wait behind other prompts, its own prompt."""
+        """Return the time to first token: the rest of a step, the wait behind other prompts, and the own prompt."""
         own_s, mean_s = (
             self._prefill_s(load, tokens, decoding) for tokens in (load.computed_tokens_high, load.computed_tokens)
         )
-        # Prompts that wait share their steps: to each other they are only as long as their part of a full one.
+        # Waiting prompts share their steps, so each delays the others only by its part of a full step.
         budget = max(1.0, self._max_step_tokens - decoding)
         service_s = load.computed_tokens / budget * self._step_s(load, decoding, budget)
         busy = min(1.0, rate * service_s)
         if busy >= FULLEST:
             return math.inf
-        # Pollaczek and Khinchine with the spread of an exponential service, for uneven arrivals as Allen and Cunneen;
-        # its tail is exponential too.
+        # Pollaczek and Khinchine with exponential service, and Allen and Cunneen for the dispersion of arrivals; the
+        # tail of the wait is exponential too.
         wait_s = busy / (1 - busy) * service_s * (1 + together) / 2
         high_wait_s = wait_s / busy * max(0.0, math.log(busy / (1 - self._share))) if busy > 0 else 0.0
         return self._share * step_s + max(own_s + wait_s, mean_s + high_wait_s)
 
     def _prefill_s(self, load: OfferedLoad, num_tokens: float, decoding: float) -> float:
-        """A prompt in chunks beside those that decode."""
+        """Return the time of a prompt that is computed in chunks beside decoding requests."""
         budget = max(1.0, self._max_step_tokens - decoding)
         full, rest = divmod(max(1.0, num_tokens), budget)
         whole_s = full * self._step_s(load, decoding, budget) if full else 0.0

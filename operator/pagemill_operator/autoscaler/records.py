@@ -1,4 +1,4 @@
-"""The record of one decision: everything that went into it, enough to decide it again and get the same."""
+"""The record of one decision with all of its inputs, from which the decision can be repeated."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from pagemill_operator.autoscaler.signals import Signals
 
 
 class Record(msgspec.Struct, frozen=True):
+    """One decision and its inputs."""
+
     key: str
+    """The deployment: namespace and name, with a slash between them."""
     time: str
-    """RFC 3339, for people; decisions go by `signals.at_s`."""
+    """The time in the form of RFC 3339, for people; decisions use `signals.at_s`."""
     settings: ScalingSettings
-    """`settings.policy` names the policy that decided."""
+    """The settings; `settings.policy` names the policy that decided."""
     signals: Signals
     memory: Any
-    """The policy's own, before the decision: of its `memory_type`, or what JSON makes of that."""
+    """The policy's memory before the decision: of its `memory_type`, or as decoded from JSON."""
     decision: Decision
 
 
 def replay(record: Record) -> Decision:
-    """Decide it again. Raises `UnknownPolicyError` where the policy is not installed here."""
+    """Repeat the decision. Raises `UnknownPolicyError` where the policy is not installed."""
     policy = find_policy(record.settings.policy)
     memory = record.memory
     if not isinstance(memory, policy.memory_type):
@@ -35,17 +38,17 @@ def replay(record: Record) -> Decision:
 
 
 def encode_record(record: Record) -> bytes:
-    """One line of JSON."""
+    """Return the record as one line of JSON."""
     return msgspec.json.encode(record)
 
 
 def decode_record(line: bytes) -> Record:
-    """Raises `msgspec.DecodeError`."""
+    """Read a record from one line of JSON. Raises `msgspec.DecodeError`."""
     return msgspec.json.decode(line, type=Record)
 
 
 def is_record(line: bytes) -> bool:
-    """Whether this version can read it."""
+    """Whether this version can read the line as a record."""
     try:
         decode_record(line)
     except (msgspec.DecodeError, ValueError):
@@ -54,7 +57,7 @@ def is_record(line: bytes) -> bool:
 
 
 def log_line(record: Record) -> str:
-    """The whole record of a change, else only why there is none."""
+    """Return the line for the log: the whole record of a change, otherwise the reason for keeping the number."""
     decision = record.decision
     if decision.changes:
         return encode_record(record).decode()

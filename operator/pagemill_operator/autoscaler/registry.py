@@ -1,8 +1,8 @@
-"""The scaling policies by name: those of the operator, and those that installed packages register.
+"""The scaling policies by name: the operator's own, and those that installed packages register.
 
-A package registers a policy as an entry point of group `pagemill.scaling_policies`: its name is the policy's, its
-object a class that is made without arguments. A package that cannot be loaded costs its own policies only. Installed
-packages are looked through once.
+A package registers a policy as an entry point of group `pagemill.scaling_policies`. The entry point's name is the
+policy's name, and its object is a class that can be made without arguments. Where a package cannot be loaded, only its
+own policies are unavailable. Installed packages are searched once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ BUILT_IN: Mapping[str, ScalingPolicy[Any]] = {policy.name: policy for policy in 
 
 
 class UnknownPolicyError(LookupError):
-    """No policy of that name is installed; the message names those that are, or why it could not be loaded."""
+    """No policy of that name is installed, or it cannot be loaded; the message says which, and names the others."""
 
 
 class Registered(NamedTuple):
+    """All policies that were found."""
+
     policies: Mapping[str, ScalingPolicy[Any]]
+    """Policies that can be used, by name."""
     faults: Mapping[str, str]
-    """Why a policy that a package registers cannot be used, by its name."""
+    """Errors of registered policies that cannot be used, by the policy's name."""
 
 
 @cache
 def registered() -> Registered:
+    """Return the operator's policies and those of installed packages."""
     policies, faults = dict(BUILT_IN), {}
     for entry in entry_points(group=GROUP):
         try:
@@ -46,7 +50,7 @@ def registered() -> Registered:
 
 
 def find_policy(name: str) -> ScalingPolicy[Any]:
-    """Raises `UnknownPolicyError`."""
+    """Return the policy of that name. Raises `UnknownPolicyError`."""
     known = registered()
     if name in known.policies:
         return known.policies[name]

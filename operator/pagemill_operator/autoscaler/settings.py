@@ -1,4 +1,4 @@
-"""`spec.autoscaling` with its defaults filled in, in seconds and milliseconds: what every scaling policy is given."""
+"""The settings of a scaling policy: `spec.autoscaling` with defaults filled in, in seconds and milliseconds."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ from pagemill_crds.sections.autoscaling import AutoscalingSection, Behavior, Sca
 DEFAULT_POLICY = "Demand"
 DEFAULT_KV_CACHE_USAGE = 0.8
 DEFAULT_QUEUE_DEPTH = 2
-"""What is aimed at where the resource names neither targets nor an SLO."""
+"""The targets where the resource names neither targets nor an SLO."""
 DEFAULT_DOWN_WINDOW_S = 300.0
-"""As HorizontalPodAutoscaler."""
+"""The default of HorizontalPodAutoscaler."""
 DEFAULT_IDLE_S = 300.0
-"""Without a request, until the last replica goes: the longest that is learned where `scaleToZeroAfter` is not set."""
+"""The longest time without a request until the last replica is removed, where `scaleToZeroAfter` is not set."""
 
 
 class Rule(msgspec.Struct, frozen=True):
+    """A limit on the changes within a period."""
+
     type: Literal["Pods", "Percent"]
     value: int
     period_s: float
 
 
 class Direction(msgspec.Struct, frozen=True):
+    """The behavior in one direction, up or down."""
+
     window_s: float = 0.0
-    """The most cautious demand within it counts."""
+    """The stabilization window: the most cautious demand within it is followed."""
     select: Literal["Max", "Min", "Disabled"] = "Max"
+    """Which rule decides where there are several."""
     rules: tuple[Rule, ...] = ()
-    """Allowed changes; none: any."""
+    """Limits on changes; empty: any change is allowed."""
     is_own_window: bool = False
-    """The resource sets it: then it is kept as it is."""
+    """Whether the resource sets the window, which is then never changed by what is learned."""
 
 
 class Slo(msgspec.Struct, frozen=True):
+    """Latencies that a share of the requests must meet; None: no limit."""
+
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     share: float = 0.95
@@ -43,41 +50,47 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class ScalingSettings(msgspec.Struct, frozen=True):
+    """The settings of one deployment."""
+
     mode: Literal["Active", "Advisory"]
     min_replicas: int
     max_replicas: int
     warm: int = 0
-    """Replicas beyond those that are loaded and asleep, as far as `max_replicas` lets them be."""
+    """Replicas beyond the demand that are kept loaded and asleep, as far as `max_replicas` allows."""
     kv_cache_usage: float | None = None
     queue_depth: int | None = None
     slo: Slo | None = None
     idle_s: float = DEFAULT_IDLE_S
-    """`scaleToZeroAfter`."""
+    """The time without a request after which the last replica is removed (`scaleToZeroAfter`)."""
     up: Direction = Direction()
     down: Direction = Direction(DEFAULT_DOWN_WINDOW_S)
     policy: str = DEFAULT_POLICY
-    """Name of the algorithm."""
+    """The name of the policy."""
     learns_idle_s: bool = False
-    """`scaleToZeroAfter` is not set: the last replica goes sooner than after `idle_s` where starts are learned to be
-    short."""
+    """Whether `scaleToZeroAfter` is not set: the last replica is then removed sooner than after `idle_s` where starts
+    are short."""
 
     @property
     def lowest(self) -> int:
-        """Fewest replicas, whatever the load."""
+        """The fewest replicas at any load."""
         return min(self.max_replicas, self.min_replicas)
 
     def standby(self, replicas: int) -> int:
-        """How many sleep beside so many that are awake. Where the operator only advises, none."""
+        """Return how many replicas sleep beside `replicas` that are awake; 0 where the operator only advises."""
         if self.mode != "Active":
             return 0
         return max(0, min(self.warm, self.max_replicas - replicas))
 
     def clamp(self, replicas: int) -> int:
+        """Return the nearest number within the bounds."""
         return max(self.lowest, min(self.max_replicas, replicas))
 
 
 def settings_of(section: AutoscalingSection | None) -> ScalingSettings | None:
-    """None where the operator does not decide: the number is fixed, or another controller writes it."""
+    """Return the settings, or None where the operator does not decide the number of replicas.
+
+    That is where the number is fixed, or where another controller writes it.
+    """
     if section is None or section.mode == "External":
         return None
     targets, behavior = section.targets, section.behavior or Behavior()
@@ -99,7 +112,7 @@ def settings_of(section: AutoscalingSection | None) -> ScalingSettings | None:
 
 
 def with_default_targets(settings: ScalingSettings) -> ScalingSettings:
-    """Where the resource names no targets."""
+    """Return the settings with the default targets where the resource names none."""
     if settings.kv_cache_usage is not None or settings.queue_depth is not None:
         return settings
     return msgspec.structs.replace(settings, kv_cache_usage=DEFAULT_KV_CACHE_USAGE, queue_depth=DEFAULT_QUEUE_DEPTH)

@@ -1,7 +1,8 @@
-"""What a decision is made from: the replicas as they are, and the load as all gateways together report it.
+"""The inputs of a decision: the replicas, and the load that all gateways together report.
 
-All gateways follow the same engines, so of those the best report counts; their queues, arrivals and latencies add up.
-What is missing stays missing: without a gateway's report the sums over gateways are lower bounds, and say so.
+All gateways receive the reports of the same engines, so the best of those views counts; the gateways' own queues,
+arrivals and latencies add up. Missing numbers are not replaced: without a gateway's report the sums are lower bounds,
+and `Signals.missing` says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pagemill_protocol.state import StepTimeParams
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """The capacity of one replica; it stays true while there is none."""
+    """The capacity of one replica; it stays valid while there is none."""
 
     num_blocks: int
     block_size: int
@@ -28,68 +29,69 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """That its KV cache holds."""
+        """The tokens that fit in its KV cache."""
         return self.num_blocks * self.block_size
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """Replicas of the plan."""
+    """The replicas of a deployment by state."""
 
     wanted: int
-    """As they were ordered last."""
+    """Replicas of the latest order."""
     ready: int = 0
     loading: int = 0
-    """They run and are not ready."""
+    """Replicas that run and are not ready."""
     pending: int = 0
-    """They have no node yet."""
+    """Replicas that have no node yet."""
     asleep: int = 0
-    """They are loaded and sleep: no capacity, and awake before any other could be started."""
+    """Replicas that are loaded and asleep: they serve nothing, and wake sooner than another could start."""
     starting_s: float = 0.0
-    """For how long the oldest of those that start has been starting."""
+    """The time since the oldest starting replica was ordered."""
     cold_start_s: float | None = None
-    """From the order to ready, as learned; None: no start was seen yet."""
+    """The usual time from the order to ready; None: no start was seen yet."""
 
     @property
     def starting(self) -> int:
+        """Replicas that are ordered and not ready."""
         return self.loading + self.pending
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True):
-    """One engine that reports."""
+    """The load of one engine that reports."""
 
     id: str
     num_running: int
     num_waiting: float
-    """In the engine's own queue."""
+    """Requests in the engine's own queue."""
     kv_cache_usage: float | None = None
-    """Share of its blocks that running requests hold; None: not reported."""
+    """The share of its blocks that running requests use; None: not reported."""
 
 
 class Signals(msgspec.Struct, frozen=True):
-    """Everything that is known at one instant."""
+    """Everything that is known at one time."""
 
     at_s: float
-    """The reading of a clock that only goes forward."""
+    """The time by a monotonic clock."""
     fleet: Fleet
     num_gateways: int = 1
     num_reporting: int = 0
-    """Gateways that report; their numbers are in here."""
+    """Gateways whose reports are in these numbers."""
     engines: EnginesLoad = EnginesLoad()
     queue: QueueLoad = QueueLoad()
     arrivals: Arrivals = Arrivals()
     latencies: Latencies = Latencies()
     lengths: Lengths = Lengths()
     replicas: tuple[ReplicaLoad, ...] = ()
-    """Each engine by itself, for policies that ask for it."""
+    """The load of each engine, for policies whose `sees_replicas` is True."""
 
     @property
     def is_whole(self) -> bool:
-        """Every gateway reports: sums over them are no lower bounds."""
+        """Whether every gateway reports; otherwise sums over gateways are lower bounds."""
         return 0 < self.num_gateways <= self.num_reporting
 
     @property
     def missing(self) -> str:
-        """What is not known, without which load may be higher than it looks; empty: nothing."""
+        """What is not known and may hide load. Empty: nothing."""
         if not self.is_whole:
             return f"{self.num_reporting} of {self.num_gateways} gateways report"
         if self.engines.truth != "value":
@@ -100,17 +102,23 @@ class Signals(msgspec.Struct, frozen=True):
 
     @property
     def num_requests(self) -> int:
-        """Anywhere in the system."""
+        """Requests that run or wait anywhere."""
         engines = self.engines
         return engines.num_requests_running + engines.num_requests_waiting + self.queue.num_requests
 
     @property
+    def is_still(self) -> bool:
+        """Whether no request runs or waits and none has arrived within the window of the arrivals."""
+        return self.num_requests == 0 and self.arrivals.requests_per_s <= 0
+
+    @property
     def num_waiting(self) -> int:
+        """Requests that wait in gateways and engines."""
         return self.engines.num_requests_waiting + self.queue.num_requests
 
 
 class View(msgspec.Struct, frozen=True):
-    """What one gateway reported, and how long ago."""
+    """The report of one gateway and its age."""
 
     load: DeploymentLoad
     age_s: float = 0.0
@@ -119,7 +127,7 @@ class View(msgspec.Struct, frozen=True):
 def merge(
     views: Sequence[View], fleet: Fleet, *, num_gateways: int, at_s: float, has_replicas: bool = False
 ) -> Signals:
-    """`num_gateways`: those that serve. `has_replicas`: each engine by itself, too."""
+    """Combine the reports of gateways. `num_gateways`: gateways that serve. `has_replicas`: fill `Signals.replicas`."""
     loads = [view.load for view in views]
     return Signals(
         at_s=at_s,
@@ -136,7 +144,7 @@ def merge(
 
 
 def shape_of(engines: EnginesLoad) -> Shape | None:
-    """None: no engine reports its size."""
+    """Return the capacity of one replica; None where no engine reports its size."""
     if engines.truth == "unknown" or engines.num_reporting <= 0 or engines.num_blocks_total <= 0:
         return None
     return Shape(
@@ -149,7 +157,7 @@ def shape_of(engines: EnginesLoad) -> Shape | None:
 
 
 def most_held(loads: Iterable[DeploymentLoad]) -> dict[str, EngineHeld]:
-    """By engine, the most that any gateway reports of it."""
+    """Return for each engine the report of the gateway that sees most on it, by the engine's id."""
     held: dict[str, EngineHeld] = {}
     for engine in (engine for load in loads for engine in load.held):
         held[engine.id] = max(held.get(engine.id, engine), engine, key=weight)
@@ -157,7 +165,7 @@ def most_held(loads: Iterable[DeploymentLoad]) -> dict[str, EngineHeld]:
 
 
 def weight(engine: EngineHeld) -> tuple[int, int]:
-    """What is held in KV blocks must be computed again elsewhere, or waited for."""
+    """Return the sort key of an engine's work: its KV blocks, which another engine would compute again, come first."""
     return engine.num_blocks_active, engine.num_requests
 
 
@@ -185,7 +193,7 @@ def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
     )
     if not is_sound(engines):
         return EnginesLoad()
-    # Engines that the platform calls ready and that report to no gateway are not idle: what they do is not known.
+    # Engines that the platform calls ready may be busy although they report to no gateway.
     if engines.truth == "value" and engines.num_reporting < fleet.ready:
         truth = "stale" if engines.num_reporting else "unknown"
         return msgspec.structs.replace(engines, truth=truth)
@@ -193,6 +201,7 @@ def _engines(views: Sequence[View], fleet: Fleet) -> EnginesLoad:
 
 
 def is_sound(engines: EnginesLoad) -> bool:
+    """Whether all counts are 0 or more and the age is finite."""
     counts = (
         engines.num_blocks_total,
         engines.num_blocks_active,
@@ -205,7 +214,7 @@ def is_sound(engines: EnginesLoad) -> bool:
 
 
 def _readable(step_time: StepTimeParams) -> StepTimeParams:
-    """Unknown where a number is not finite: no record could hold it, as JSON has no such number."""
+    """Return the parameters, or none where a number is not finite, which JSON cannot represent in a record."""
     numbers = (
         *step_time.knot_ms,
         step_time.decode_context_ms,
@@ -233,7 +242,7 @@ def _queue(queues: Sequence[QueueLoad]) -> QueueLoad:
 
 
 def _arrivals(arrivals: Sequence[Arrivals]) -> Arrivals:
-    """Unknown as soon as one gateway reports none, or something that is not finite."""
+    """Add up the arrivals; unknown where one gateway reports none, or a number that is not finite."""
     if not arrivals or any(each.truth != "value" or not _is_rate(each) for each in arrivals):
         return Arrivals()
     return Arrivals(

@@ -1,7 +1,7 @@
-"""The SLO as a target: the fewest replicas that meet it when one ordered now would be ready.
+"""The goal of the SLO: the fewest replicas that are predicted to meet it when a replica ordered now would be ready.
 
-The load is taken as it will be by then (`expected_load`), and the reason says what another replica buys: how many
-requests a minute would miss the SLO without it.
+The load is the one expected at that time (`expected_load`). The goal's reason names what another replica would gain:
+how many requests per minute would miss the SLO without it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import AMPLE, MARGIN
 
 SHORTAGE = 0.02
-"""Share of the arrivals beyond what the replicas hold for which none is ordered: no rate is known better."""
+"""No replica is ordered for a shortage of at most this share of the arrivals, as no rate is known more precisely."""
 
 
 class SloTarget(msgspec.Struct, frozen=True):
+    """The goal of the SLO and the numbers of replicas that were weighed for it."""
+
     goal: Goal = Goal("slo")
     candidates: tuple[Candidate, ...] = ()
 
@@ -30,11 +32,11 @@ class SloTarget(msgspec.Struct, frozen=True):
 def slo_target(
     settings: ScalingSettings, slo: Slo, signals: Signals, memory: Memory, expected: ExpectedLoad
 ) -> SloTarget:
-    """What the SLO asks for, and every number of replicas that was weighed."""
+    """Return the goal of the SLO, and every number of replicas that was weighed."""
     if signals.arrivals.truth != "value":
         return SloTarget(Goal("slo", missing=f"the arrivals are {signals.arrivals.truth}"))
     rate = expected.requests_per_s
-    if rate <= 0:
+    if rate <= 0 or signals.is_still:
         return SloTarget(Goal("slo", reason="nothing arrives"))
     load = offered_load(signals, rate, slo.share)
     if load is None or not expected.sure_of_lengths:
@@ -62,14 +64,17 @@ def slo_target(
         )
         missed = f"{_number(60 * short)} requests/min would miss {_aim(slo)} from {expected.horizon_s:.0f} s on"
         if short <= SHORTAGE * sure.requests_per_s:
-            needed, reason = wanted, f"{offered}: with {wanted}, no more than {missed}, which no rate can tell"
+            needed, reason = wanted, f"{offered}: with {wanted}, no more than {missed}, too few to measure"
         else:
             reason += f"; with {wanted}, {missed}"
     return SloTarget(Goal("slo", needed, max(needed, enough), reason, ample=ample), seen)
 
 
 def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed: dict[int, Candidate]) -> int:
-    """The smallest number that meets it, at most `most` + 1: more replicas are never slower. `weighed` is filled."""
+    """Return the fewest replicas that meet the SLO, or `most` + 1 where none do.
+
+    A bisection, since more replicas are never slower. Each number that was weighed is added to `weighed`.
+    """
     low, high = 1, most + 1
     while low < high:
         middle = (low + high) // 2
@@ -82,7 +87,7 @@ def fewest(predictor: Predictor, load: OfferedLoad, slo: Slo, most: int, weighed
 
 
 def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> Candidate:
-    """The latency that so many replicas would give."""
+    """Predict the latencies that a number of replicas would give."""
     prediction = predictor.predict(load, replicas)
     ttft_ms, tpot_ms = prediction.ttft_ms, prediction.tpot_ms
     return Candidate(
@@ -95,6 +100,7 @@ def weigh(predictor: Predictor, load: OfferedLoad, slo: Slo, replicas: int) -> C
 
 
 def meets(prediction: Prediction, slo: Slo) -> bool:
+    """Whether the predicted latencies meet the SLO."""
     ttft_ms, tpot_ms = prediction.ttft_ms, prediction.tpot_ms
     if not (math.isfinite(ttft_ms) and math.isfinite(tpot_ms)):
         return False
@@ -102,7 +108,7 @@ def meets(prediction: Prediction, slo: Slo) -> bool:
 
 
 def _number(value: float) -> str:
-    """Whole where that says enough."""
+    """Return the value as a whole number, or with one digit where it is below 1."""
     return f"{value:.0f}" if value >= 1 else f"{value:.1g}"
 
 

@@ -1,9 +1,8 @@
-"""Target tracking: replicas in the ratio of what is measured to its target, as HorizontalPodAutoscaler computes them.
+"""Target tracking: the algorithm of HorizontalPodAutoscaler, which multiplies replicas by measured value over target.
 
-`kvCacheUsage` is the mean of the engines that report, `queueDepth` the requests that wait for each replica; the larger
-answer counts. Windows and rate limits are those of `spec.autoscaling.behavior`. Nothing is predicted, an SLO is not
-read, and a burst has no rule of its own. Below one replica, which a ratio cannot describe, it goes by
-`scaleToZeroAfter`.
+`kvCacheUsage` is the mean of the engines that report, and `queueDepth` the waiting requests for each replica; the
+larger result counts. Windows and rate limits are those of `spec.autoscaling.behavior`. The policy predicts nothing,
+reads no SLO and has no rule for bursts. No ratio describes zero replicas: `scaleToZeroAfter` removes the last one.
 
 Source: Kubernetes, autoscaling/v2, https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/
 (algorithm details). Neighbour: `demand`, the default.
@@ -22,11 +21,11 @@ from pagemill_operator.autoscaler.signals import Signals
 from pagemill_operator.autoscaler.targets import is_idle
 
 TOLERANCE = 0.1
-"""The distance of the ratio from 1 within which the number stays."""
+"""The distance of the ratio from 1 within which the number of replicas is kept."""
 
 
 class TargetTracking:
-    """Replicas in the ratio of each measured value to its target."""
+    """Sets the replicas by the ratio of each measured value to its target."""
 
     name: ClassVar[str] = "TargetTracking"
     memory_type: ClassVar[type[History]] = History
@@ -37,7 +36,7 @@ class TargetTracking:
         goals = tuple(_goals(with_default_targets(settings), signals))
         demand = settings.clamp(max(goal.needed for goal in goals))
         missing = tuple(dict.fromkeys(goal.missing for goal in goals if goal.missing))
-        # Without all numbers the demand is a lower bound.
+        # Without all signals the demand is a lower bound.
         keep_s = max(settings.up.window_s, settings.down.window_s)
         history = memory.at(now).demanded(now, max(wanted, demand) if missing else demand, keep_s)
         replicas, reason, message = _follow(settings, signals, history, demand, goals)
@@ -48,10 +47,11 @@ class TargetTracking:
 
 
 def pods_metric(total: float, num_pods: int, num_silent: int, target: float, current: int, tolerance: float) -> int:
-    """Replicas that put the mean of the pods on the target. `total`: over `num_pods`; `num_silent` have no metric.
+    """Return the replicas that would bring the mean of a metric of pods to its target.
 
-    Those count as idle when the rest asks for more and as on target when it asks for fewer; a step that would turn
-    the direction round is not taken. Without any metric the number stays.
+    `total` is the sum over `num_pods`; `num_silent` more pods have no metric. Those count as idle where the others ask
+    for more replicas, and as on target where they ask for fewer; a change in the other direction is not made. Without
+    any metric the number is kept.
     """
     if not num_pods:
         return current
@@ -65,13 +65,13 @@ def pods_metric(total: float, num_pods: int, num_silent: int, target: float, cur
     if turned or abs(1 - careful) <= tolerance:
         return current
     replicas = math.ceil(careful * count)
-    # The pods that were counted may be others than those that are wanted.
+    # The counted pods may differ from the wanted ones, so the result could lie on the wrong side of `current`.
     against = (careful < 1 and replicas > current) or (careful > 1 and replicas < current)
     return current if against else replicas
 
 
 def external_metric(total: float, target: float, current: int, tolerance: float) -> int:
-    """Replicas that share the total at the target each."""
+    """Return the replicas among which the total is `target` for each."""
     return current if abs(1 - total / (target * current)) <= tolerance else math.ceil(total / target)
 
 
@@ -84,7 +84,7 @@ def _goals(settings: ScalingSettings, signals: Signals) -> Iterator[Goal]:
 
 
 def _requests(settings: ScalingSettings, signals: Signals) -> Goal:
-    """At least one replica, but where the deployment is idle, or at zero without a request."""
+    """Return the goal of the requests: one replica, or none while the deployment is idle or at zero without any."""
     missing, idle_s = signals.missing, signals.arrivals.idle_s
     if is_idle(signals, settings.idle_s):
         return Goal("requests", 0, 0, f"no request for {idle_s:.0f} s")
@@ -110,7 +110,7 @@ def _queue(target: int, signals: Signals) -> Goal:
     reason = f"{waiting} requests wait; the target is {target} for each replica"
     if not waiting:
         return Goal("queueDepth", 0, 0, reason)
-    # A target of 0 has no ratio: one replica more than are ready while a request waits.
+    # A target of 0 has no ratio: while a request waits, one replica more than are ready is needed.
     needed = external_metric(waiting, target, max(1, fleet.wanted), TOLERANCE) if target else fleet.ready + 1
     return Goal("queueDepth", needed, needed, reason)
 
@@ -125,11 +125,11 @@ def _follow(
         bounds = f"minReplicas {settings.min_replicas} and maxReplicas {settings.max_replicas}"
         return settings.clamp(wanted), "OutOfBounds", f"{wanted} replicas are out of bounds: {bounds}"
     if missing and demand <= wanted:
-        return wanted, "SignalsMissing", f"holding {wanted} replicas: {missing[0]}"
+        return wanted, "SignalsMissing", f"keeping {replicas_of(wanted)}: {missing[0]}"
     if demand == wanted:
         return wanted, "Steady", leading.reason
     up_s, down_s = settings.up.window_s, settings.down.window_s
-    # The last replica goes by `scaleToZeroAfter`, not by the window.
+    # The last replica is removed by `scaleToZeroAfter`, not by the window.
     is_last = demand == 0 and wanted == 1
     calm = 0 if is_last else stabilized(wanted, demand, history, now, up_s=up_s, down_s=down_s)
     if calm == wanted:
@@ -140,4 +140,4 @@ def _follow(
     replicas = allowed(wanted, calm, history, settings, now)
     if replicas == wanted:
         return wanted, "RateLimited", rate_limited(calm)
-    return replicas, reason_for(wanted, replicas), leading.reason or "the fewest that are allowed"
+    return replicas, reason_for(wanted, replicas), leading.reason or f"minReplicas is {settings.min_replicas}"

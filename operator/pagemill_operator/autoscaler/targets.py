@@ -1,9 +1,9 @@
-"""What each target of the settings asks for: how many replicas it needs, and how many it still has use for.
+"""The goals of the targets: how many replicas each target needs, and how many it has use for.
 
-`needed` is what the target asks for now; `enough` is what the load with a tenth added would need. Between the two a
-target is content, so noise around a border moves nothing. A target that lacks a number says which: missing is not zero.
-Where it is known what will be left of the queue when a replica could serve (`expected_load`), that counts.
-Neighbours: `slo` does the same for the SLO; `demand` weighs all of them.
+`needed` is what the target needs now, and `enough` what it would need at 1.1 times the load. Between the two numbers a
+target asks for no change, so noise around a boundary changes nothing. A goal whose signal is missing names it: missing
+is not zero. Where it is known how much of the queue will be left when a replica could serve (`expected_load`), that
+counts instead of the present queue. Neighbours: `slo` has the goal of the SLO; `demand` combines all goals.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pagemill_operator.autoscaler.settings import DEFAULT_KV_CACHE_USAGE, Scalin
 from pagemill_operator.autoscaler.signals import Shape, Signals
 
 MARGIN, AMPLE = 1.1, 1.5
-"""Times the load, which must fit as well before a replica is removed: after the window, and sooner."""
+"""Multiples of the load that must fit before a replica is removed: after the whole window, and after the idle one."""
 
 
 def goals(
     settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad, idle_s: float
 ) -> Iterator[Goal]:
-    """All but the SLO's. `idle_s`: without a request, until the last replica goes."""
+    """Yield all goals but the SLO's. `idle_s`: the time without a request after which the last replica is removed."""
     yield _requests(signals, idle_s)
     yield _kv_cache(settings, signals, shape, expected)
     yield _capacity(signals, shape)
@@ -32,12 +32,12 @@ def goals(
 
 
 def is_idle(signals: Signals, idle_s: float) -> bool:
-    """No request for so long, as every gateway and every engine reports."""
+    """Whether all gateways and engines report that there was no request for `idle_s` seconds."""
     return not signals.missing and signals.num_requests == 0 and signals.arrivals.idle_s >= idle_s
 
 
 def _requests(signals: Signals, idle_s: float) -> Goal:
-    """One replica while there are requests, or were lately."""
+    """Return the goal of the requests: one replica while there are any, or were within `idle_s`."""
     missing = signals.missing
     if signals.queue.num_requests and not signals.fleet.wanted:
         return Goal("requests", 1, 1, f"{signals.queue.num_requests} requests wait and no replica runs", missing)
@@ -45,16 +45,16 @@ def _requests(signals: Signals, idle_s: float) -> Goal:
         return Goal("requests", 1, 1, f"{signals.num_requests} requests are in the system", missing)
     if is_idle(signals, idle_s):
         return Goal("requests", 0, 0, f"no request for {signals.arrivals.idle_s:.0f} s")
-    # The time since the gateway began to serve is no reason to start a replica, only one to keep it.
+    # A gateway that has just started reports a short time without requests: that keeps a replica and starts none.
     needed = min(1, signals.fleet.wanted)
     return Goal("requests", needed, needed, f"the latest request was {signals.arrivals.idle_s:.0f} s ago", missing)
 
 
 def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, expected: ExpectedLoad) -> Goal:
-    """Blocks of running requests, and those that waiting ones will take where they still wait by then."""
+    """Return the goal of `kvCacheUsage`: blocks of running requests, and of those that will still wait."""
     engines, queue = signals.engines, signals.queue
     if shape is None:
-        # Without replicas their size does not matter yet; with some it is missing.
+        # The size of a replica is missing only if there is one.
         return Goal("kvCacheUsage", missing="no engine has reported its size yet" if signals.fleet.ready else "")
     tokens = (engines.num_tokens_waiting + queue.num_tokens) * min(1.0, _share_left(signals, expected))
     waiting = -(-tokens // shape.block_size)
@@ -67,7 +67,7 @@ def _kv_cache(settings: ScalingSettings, signals: Signals, shape: Shape | None, 
 
 
 def _capacity(signals: Signals, shape: Shape | None) -> Goal:
-    """Requests that may run at once: adds no replica by itself, but keeps those in use."""
+    """Return the goal of the requests that may run at once: it orders no replica, and keeps those in use."""
     if shape is None or shape.max_num_seqs <= 0:
         return Goal("maxNumSeqs")
     enough, ample = (_ceil(signals.num_requests * factor / shape.max_num_seqs) for factor in (MARGIN, AMPLE))
@@ -86,16 +86,16 @@ def _queue(depth: int, signals: Signals, expected: ExpectedLoad) -> Goal:
         return Goal("queueDepth", needed, needed, reason)
     needed, enough = _ceil(left / depth), _ceil(left * MARGIN / depth)
     if serving is not None and serving_more is not None:
-        # More than serve all that comes and waits would shorten no queue.
+        # Replicas beyond those that serve all arrivals and the queue would not shorten it.
         needed, enough = min(needed, serving), min(enough, serving_more)
     return Goal("queueDepth", needed, max(needed, enough), reason)
 
 
 def _share_left(signals: Signals, expected: ExpectedLoad) -> float:
-    """Of what waits now."""
+    """Return the share of the waiting requests that will still wait."""
     return expected.num_waiting / signals.num_waiting if signals.num_waiting else 1.0
 
 
 def _ceil(value: float) -> int:
-    """Up, but not for a rounding error."""
+    """Round up, except for a rounding error."""
     return max(0, math.ceil(value - 1e-9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ REMEMBERED = 5
 LAPSE_S = 300.0
 """A start is not timed any more if no request has needed an engine for this long."""
 LEAST_LEFT_S = 1.0
+WAIT_FACTOR = 2.0
+"""A start may take this many times as long as it usually does before requests stop waiting for it."""
 
 
 class Starts:
@@ -32,6 +35,10 @@ class Starts:
         self._requested_at: float | None = None
         self._latest_request_at = 0.0
         self._from_zero = False
+        self._ended_at = -math.inf
+        """When an engine served after the latest start."""
+        self._latest_until = -math.inf
+        """The instant until which requests could wait for the latest start."""
 
     def engine_reported(self, start_s: dict[str, float]) -> None:
         """Keep an engine's reported start time, given by phase."""
@@ -47,6 +54,7 @@ class Starts:
     def served(self, now: float) -> None:
         """Note that an engine serves, which ends the start."""
         if self._requested_at is not None and now - self._latest_request_at <= LAPSE_S:
+            self._ended_at, self._latest_until = now, self.waits_until(now)
             self._took_s[self._from_zero].append(now - self._requested_at)
         self._requested_at = None
 
@@ -54,6 +62,17 @@ class Starts:
         """Return the median duration of a start; `None` if unknown."""
         took_s = self._took_s[from_zero]
         return median(took_s) if took_s else self._reported_s
+
+    def waits_until(self, arrived_at: float) -> float:
+        """Return the instant until which a start gives a request that arrived at `arrived_at` reason to wait.
+
+        That is twice the usual duration after the start began; the second half leaves time for the request's turn.
+        -inf where the request met no start, or where it is not known how long one takes.
+        """
+        if self._requested_at is None:
+            return self._latest_until if arrived_at <= self._ended_at else -math.inf
+        usual_s = self.usual_s(from_zero=self._from_zero)
+        return -math.inf if usual_s is None else self._requested_at + WAIT_FACTOR * usual_s
 
     def left_s(self, now: float) -> float | None:
         """Return the expected time until the requested engine serves, counted from its request; `None` if unknown."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pagemill_gateway.brain.endpoints.deployment import DeploymentRecord
+from pagemill_gateway.brain.endpoints.deployment import WAIT_FACTOR, DeploymentRecord
 from pagemill_gateway.brain.endpoints.registry import Registry
 from pagemill_protocol.catalog import QueueLimits
-
-WAIT_FACTOR = 2.0
-"""Requests wait this many times the usual duration of an engine's restart."""
 
 
 class Outage:
@@ -50,7 +47,8 @@ class Outages:
     def wait_left_s(self, deployment: DeploymentRecord) -> float:
         """Return the remaining time that requests may wait for an engine that was just lost or will report soon."""
         if deployment.model.wakes:
-            return self._limits(deployment.key).timeout_s
+            now = self._clock()
+            return max(self._limits(deployment.key).timeout_s, deployment.starts.waits_until(now) - now)
         wait_s = self._wait_s
         if wait_s > 0 and (usual_s := deployment.starts.usual_s(from_zero=False)) is not None:
             wait_s = max(wait_s, min(WAIT_FACTOR * usual_s, self._limits(deployment.key).timeout_s))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -45,14 +46,17 @@ class Queues:
         clock: Callable[[], float],
         is_serving: Callable[[str], bool],
         start_left_s: Callable[[str], float | None] = lambda _: None,
+        waits_until: Callable[[str, float], float] = lambda _deployment, _arrived_at: -math.inf,
     ) -> None:
         """`is_serving`: whether a deployment has a serving engine; the queue's rate is measured only then.
 
         `start_left_s`: the time until a deployment has an engine again, or `None` if it has one or that is unknown.
+        `waits_until`: the time until which a request that arrived then may wait for a start, also beyond the timeout.
         """
         self._clock = clock
         self._is_serving = is_serving
         self._start_left_s = start_left_s
+        self._waits_until = waits_until
         self._queues: dict[str, DeploymentQueue] = {}
         self._ticking: asyncio.TimerHandle | None = None
         self.outcomes: Counter[tuple[str, Outcome]] = Counter()
@@ -115,13 +119,14 @@ class Queues:
             queue = self._queues[deployment] = DeploymentQueue(limits, partial(self._start_left_s, deployment))
         queue.set_limits(limits)
         now = self._clock()
+        timeout_at = now + max(0.0, limits.timeout_s - ticket.waited_s)
         entry = QueueEntry(
             key=ticket.key,
             priority=ticket.priority,
             cost_tokens=0 if ticket.paid else cost_tokens,
             num_bytes=ticket.num_bytes,
             arrived_at=ticket.arrived_at,
-            expires_at=min(now + max(0.0, limits.timeout_s - ticket.waited_s), ticket.deadline_at),
+            expires_at=min(max(timeout_at, self._waits_until(deployment, ticket.arrived_at)), ticket.deadline_at),
             group=group,
             kept=kept,
             attempt=attempt,
